@@ -1,1 +1,1 @@
-"""The command line. Commands that only talk to a server load no torch."""
+"""The command line. Commands that only send requests to a server load no torch."""

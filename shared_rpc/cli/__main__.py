@@ -9,7 +9,7 @@ import sys
 def main() -> None:
     """Run the command line."""
     if sys.argv[1:2] == ["run"]:
-        # A person waits for the script: the other commands are not loaded for it, nor what parses them.
+        # The user waits for the script: the other commands and their parser are not loaded for it.
         from shared_rpc.scripts.command import launch, parse
 
         if (script := parse(sys.argv[2:])) is not None:
@@ -21,8 +21,8 @@ def main() -> None:
 
 
 def _open_standard_streams() -> None:
-    """Open ``/dev/null`` in place of standard streams that are closed, as after ``>&-``. Files that are opened later would else
-    have their numbers, and receive what this process, or a program that it becomes, writes to the streams.
+    """Open ``/dev/null`` in place of closed standard streams, as after ``>&-``. Otherwise files opened later would get their
+    numbers, and receive this process's output, or that of a program executed in it.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:

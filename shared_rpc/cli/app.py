@@ -1,4 +1,4 @@
-"""The commands. Those that print what a server has are here, the others in modules of their own."""
+"""The commands. Those that print a server's state are here, the others in their own modules."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ from shared_rpc.protocol.infos import DeviceInfo, ListedObjectInfo, ServerInfo, 
 from shared_rpc.scripts.listing import live_zygotes
 
 _GROUP = "shared_rpc.cli"
-#: Commands that a known distribution has, and how to install that.
+#: Commands of known distributions, and how to install these.
 _KNOWN = {"cluster": "pip install 'shared-rpc[ray]'"}
 
 
 class Commands(TyperGroup):
-    """The commands of this package, and those of other distributions, which are imported when they are used."""
+    """The commands of this package, and those of other distributions, which are imported on use."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names of all commands that are installed."""
@@ -87,7 +87,7 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the command line; an error of the library is one line on standard error and exit code 1, or 2 for misuse."""
-    # A character that the terminal cannot show is replaced.
+    # Characters that the terminal cannot show are replaced.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     try:
@@ -100,7 +100,7 @@ def main() -> None:
 
 
 def _flush_output() -> None:
-    """Write what is buffered. A reader that has gone away is no error, now or when the interpreter ends."""
+    """Flush standard output. A closed pipe is no error, now or at the interpreter's end."""
     stream = sys.__stdout__
     if stream is not None and not stream.closed:
         try:
@@ -191,7 +191,7 @@ def info(socket: Socket = None, base_path: BasePath = None, json: Json = False) 
 
 
 def _source(facts: SourceInfo) -> str:
-    """Describe the source of records, with what it reports, and the process that joins the server to a cluster."""
+    """Describe the source of records, with its status, and the process that joins the server to a cluster."""
     pieces = [f"pid {facts['pid']}, for {ago(facts['since'] or 0.0)}" if facts["session"] is not None else "none is attached"]
     if facts["misses"]:
         pieces.append(f"{several(facts['misses'], 'run')} asked")
@@ -213,7 +213,7 @@ def _source(facts: SourceInfo) -> str:
 
 
 def _zygote(facts: ZygoteInfo) -> str:
-    """Describe the process of which workers are forks, or say why there is none."""
+    """Describe the process from which workers are forked, or the reason why there is none."""
     if facts["state"] != "ready":
         return f"none ({facts['state']})" + (f": {facts['why']}" if facts.get("why") else "")
     left_out = f", without {', '.join(facts['dropped'])}" if facts["dropped"] else ""
@@ -267,7 +267,7 @@ def devices(socket: Socket = None, base_path: BasePath = None, json: Json = Fals
 
 
 def _without_copies(items: Iterable[Any], columns: dict[str, Callable[[T], object]]) -> dict[str, Callable[[T], object]]:
-    """Leave the column of copies out where there are none, as on most servers."""
+    """Leave out the column of copies if there are none, as on most servers."""
     shown = any(item["copies"] for item in items)
     return {name: cell for name, cell in columns.items() if shown or name != "copies"}
 
@@ -342,7 +342,7 @@ _PANELS: dict[str, dict[str, Callable[..., None]]] = {
     "Calls and objects": {"call": call, "tasks": tasks, "objects": objects},
     "Checks": {"doctor": doctor, "verify": verify},
 }
-#: The commands of a command that lists what they are for.
+#: Subcommands of the commands that list their subjects.
 _OF_LISTS: dict[str, dict[str, Callable[..., None]]] = {
     "tasks": {"wait": wait, "cancel": cancel},
     "objects": {

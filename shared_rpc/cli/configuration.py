@@ -1,4 +1,4 @@
-"""Options of ``serve`` in a file: the table ``tool.shared-rpc`` of a ``pyproject.toml``, or a file that ``--config`` names."""
+"""Options of ``serve`` in a file: the table ``tool.shared-rpc`` of a ``pyproject.toml``, or a file given by ``--config``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def read_options(context: typer.Context, file: str | None) -> str | None:
 
     The option is declared before all others, so that their defaults are read after it, and after the argument ``target``.
 
-    :raises Misuse: if the file cannot be read, has another key than a long option's name, or a value that is not of its type.
+    :raises Misuse: if the file cannot be read, has a key that is not a long option's name, or a value of the wrong type.
     """
     path = Path(file) if file is not None else _project_of(context.params.get("target"))
     if path is None or context.resilient_parsing:  # as for the completion in a shell
@@ -44,14 +44,14 @@ def read_options(context: typer.Context, file: str | None) -> str | None:
 
 
 def _project_of(target: str | None) -> Path | None:
-    """Return the nearest ``pyproject.toml`` above an app that is a file."""
+    """Return the nearest ``pyproject.toml`` above an app given as a file."""
     place = (target or "").partition(":")[0]
     folders = Path(place).resolve().parents if place.endswith(".py") else ()
     return next((folder / _PROJECT for folder in folders if (folder / _PROJECT).is_file()), None)
 
 
 def _reason_not_to_use(path: Path, found: os.stat_result) -> str:
-    """Return why another user may have written a file, who must not decide how this user's processes run; ``""`` if not."""
+    """Return the reason why a file may be another user's, who must not control this user's processes; ``""`` if it is not."""
     # A link may be another user's too, and lead to a file of this user that is not meant for this app.
     for uid in (path.lstat().st_uid, found.st_uid):
         if not is_own_or_root(uid):
@@ -76,6 +76,6 @@ def _options(path: Path, table: Any, context: typer.Context) -> dict[str, Any]:
             msgspec.convert(value, types[options[key].name or ""])
             options[key].process_value(context, value)  # its limits
         except (msgspec.ValidationError, typer.BadParameter) as error:
-            # A type that may be None is any that a file can have.
+            # The allowed None is left out, since a file cannot contain it.
             raise Misuse(f"{path}: {key} = {value!r}: {str(error).replace(' | null', '')}") from None
     return {options[key].name or "": value for key, value in table.items()}

@@ -14,7 +14,7 @@ from shared_rpc.errors import ConfigurationError, ConnectError, SharedRPCError, 
 from shared_rpc.protocol.peers import is_own_or_root
 from shared_rpc.settings import is_socket_of, resolve_base_path
 
-#: Seconds in which a server has to answer.
+#: Seconds for a server to answer.
 _PATIENCE = 2.0
 
 
@@ -24,9 +24,9 @@ def _warn(reason: str) -> None:
 
 @contextmanager
 def live_servers(base_path: str | None, on_error: Callable[[str], None] = _warn) -> Iterator[list[Client]]:
-    """Yield clients of all servers that answer at a socket of the base path; without one, at any socket beside the default.
+    """Yield clients of all servers that answer at a socket of the base path; without one, at any in the default's directory.
 
-    :param on_error: is called with the reason for each live server that does not answer. Dead sockets are left out silently.
+    :param on_error: called with the reason for each live server that does not answer. Dead sockets are silently left out.
     """
     whole = resolve_base_path(base_path)
     clients = []
@@ -52,10 +52,10 @@ def live_servers(base_path: str | None, on_error: Callable[[str], None] = _warn)
 
 
 def _is_ours(path: Path, base_path: str) -> bool:
-    """Return whether a socket may be that of a server of this user.
+    """Return True if a socket may be that of a server of this user.
 
-    A server's lock file lies beside its socket: a directory such as /run/user/1000 has sockets of other programs too. In a
-    sticky directory, sockets of other users are left out, except at a place where a server of this user would listen.
+    A server's lock file is next to its socket: a directory such as /run/user/1000 has sockets of other programs too. In a
+    sticky directory, sockets of other users are left out, except at the path of a server of this user.
     """
     with suppress(FileNotFoundError):
         foreign = not is_own_or_root(path.lstat().st_uid)
@@ -72,7 +72,7 @@ def _is_alive(path: Path) -> bool:
 def the_server(socket_path: str | None, base_path: str | None) -> Iterator[Client]:
     """Yield a client of the server at ``socket_path``, or of the only live server.
 
-    :raises ConfigurationError: if there are none or several to choose from.
+    :raises ConfigurationError: if there is none, or several to choose from.
     """
     if socket_path is not None:
         with Client(socket_path=socket_path, timeout=30.0, connect_timeout=0) as client:
@@ -83,10 +83,10 @@ def the_server(socket_path: str | None, base_path: str | None) -> Iterator[Clien
 
 
 def find_server(socket_path: str | None, base_path: str | None, preferred: str = "") -> Client:
-    """Return a client as :func:`the_server` does, for repeated use. It does not wait for a server; the caller closes it.
+    """Return a client like :func:`the_server`, for repeated use. It does not wait for a server; the caller must close it.
 
-    :param preferred: the socket to choose where several servers answer.
-    :raises SharedRPCError: if there are none or several to choose from, or none at ``socket_path``.
+    :param preferred: the socket to choose if several servers answer.
+    :raises SharedRPCError: if there is none, or several to choose from, or none at ``socket_path``.
     """
     if socket_path is None:
         reasons: list[str] = []
@@ -117,7 +117,7 @@ def the_owner(task_id: str, socket_path: str | None, base_path: str | None) -> I
     with live_servers(base_path) as clients:
         _check_some(clients, base_path)
         issuer = task_id.rpartition("-")[0]
-        # If there is one server, its own error about a foreign id says more.
+        # If there is one server, its own error about a foreign id is more specific.
         owners = clients if len(clients) == 1 else [one for one in clients if one.get_server_info()["server_id"] == issuer]
         if not owners:
             raise TaskError(f"none of the servers that answer issued task {task_id!r}: {_paths(clients)}", reason="unknown")

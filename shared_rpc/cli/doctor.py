@@ -1,4 +1,4 @@
-"""Examination of this machine: findings about everything that sharing needs, each with its fix."""
+"""Examination of this machine: findings about all requirements of sharing, each with its fix."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FEW_FILES = 4096
 
 
 class Finding(NamedTuple):
-    """One line: ``state`` is ``"good"``, ``"limited"`` (works, with less) or ``"broken"`` (nothing can be shared so)."""
+    """One line: ``state`` is ``"good"``, ``"limited"`` (works, with less) or ``"broken"`` (sharing is impossible)."""
 
     what: str
     state: Literal["good", "limited", "broken"]
@@ -36,7 +36,7 @@ class Finding(NamedTuple):
 
 
 def examine(base_path: str | None = None) -> list[Finding]:
-    """Examine everything that sharing needs. Leaves nothing behind; imports torch."""
+    """Examine all requirements of sharing. Leaves nothing behind; imports torch."""
     return [*_settings(), *_directory(base_path), *_limits(), *_host_memory(), *_torch(), *_gpus()]
 
 

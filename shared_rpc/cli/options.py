@@ -1,4 +1,4 @@
-"""Options and arguments that several commands take, and amounts of memory as people write them."""
+"""Options and arguments shared by several commands, and amounts of memory in human notation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _FRACTION = re.compile(r"\d*\.\d+")
 
 
 class Misuse(ConfigurationError):
-    """Options or arguments of a command that cannot be used; its exit code is 2."""
+    """Invalid options or arguments of a command; its exit code is 2."""
 
 
 @contextmanager
@@ -43,9 +43,9 @@ def as_misuse() -> Iterator[None]:
 
 
 def is_list(context: typer.Context) -> bool:
-    """Return whether a command that has others is to list what there is, because none of them is named.
+    """Return True if a command with subcommands must print a list, because none of them is given.
 
-    :raises Misuse: for options before one of them, which has its own.
+    :raises Misuse: for options before a subcommand, which has its own.
     """
     if (command := context.invoked_subcommand) is None:
         return True
@@ -57,7 +57,7 @@ def is_list(context: typer.Context) -> bool:
 
 
 def keywords(arguments: Arguments) -> dict[str, Any]:
-    """Parse keyword arguments of a call, each ``key=value``. A value that is no Python literal is a string.
+    """Parse keyword arguments of a call, each ``key=value``. A value that is not a Python literal is a string.
 
     :raises Misuse: for a text of another form.
     """
@@ -90,7 +90,7 @@ def in_bytes(option: str, text: str) -> int:
 
 
 def amount_of(option: str, text: str) -> int | float:
-    """Return bytes, or a fraction: a number with a point and no unit is one, and any other is a size, see :func:`in_bytes`.
+    """Parse bytes, or a fraction: a number with a point and no unit is a fraction, any other is a size, see :func:`in_bytes`.
 
     :param option: the option with its value, for the error.
     :raises ConfigurationError: for an invalid amount.

@@ -1,4 +1,4 @@
-"""Tables and texts for people, JSON for machines."""
+"""Tables and texts for display, JSON for programs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shared_rpc.protocol.tasks import Progress, TaskInfo
 
 T = TypeVar("T")
 
-#: What ``info`` and ``doctor`` say where a GPU is used through NVIDIA's Multi-Process Service.
+#: The remark of ``info`` and ``doctor`` about a GPU used through NVIDIA's Multi-Process Service.
 MPS = "under MPS: a write to memory shared with access='read' ends all processes of the service"
 # A program that reads a pipe gets one line for each row, however long.
 _console = Console(soft_wrap=False, width=None if sys.stdout.isatty() else 10_000)
@@ -44,7 +44,7 @@ def listing(title: str, items: Iterable[T], columns: Mapping[str, Callable[[T], 
 
 
 def complain(text: str) -> None:
-    """Print an error, without control characters: it may quote text of others."""
+    """Print an error, without control characters: it may quote untrusted text."""
     lines = "\n".join(one_line(line) for line in text.splitlines())
     print(f"shared-rpc: {lines}", file=sys.stderr)
 
@@ -68,7 +68,7 @@ def span(seconds: float) -> str:
     """Format a duration with three digits: ``"1.24 ms"``."""
     if seconds >= 100:
         return lasted(seconds, (" s", " min", " h", " d"))
-    # What would be rounded to a thousand of one unit is one of the next.
+    # A value that would be rounded to a thousand of one unit is one of the next.
     scale, unit = (1.0, "s") if seconds >= 0.9995 else (1e-3, "ms") if seconds >= 0.9995e-3 else (1e-6, "µs")
     return f"{seconds / scale:.3g} {unit}"
 
@@ -103,7 +103,7 @@ def origin(item: ObjectInfo) -> str:
 
 
 def tier_of(item: ObjectInfo) -> str:
-    """Return where an object's bytes are, with the move that goes on: ``"host"``, ``"host, 40% to device"``."""
+    """Return an object's tier, with any active move: ``"host"``, ``"host, 40% to device"``."""
     moving = item.get("moving")
     pinned = ", pinned" if item["pinned"] else ""
     if moving is None:
@@ -113,12 +113,12 @@ def tier_of(item: ObjectInfo) -> str:
 
 
 def copies_of(item: ObjectInfo | ServerInfo | DeviceInfo) -> str:
-    """Format the bytes of copies in lower tiers: ``"1.5 GiB host"``; ``"-"`` where there is none."""
+    """Format the bytes of copies in lower tiers: ``"1.5 GiB host"``; ``"-"`` if there are none."""
     return ", ".join(f"{size(nbytes)} {tier}" for tier, nbytes in item["copies"].items() if nbytes) or "-"
 
 
 def status_of(info: TaskInfo) -> str:
-    """Format the status, with the request to stop if there is one, and the wait for capacity."""
+    """Format the status, with any request to stop, and the wait for capacity."""
     asked = ", asked to stop" if info.cancel_requested and not info.status.finished else ""
     return f"{info.status}{asked}{', waits for capacity' if info.waits_for is not None else ''}"
 
@@ -164,9 +164,9 @@ def _number(value: float) -> str:
 def command_of(pid: int, *, folder: bool = True) -> str:
     """Return the command line of a process in one line; ``""`` if it cannot be read.
 
-    A process that is about to end, or is the kernel's, has a name only: ``"[name]"``.
+    A process that is ending, or is the kernel's, has only a name: ``"[name]"``.
 
-    :param folder: whether to include the program's directory.
+    :param folder: True to include the program's directory.
     """
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")

@@ -165,7 +165,7 @@ def serve(
     # The app has its role while it is loaded, as with 'SHARED_TENSOR_ROLE=server python app.py'.
     os.environ["SHARED_TENSOR_ROLE"] = "server"
     os.environ.pop("SHARED_TENSOR_ENABLED", None)
-    # A malformed amount is an error before anything starts, and so is a directory that cannot be used.
+    # A malformed amount is an error before anything starts, and so is an unusable directory.
     with as_misuse():
         for path in (base_path, socket):
             if path is not None:
@@ -235,7 +235,7 @@ def serve(
     if in_process:
         _serve_in_process(target, options)
         return
-    # The broker takes this process over: it runs for long, and needs none of the modules that parse and print here.
+    # The broker replaces this process: it runs for long, and needs none of the modules for parsing and printing here.
     sys.stdout.flush()
     os.execv(sys.executable, program("shared_rpc.broker", target, *options.words))
 
@@ -269,13 +269,13 @@ def _serve_in_process(target: str, options: ServeOptions) -> None:
             )
         wait_for_signal(begin, last=True)
     finally:
-        # A provider that is not named must not begin to serve when this command ends, as it would at a script's end.
+        # An unnamed provider must not begin to serve when this command ends, as it would at a script's end.
         close_all()
     end_now_if_busy(host.servers.values())
 
 
 class _InProcessHost:
-    """The servers of providers, each started at its first call, which may come while the app is loaded."""
+    """The servers of providers, each started on its first call, which may occur while the app is loaded."""
 
     def __init__(self, options: ServeOptions) -> None:
         self._options = options

@@ -16,7 +16,7 @@ from shared_rpc.cli.rendering import ago, as_json, listing, status_of, steps, ta
 from shared_rpc.errors import ConfigurationError, one_line
 from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
 
-#: Characters of an error that the table shows.
+#: Maximum characters of an error in the table.
 _SHOWN = 200
 
 TaskId = Annotated[str, typer.Argument(metavar="TASK", help="The task's id, which names its server too.")]
@@ -119,7 +119,7 @@ def call(
 
 @contextmanager
 def _interruptible(task: str, socket: str | None, base_path: str | None) -> Iterator[None]:
-    """End the wait on Ctrl-C, and print that the task goes on."""
+    """End the wait on Ctrl-C, and print that the task continues."""
     try:
         yield
     except KeyboardInterrupt:

@@ -17,7 +17,7 @@ from shared_rpc.errors import ConfigurationError, one_line
 from shared_rpc.operations.client import Client
 from shared_rpc.protocol.infos import MoveInfo
 
-#: Seconds between two looks at a move, for its bar.
+#: Seconds between two polls of a move, for its bar.
 _LOOK = 0.2
 
 Target = Annotated[str, typer.Argument(metavar="OBJECT|ENDPOINT", help="An object's id or cache key, or an endpoint.")]
@@ -46,13 +46,13 @@ def restore(target: Target, socket: Socket = None, base_path: BasePath = None, j
 
 
 def object_of(client: Client, name: str) -> str:
-    """Return the id of an object that is named by its cache key; any other name as it is."""
+    """Return the id of an object given by its cache key; any other name is unchanged."""
     cached = [info["object_id"] for info in client.list_objects() if info["cached"] and info["cache_key"] == name]
     return cached[0] if cached else name
 
 
 def _target(client: Client, name: str) -> str:
-    """Return the id of the object, or the name of the endpoint, that is meant.
+    """Return the id of the object, or the name of the endpoint, for a name.
 
     :raises ConfigurationError: if there is neither.
     """
@@ -63,7 +63,7 @@ def _target(client: Client, name: str) -> str:
 
 
 def _moved(client: Client, move: Callable[[], list[MoveInfo]]) -> list[MoveInfo]:
-    """Move objects; on a terminal with a bar for each that is under way."""
+    """Move objects; on a terminal with a bar for each active move."""
     console = Console(stderr=True)
     if not (console.is_terminal and sys.stdout.isatty()):
         return move()

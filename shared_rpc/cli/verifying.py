@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shared_rpc.extras.verify import Report
 
 _MARKS = {"passed": "ok", "failed": "x", "skipped": "-"}
-#: Exit codes: a check failed; there was nothing to check; a signal came, whose number is added.
+#: Exit codes: a check failed; there was nothing to check; on a signal, the base to which its number is added.
 _FAILED, _COULD_NOT_RUN, _INTERRUPTED = 1, 2, 128
 
 
@@ -24,7 +24,7 @@ def verify(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:<index>.")] = "auto",
     workers: Annotated[int, typer.Option(min=1, max=64, help="Processes that share the model.")] = 4,
     size: Annotated[
-        # Its name, because typer 0.27 would make one of the metavar.
+        # Its name, because typer 0.27 would derive one from the metavar.
         str | None,
         typer.Option("--size", metavar="SIZE", help="Size of the model; 64MiB by default, 1GiB on a GPU; 8MiB at least."),
     ] = None,

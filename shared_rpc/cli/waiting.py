@@ -20,9 +20,9 @@ from shared_rpc.protocol.infos import ObjectInfo
 from shared_rpc.protocol.records import TensorTable
 from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
 
-#: Seconds in which a server has to answer with timeout 0.
+#: Seconds for a server to answer with timeout 0.
 _PATIENCE = 10.0
-#: Seconds, 30 years: the limit of the clocks that measure a wait.
+#: 30 years in seconds: the limit of the clocks that measure a wait.
 _LONGEST = 1e9
 
 
@@ -30,7 +30,7 @@ def wait(client: Client, task_id: str, timeout: float | None, display: Lines, *,
     """Show a task's status and progress until it ends, and then its result, which is not rebuilt here.
 
     :param timeout: see :meth:`Client.wait_for_task`.
-    :param fetch: take the result from the server, as its only user.
+    :param fetch: fetch the result from the server, for a single user.
     :raises SharedRPCError: if the task failed, was cancelled, is unknown, or is still running after ``timeout`` seconds.
     """
 
@@ -52,7 +52,7 @@ def wait(client: Client, task_id: str, timeout: float | None, display: Lines, *,
             except SharedRPCError:
                 raise
             except Exception:
-                # An endpoint's own exception comes here if its task ended while nothing was read, or just in time.
+                # An endpoint's own exception arrives here if its task ended while nothing was read, or just in time.
                 _check(client.get_task_status(task_id))
                 raise
             with result:
@@ -96,7 +96,7 @@ def _facts(result: ReceivedResult, client: Client) -> dict[str, Any]:
 
 
 def display_for(machine: bool) -> Lines:
-    """Choose the display that suits the reader of standard output."""
+    """Choose the display for the reader of standard output."""
     if machine:
         return _Events()
     console = Console()
@@ -104,7 +104,7 @@ def display_for(machine: bool) -> Lines:
 
 
 class Lines:
-    """Display of a line for each step. Of steps that are less than a hundredth of the whole, not all are shown."""
+    """Displays a line for each step. Of steps smaller than a hundredth of the whole, not all are shown."""
 
     def __init__(self) -> None:
         self._info: TaskInfo | None = None
@@ -121,7 +121,7 @@ class Lines:
         print(task_id, flush=True)
 
     def update(self, info: TaskInfo) -> None:
-        """Show the task as it is now. Its end is shown by :meth:`end`, or is an error."""
+        """Show the present state of the task. Its end is shown by :meth:`end`, or is an error."""
         self._info = info
         progress = info.progress
         share = percent(progress)
@@ -142,7 +142,7 @@ class Lines:
 
 
 class _Events(Lines):
-    """Display of a JSON document, on a line of its own, for each event and for the result."""
+    """Displays a JSON document, on its own line, for each event and for the result."""
 
     def begin(self, task_id: str) -> None:
         self._print({"task_id": task_id})
@@ -158,7 +158,7 @@ class _Events(Lines):
 
 
 class _Bar(Lines):
-    """Display of a bar on one line, which pulses while the total is not known."""
+    """Displays a bar on one line, which pulses while the total is unknown."""
 
     def __init__(self, console: Console) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -190,5 +190,5 @@ class _Bar(Lines):
             completed=share or 0,
             steps=steps(info.progress),
         )
-        # An update with None would leave the total as it was.
+        # An update with None would leave the total unchanged.
         self._bar.tasks[0].total = 100.0 if share is not None else None

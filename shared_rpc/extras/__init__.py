@@ -1,1 +1,1 @@
-"""Optional parts, made of the rest of the package: nothing else in it needs them."""
+"""Optional parts on top of the rest of the package, which does not need them."""

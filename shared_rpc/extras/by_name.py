@@ -1,4 +1,4 @@
-"""Pickles of any value whose tensors in shared memory are named, for processes of any family."""
+"""Pickles in which tensors in shared memory are named, for unrelated processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["dumps"]
 
 
 class _Pickler(pickle.Pickler):
-    """Pickler that names tensors and storages which a server keeps."""
+    """Pickler that names tensors and storages kept by a server."""
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) in (torch.Tensor, torch.nn.Parameter):
@@ -25,11 +25,11 @@ class _Pickler(pickle.Pickler):
 
 
 def dumps(value: Any, protocol: int | None = None) -> bytes:
-    """Pickle a value; its tensors in memory that a server keeps are named, and all others go by value, as in any pickle.
+    """Pickle a value; its tensors in memory kept by a server are named, and all others are pickled by value, as usual.
 
     ``pickle.loads()`` rebuilds it in any process of the user on this host that has the socket at the same path: the named
-    tensors are the same memory there, with a lease of their own. GPU work that is queued here is waited for. Until the pickle
-    is loaded, a process must hold each named object, or the server must cache it; a buffer can have a ``ttl`` or be kept.
+    tensors are the same memory there, with their own lease. Waits for GPU work queued in this process. Until the pickle is
+    loaded, a process must hold each named object, or the server must cache it; a buffer can have a ``ttl`` or be kept.
 
     :raises CapabilityError: while a CUDA graph is being captured.
     :raises HandleSuspended: for tensors of a suspended object.

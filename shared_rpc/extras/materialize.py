@@ -1,7 +1,7 @@
-"""Models of a user's own class around shared tensors: their parameters take no memory on the way.
+"""Models of a user's own class around shared tensors, built without memory for their parameters.
 
-Parameters go to torch's meta device as modules register them, and at the end of the block the source's tensors take their
-places, by name. Everything else that a constructor makes is real.
+Parameters are moved to torch's meta device as modules register them, and at the end of the block the source's tensors replace
+them, by name. Everything else that a constructor creates is real.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from shared_rpc.errors import CapabilityError, ConfigurationError, StateMismatch
 
 __all__ = ["Rename", "materialize"]
 
-#: A map of names and patterns, or a function: the model's name of a source's tensor, None to leave the tensor out.
+#: A map of names and patterns, or a function: from a source's name to the model's, None to leave the tensor out.
 Rename = Mapping[str, str | None] | Callable[[str], str | None]
 
 #: Leases of models, released when the model is collected, or by the owner of the handle.
 _kept: weakref.WeakKeyDictionary[nn.Module, Lease[Any]] = weakref.WeakKeyDictionary()
-#: Modules that a block has filled: a block around it leaves them as they are.
+#: Modules filled by a block, which blocks around it leave unchanged.
 _filled: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
@@ -53,28 +53,28 @@ def materialize(
 ) -> AbstractContextManager[None]:
     """Build a model around existing tensors: ``with materialize(handle): model = MyModel(config)``.
 
-    In the block, parameters of modules that this thread builds go to torch's meta device as they are registered, so the
-    model's weights take no memory beyond one at a time, and have no values. At the end parameters and persistent buffers are
+    In the block, parameters of modules built by this thread are moved to torch's meta device as they are registered, so the
+    model's weights use no memory beyond one at a time, and have no values. At the end parameters and persistent buffers are
     those of ``source``, by name: the same memory, no copy. A parameter requires gradients if the source's does. Everything
-    else is what the constructor makes: buffers that are not persistent and the names in ``own``, which are moved to the
-    source's device, and tensors in plain attributes.
+    else is created by the constructor: non-persistent buffers and the names in ``own``, which are moved to the source's
+    device, and tensors in plain attributes.
 
-    A parameter in ``own`` has the values with which it was registered. If the constructor wrote to it since then, its module's
-    ``reset_parameters()`` runs again at the end, or the model's ``_init_weights(module)``, if it has this method, as models of
-    transformers do.
+    A parameter in ``own`` has its values at registration. If the constructor wrote to it since then, its module's
+    ``reset_parameters()`` runs again at the end, or the model's ``_init_weights(module)`` if it has this method, like models of
+    transformers.
 
-    Every module that is built in the block and is a part of no other one takes its tensors from the same source; each tensor
-    of the source is to be taken by at least one of them. Of blocks within each other the innermost counts. Nothing changes
-    for other threads. Do not await anything in the block.
+    Every top-level module built in the block takes its tensors from the same source; each tensor of the source must be used by
+    at least one of them. Of nested blocks the innermost applies. Other threads are unaffected. Do not await anything in the
+    block.
 
-    A model keeps the handle it was built from, and so its lease, for as long as it lives or until the handle is released.
-    Its tensors stay valid in any case.
+    A model keeps the handle that it was built from, and so its lease, until its end or until the handle is released. Its
+    tensors stay valid in any case.
 
     :param source: a handle of a module or of a dict of tensors, or these themselves.
-    :param rename: what the model calls the source's tensors: a dict of names, in which ``*`` stands for one part of a dotted
-        name and ``**`` for one or more, and so in the new name, in order: ``{"model.layers.*.mlp.**": "blocks.*.ffn.**"}``.
-        Whole names come first, then the first pattern that fits. Or a function of the name. A tensor renamed to None is left
-        out; a name that nothing fits stays.
+    :param rename: the model's names of the source's tensors: a dict of names, in which ``*`` stands for one part of a dotted
+        name and ``**`` for one or more, in the same order in the new name: ``{"model.layers.*.mlp.**": "blocks.*.ffn.**"}``.
+        Whole names take precedence, then the first matching pattern. Or a function of the name. A tensor renamed to None is
+        left out; a name without a match is unchanged.
     :param own: names and patterns of the model that the source does not have, such as adapters: memory of this process alone.
     :raises StateMismatchError: at the end, with all names that are missing, unexpected, or of another shape or dtype.
     :raises CapabilityError: in the block, if the constructor needs the values of a parameter or moves one to a device; at the
@@ -94,7 +94,7 @@ def _materializing(
     block = _Block(keeps=bool(own))
     token = _block.set(block)
     try:
-        # Under inference_mode, the model's tensors would be of no use for training.
+        # Under inference_mode, the model's tensors would be useless for training.
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
             yield
     except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
@@ -115,7 +115,7 @@ def _materializing(
                 if (mismatch := plan.mismatch()) is not None:
                     raise mismatch
             roots = plan.execute()
-            del plan  # it keeps the tensors from before
+            del plan  # it keeps the earlier tensors
             block.check_left(roots)
     finally:
         _block.reset(token)
@@ -231,14 +231,14 @@ _block: ContextVar[_Block | None] = ContextVar("materialize", default=None)
 
 
 class _Original(NamedTuple):
-    """A parameter as the constructor registered it, kept for ``own=``, and the version of its stand-in at that time."""
+    """A parameter as registered by the constructor, kept for ``own=``, and the version of its stand-in at that time."""
 
     values: torch.Tensor
     version: int
 
 
 class _StandIn(nn.Parameter):
-    """A parameter whose version counts the uses of its ``data`` too: writes to these escape torch's own count."""
+    """A parameter whose version also counts the uses of its ``data``: torch's own count misses such writes."""
 
     @property
     def data(self) -> torch.Tensor:
@@ -262,39 +262,39 @@ class _StandIn(nn.Parameter):
 class _Block:
     """A block: the modules that its thread builds in it, and their parameters on the meta device.
 
-    :param keeps: whether a parameter's values may be needed at the end. Then it is kept as the constructor registered it
-        (memory without a write takes none).
+    :param keeps: True if a parameter's values may be needed at the end. Then the registered parameter is kept (unwritten
+        memory costs nothing).
     """
 
     def __init__(self, keeps: bool) -> None:
         self._keeps = keeps
         self._outer = _block.get()
         self._modules: dict[weakref.ref[nn.Module], None] = {}
-        #: The parameters that the constructor made, with those on the meta device in their places.
+        #: The constructor's parameters, with their replacements on the meta device.
         self._stand_ins = WeakTensorKeyDictionary()
-        #: The storages of parameters that the constructor made.
+        #: The storages of the constructor's parameters.
         self.originals: dict[int, StorageWeakRef] = {}
-        #: The storages of parameters on the meta device, with the names under which they were registered.
+        #: The storages of parameters on the meta device, with the names at registration.
         self._stored: dict[int, tuple[StorageWeakRef, str]] = {}
         self._values: dict[int, _Original] = {}
 
     def track(self, module: nn.Module) -> None:
-        """Note a module that is being built, unless its constructor has begun in a block around this one."""
+        """Register a module being built, unless its constructor has begun in a block around this one."""
         if self._outer is None or not self._outer.knows(module):
             self._modules.setdefault(weakref.ref(module))
 
     def knows(self, module: nn.Module) -> bool:
-        """Return whether a module is built in this block, or one around it."""
+        """Return True if a module is built in this block, or one around it."""
         return weakref.ref(module) in self._modules or (self._outer is not None and self._outer.knows(module))
 
     def roots(self) -> list[nn.Module]:
-        """List the modules that are alive and a part of no other one, in the order of their construction."""
+        """List the live top-level modules, in order of construction."""
         alive = {module: None for reference in self._modules if (module := reference()) is not None}
         parts = {part for module in alive for part in module.children()}
         return [module for module in alive if module not in parts]
 
     def stand_in(self, parameter: nn.Parameter, label: str) -> nn.Parameter | None:
-        """Return the parameter that a module registers in place of one: the same one on the meta device."""
+        """Return the replacement for a parameter at registration: the same one on the meta device."""
         if is_lazy(parameter) or type(parameter.data) is not torch.Tensor or parameter.layout is not torch.strided:
             return None
         if parameter.is_meta:
@@ -303,7 +303,7 @@ class _Block:
         if parameter not in self._stand_ins:
             values = parameter.detach()
             meta = _StandIn(values.to(_META), parameter.requires_grad)
-            vars(meta).update(vars(parameter))  # marks that optimizers and libraries look for
+            vars(meta).update(vars(parameter))  # marks for optimizers and libraries
             self._stand_ins[parameter] = meta
             self.originals[_key(parameter)] = StorageWeakRef(parameter.untyped_storage())
             self._note(meta, label)
@@ -316,12 +316,12 @@ class _Block:
         self._stored.setdefault(_key(tensor), (StorageWeakRef(tensor.untyped_storage()), label))
 
     def original(self, parameter: torch.Tensor) -> tuple[torch.Tensor | None, int]:
-        """Return the values with which a parameter was registered, if any, and how often it was written to since then."""
+        """Return a parameter's values at registration, if any, and the number of writes to it since then."""
         found = self._values.get(id(parameter))
         return (found.values, parameter._version - found.version) if found else (None, parameter._version)
 
     def check_left(self, roots: list[nn.Module]) -> None:
-        """Check that no parameter of before is left on the meta device.
+        """Check that no earlier parameter is left on the meta device.
 
         :raises CapabilityError: with the names of the parameters.
         """
@@ -341,7 +341,7 @@ class _Block:
 
 
 def _refusal(error: Exception) -> CapabilityError | None:
-    """Return an error for one that torch raised because a parameter is on the meta device; None for any other."""
+    """Convert an error of torch about a parameter on the meta device; None for any other."""
     if not re.search(r"\bmeta\b|incompatible tensor type", str(error)):
         return None
     torch_folder = os.path.dirname(torch.__file__)
@@ -359,15 +359,15 @@ def _refusal(error: Exception) -> CapabilityError | None:
 
 
 def _key(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's storage; 0 if it has none, as sparse tensors and subclasses."""
+    """Return the address of a tensor's storage; 0 if it has none, for example for sparse tensors and subclasses."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
         return 0
 
 
-# Registrations, in all threads from the import of this module on. Hooks that came and went with blocks would break other
-# threads' constructors, which iterate over torch's table of hooks.
+# Registrations, in all threads from the import of this module on. Hooks limited to blocks would break other threads'
+# constructors, which iterate over torch's table of hooks.
 
 
 def _registered_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
@@ -387,14 +387,14 @@ register_module_buffer_registration_hook(_registered)
 register_module_module_registration_hook(_registered)
 
 
-# Putting the tensors in their places.
+# Replacement of the tensors.
 
-#: Names that an error lists, of each kind.
+#: Maximum number of names of each kind in an error.
 _LISTED = 20
 
 
 class _Slot(NamedTuple):
-    """A name of a module's tree with its tensor. ``transient``: a buffer that is no part of the module's state."""
+    """A name in a module's tree with its tensor. ``transient``: a buffer outside of the module's state."""
 
     name: str
     module: nn.Module
@@ -404,7 +404,7 @@ class _Slot(NamedTuple):
 
 
 def _slots(root: nn.Module, apart: Callable[[nn.Module], bool]) -> Iterator[_Slot]:
-    """Yield the slots of a tree, those of modules that are ``apart`` left out. A tensor with two names has both."""
+    """Yield the slots of a tree, except those of modules that are ``apart``. A tensor with two names has both."""
     for prefix, module in root.named_modules(remove_duplicate=False):
         if apart(module):
             continue
@@ -419,7 +419,7 @@ def _slots(root: nn.Module, apart: Callable[[nn.Module], bool]) -> Iterator[_Slo
 
 
 class _Plan:
-    """A plan of the tensors' places in the models, with all that does not fit. Nothing is changed until :meth:`execute`."""
+    """The assignment of tensors to slots in the models, with all mismatches. Nothing is changed until :meth:`execute`."""
 
     def __init__(self, block: _Block, tensors: dict[str, torch.Tensor], own: Callable[[str], bool]) -> None:
         self._block = block
@@ -471,7 +471,7 @@ class _Plan:
         self._shared.append((slots, first))
 
     def mismatch(self) -> StateMismatchError | None:
-        """Return an error with all that does not fit; None if everything fits."""
+        """Return an error with all mismatches; None if there are none."""
         unexpected = [name for name in self._source if name not in self._known]
         if not (self._missing or unexpected or self._mismatched):
             return None
@@ -500,13 +500,13 @@ class _Plan:
         )
 
     def execute(self) -> list[nn.Module]:
-        """Put every tensor in its place. Returns the models.
+        """Put every tensor in its slots. Returns the models.
 
-        :raises CapabilityError: if a tensor that stays sees memory that is replaced.
+        :raises CapabilityError: if a remaining tensor uses memory that is replaced.
         """
         replaced = set(self._block.originals)
         replaced.update(_key(slots[0].tensor) for slots, _ in self._shared)
-        # While the source's parameters are not in place, so that no initialiser can write to them.
+        # Before the source's parameters are in place, so that no initialiser can write to them.
         self._initialise([slots for slots in self._made if slots[0].tensor.is_meta and slots[0].kind == "parameter"])
         for slots, name in self._shared:
             self._put(slots, self._source[name].detach(), self._source[name].requires_grad)
@@ -524,7 +524,7 @@ class _Plan:
         return self.roots
 
     def _initialise(self, made: list[list[_Slot]]) -> None:
-        """Give the model's own parameters memory, and the values with which they were registered or those of an initialiser.
+        """Allocate the model's own parameters, with their values at registration or those of an initialiser.
 
         :raises CapabilityError: if the constructor wrote others.
         """
@@ -534,7 +534,7 @@ class _Plan:
             values, written[id(old)] = self._block.original(old)
             if values is not None and values.shape == old.shape:
                 new = values.to(old.dtype, copy=True)
-            else:  # computed from other parameters: no number of writes makes it
+            else:  # computed from other parameters: no number of writes reproduces it
                 new, written[id(old)] = torch.empty_like(old, device=self._device or "cpu"), -1
             self._put(slots, new.to(self._device) if self._device else new, old.requires_grad, _StandIn)
         for root in self.roots:
@@ -546,11 +546,11 @@ class _Plan:
             self._put(slots, torch.Tensor.detach(getattr(slots[0].module, slots[0].attribute)), slots[0].tensor.requires_grad)
 
     def _run_initialiser(self, root: nn.Module, module: nn.Module, written: dict[_Slot, int]) -> None:
-        """Give a module's own parameters their values.
+        """Initialise a module's own parameters.
 
-        :param written: how often the constructor wrote to each. An initialiser that writes less often is not the whole of it.
+        :param written: the constructor's number of writes to each. An initialiser with fewer writes is incomplete.
         """
-        library = getattr(root, "_init_weights", None)  # of transformers, which makes all the values of its models
+        library = getattr(root, "_init_weights", None)  # of transformers, which creates all values of its models
         reset = partial(library, module) if callable(library) else getattr(module, "reset_parameters", None)
         before = {slot: getattr(module, slot.attribute)._version for slot in written}
         if callable(reset):
@@ -568,7 +568,7 @@ class _Plan:
     def _put(
         self, slots: list[_Slot], tensor: torch.Tensor, requires_grad: bool, kind: type[nn.Parameter] = nn.Parameter
     ) -> None:
-        """Put one tensor in all slots, as ``load_state_dict(assign=True)`` does: some modules take note of it."""
+        """Put one tensor in all slots, like ``load_state_dict(assign=True)``: some modules depend on that."""
         old = slots[0].tensor
         if isinstance(old, nn.Parameter):
             tensor = kind(tensor, requires_grad)
@@ -577,7 +577,7 @@ class _Plan:
             setattr(slot.module, slot.attribute, tensor)
 
     def _check(self, value: object, path: str, replaced: set[int]) -> None:
-        """Check that a buffer or a value in an attribute is a tensor of its own, with values."""
+        """Check that a buffer or a value in an attribute is an independent tensor, with values."""
         if not isinstance(value, torch.Tensor) or not (value.is_meta or (_key(value) and _key(value) in replaced)):
             return
         found = (

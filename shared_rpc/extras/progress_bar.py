@@ -1,4 +1,4 @@
-"""A progress bar of tqdm that is an endpoint's progress too. Needs tqdm, which this library does without."""
+"""A tqdm progress bar that also reports an endpoint's progress. Needs tqdm, which is not a dependency of this library."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["ProgressBar"]
 
 
 class ProgressBar(tqdm):
-    """A bar of tqdm that reports the progress of the endpoint in which it is made, from whichever thread it is updated.
+    """A tqdm bar that reports the progress of the endpoint in which it is created, from any updating thread.
 
-    Libraries that show bars take it as ``tqdm_class``; it serves for loops of your own as well. A disabled bar reports nothing,
-    and where no endpoint runs it is tqdm's own. Of several bars the last update counts.
+    Libraries with bars accept it as ``tqdm_class``; it also works for your own loops. A disabled bar reports nothing, and
+    outside of endpoints it is an ordinary tqdm bar. Of several bars the last update counts.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -24,13 +24,13 @@ class ProgressBar(tqdm):
         self._report()
 
     def update(self, n: float | None = 1) -> Any:
-        """Move the bar on, and report."""
+        """Advance the bar, and report."""
         drawn = super().update(n)
         self._report()
         return drawn
 
     def close(self) -> None:
-        """Report for the last time, and close the bar."""
+        """Report a last time, and close the bar."""
         self._report()
         super().close()
 

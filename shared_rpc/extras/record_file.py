@@ -1,4 +1,4 @@
-"""A file of a record: an object on disk, from which a server can have it again without building it.
+"""A file of a record: an object on disk, which a server can restore without building it.
 
 ::
 
@@ -12,7 +12,7 @@
                   zeros to a whole page
                   the segments, each from the beginning of a page
 
-The digests are there against damage, not against malice: the header holds a pickle. So a file is read only if nobody but its
+The digests protect against damage, not against malice: the header contains a pickle. So a file is read only if nobody but its
 reader, or root, may have written it.
 """
 
@@ -52,21 +52,21 @@ if TYPE_CHECKING:
 
 __all__ = ["FileRecord", "save", "write"]
 
-#: The first bytes, without the number of the format; and that number, which is raised with every change of it.
+#: The first bytes, without the format version; and that version, raised with every change.
 _NAME, _FORMAT = b"shared-rpc record ", 1
 _MAGIC = _NAME + b"%d\n" % _FORMAT
 #: Bytes of the header, and number of parts.
 _COUNTS = struct.Struct(">QQ")
 _FIXED = len(_MAGIC) + _COUNTS.size + DIGEST
 _PAGE = 4096
-#: Bytes of a header, as of a payload between client and server; and bytes before the segments, which are read at once.
+#: Maximum bytes of a header, like that of a payload between client and server; and bytes before the segments, read at once.
 _LARGEST = 512 << 20
-#: How often an object is written to a file that is written to in place meanwhile.
+#: Maximum number of attempts to write an object that is updated in place meanwhile.
 _ATTEMPTS = 3
 
 
 class RecordSource(Protocol):
-    """The client or provider that an object comes from. For its methods see :class:`shared_rpc.Client`."""
+    """The client or provider of an object. For its methods see :class:`shared_rpc.Client`."""
 
     def export(self, handle: str, /) -> ExportedRecord:
         """Return the record of an object."""
@@ -86,7 +86,7 @@ class _Part(NamedTuple):
 
 
 class _Layout:
-    """Places in a file, as its header has them."""
+    """Places in a file, according to its header."""
 
     def __init__(self, nbytes: int, segments: tuple[SegmentInfo, ...]) -> None:
         count = sum(-(-info.nbytes // PART) for info in segments)
@@ -104,16 +104,16 @@ class _Layout:
 
 
 def save(client: RecordSource, object_id: str, path: str | os.PathLike[str]) -> RecordHeader:
-    """Write an object of a server to a file, whole and of one revision, or not at all; return what describes it.
+    """Write an object of a server to a file, atomically and of one revision; return its header.
 
-    A file of that name is replaced. The new one is this user's alone (0600).
+    An existing file is replaced. The new one is private to this user (0600).
 
     :param client: a client of the server.
-    :raises RecordError: if it cannot be written, or the object is written to in place all the time.
+    :raises RecordError: if it cannot be written, or the object is constantly updated in place.
     :raises StaleHandleError: if the server has no such object.
     """
     with client.export(object_id) as record:
-        # What is shared for reading has no writers but its maker.
+        # Memory that is shared for reading is written only by its maker.
         page = client.revision_page(object_id) if record.header.access == "read_write" and record.segments else None
         for _ in range(_ATTEMPTS):
             revision = page.wait(0, float("inf")) if page is not None else 0
@@ -127,10 +127,10 @@ def save(client: RecordSource, object_id: str, path: str | os.PathLike[str]) -> 
 
 
 def write(record: RecordBytes, path: str | os.PathLike[str], *, still: Callable[[], bool] = lambda: True) -> None:
-    """Write a record to a file. A reader meanwhile gets an earlier file of that name or the whole of this one.
+    """Write a record to a file. A concurrent reader gets an earlier file of that name or the whole of this one.
 
-    :param still: whether the file is to be there after all; asked once it is written.
-    :raises RecordError: if it cannot be written; an earlier file is as it was.
+    :param still: called after the writing; returns False to discard the file.
+    :raises RecordError: if it cannot be written; an earlier file is unchanged.
     """
     name = os.fspath(path)
     header = record.header.to_bytes()
@@ -153,14 +153,14 @@ def write(record: RecordBytes, path: str | os.PathLike[str], *, still: Callable[
 
 
 class _Unwanted(Exception):
-    """The file is not to be there after all."""
+    """The written file must be discarded."""
 
 
 @contextmanager
 def _drafted(name: str, nbytes: int) -> Iterator[int]:
-    """Yield the descriptor of a new file, which gets its name when the block has ended well.
+    """Yield the descriptor of a new file, which gets its name when the block has succeeded.
 
-    It has no name before, where the file system has such files: then not even a killed process leaves one.
+    Until then it has no name, if the file system supports that: then not even a killed process leaves one.
     """
     folder = os.path.dirname(name) or "."
     draft = f"{name}.{secrets.token_hex(4)}.part"
@@ -174,7 +174,7 @@ def _drafted(name: str, nbytes: int) -> Iterator[int]:
         fd, nameless = os.open(draft, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), False
     try:
         os.fchmod(fd, 0o600)
-        os.posix_fallocate(fd, 0, nbytes)  # before anything is written: a full disk is noticed at once
+        os.posix_fallocate(fd, 0, nbytes)  # before anything is written: a full disk is detected at once
         yield fd
         if nameless:
             # With a directory CPython follows the link (linkat(2)), and without one it does not, to 3.14 at least.
@@ -196,7 +196,7 @@ def _drafted(name: str, nbytes: int) -> Iterator[int]:
 def _write_parts(fd: int, layout: _Layout, record: RecordBytes) -> list[bytes]:
     """Write the segments, and return the digests of their parts."""
     for segment in record.segments:
-        segment.synchronize()  # what this process has begun to write
+        segment.synchronize()  # complete this process's pending writes
     digests = [b""] * len(layout.parts)
     numbers = {part.offset: part.number for part in layout.parts}
 
@@ -235,11 +235,11 @@ class _FileSegment:
 
 
 class FileRecord(RecordBytes):
-    """A record in a file, for :meth:`Client.adopt`; to be closed, as by a ``with`` block.
+    """A record in a file, for :meth:`Client.adopt`; must be closed, for example by ``with``.
 
-    Opening it reads the header alone, and :meth:`Client.adopt` the rest, once it is known that the record can be adopted.
+    Opening it only reads the header; :meth:`Client.adopt` reads the rest, after the check that the record can be adopted.
 
-    :raises RecordError: if the file cannot be read, may have been written by others, or is none, damaged or of another format.
+    :raises RecordError: if the file cannot be read, may be written by others, or is invalid, damaged or of another format.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -264,7 +264,7 @@ class FileRecord(RecordBytes):
         super().__init__(header, parts, (), allocated=False)
 
     def close(self) -> None:
-        """Close the file; closing twice is harmless."""
+        """Close the file. Idempotent."""
         fd, self._fd = self._fd, -1
         self._closed = True
         if fd >= 0:
@@ -277,9 +277,9 @@ class FileRecord(RecordBytes):
         self.close()
 
     def copy_to(self, target: RecordBytes) -> None:
-        """Read the segments, straight where they are to be.
+        """Read the segments directly into their target memory.
 
-        :raises RecordError: if they are not those that were written.
+        :raises RecordError: if they differ from the written ones.
         """
         try:
             for device, parts in _by_device(self._fd, self._layout, target, self._digests).items():
@@ -335,7 +335,7 @@ def _read_head(fd: int, path: str, size: int) -> tuple[RecordHeader, _Layout, by
     if any(info.nbytes <= 0 for info in header.segments):
         raise RecordError(f"the record {path} has a segment without bytes", reason="malformed")
     claimed = sum(info.nbytes for info in header.segments)
-    if claimed > size:  # before the parts are laid out, of which there is one for each piece of what is claimed
+    if claimed > size:  # before the parts are laid out, of which there is one for each piece of the claimed size
         raise RecordError(
             f"the record {path} is damaged: it has {size} bytes, and its segments alone have {claimed}. Export it again",
             reason="damaged",

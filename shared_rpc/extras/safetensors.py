@@ -1,7 +1,7 @@
-"""Weights from safetensors files, read once, into the memory in which they are shared.
+"""Weights from safetensors files, read once, directly into shared memory.
 
-``load()`` reads a file, or the files of an index, straight into new segments. A module that is made of these tensors and
-returned by an endpoint is published as it lies there: nothing is copied, and the weights are never in memory twice.
+``load()`` reads a file, or the files of an index, directly into new segments. A module made of these tensors and returned by
+an endpoint is published in place: nothing is copied, and the weights are never in memory twice.
 
 The format is 8 bytes with the length of a header, the header in JSON, and the tensors' bytes, so that no other package is
 needed (https://huggingface.co/docs/safetensors).
@@ -53,11 +53,11 @@ _DTYPES = {
     "C64": ("complex64", 8),
 }
 
-#: Bytes of a header, the format's own limit.
+#: Maximum bytes of a header, set by the format.
 _HEADER_LIMIT = 100_000_000
-#: Bytes that torch can count.
+#: Maximum number of bytes in torch.
 _LARGEST = (1 << 63) - 1
-#: Bytes that a thread reads before it takes the next ones: few enough for a bar that moves.
+#: Bytes that a thread reads at a time: few enough for a smooth progress bar.
 _PART = 16 << 20
 
 T = TypeVar("T")
@@ -81,10 +81,10 @@ def load(
     wanted: Callable[[str], bool] | None = None,
     readers: int = THREADS,
 ) -> dict[str, torch.Tensor]:
-    """Load the tensors of a checkpoint, by name, into new memory that this process may share.
+    """Load the tensors of a checkpoint, by name, into new memory that this process can share.
 
     In an endpoint it reports its progress in bytes (:func:`shared_rpc.progress`), and ends early if its task is cancelled. All
-    headers are checked before memory is made, and all work on the GPU is complete when it returns.
+    headers are checked before memory is allocated, and all work on the GPU is complete on return.
 
     ::
 
@@ -93,13 +93,13 @@ def load(
         model.load_state_dict(load("net.safetensors", provider.device_id), assign=True)
 
     :param path: a ``.safetensors`` file, a ``.safetensors.index.json``, or a folder with ``model.safetensors`` or its index.
-    :param device: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"cuda:<index>"`` or a GPU's UUID; an endpoint wants
+    :param device: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"cuda:<index>"`` or a GPU's UUID; in an endpoint use
         ``provider.device_id``.
-    :param wanted: returns whether to read a tensor, by its name; all by default.
+    :param wanted: selects tensors by name; by default all.
     :param readers: number of threads that read.
-    :raises FileNotFoundError: if a file is not there.
+    :raises FileNotFoundError: if a file does not exist.
     :raises CheckpointError: if a file is damaged, or not of this format. It names the file, and the tensor.
-    :raises CapabilityError: if the device has not enough memory.
+    :raises CapabilityError: if the device has too little memory.
     :raises TaskCancelled: if the task that runs this was cancelled.
     """
     chosen = [tensor for tensor in find(path) if wanted is None or wanted(tensor.name)]
@@ -205,7 +205,7 @@ def _checked(path: Path, name: str, entry: _Entry, start: int) -> StoredTensor:
 
 
 def _check_cover(path: Path, tensors: list[StoredTensor], start: int, size: int) -> None:
-    """Check that the tensors lie one after the other, from the header to the file's end."""
+    """Check that the tensors are contiguous, from the header to the file's end."""
     end = start
     for tensor in tensors:
         if tensor.offset != end:
@@ -225,7 +225,7 @@ def _fill(tensors: list[StoredTensor], device: str, readers: int) -> dict[str, t
     parts: dict[Part, StoredTensor] = {}
     with ExitStack() as stack:
         files = {path: stack.enter_context(open(path, "rb")).fileno() for path in {tensor.file for tensor in tensors}}
-        # Memory is made before the first byte is read, so that a lack of it is an error at once.
+        # Memory is allocated before the first byte is read, so that a lack of it is an error at once.
         mappings = [stack.enter_context(MAPPINGS.create(max(size, 1), device)) for size in sizes]
         for tensor, place in zip(tensors, places, strict=True):
             mapping = mappings[place.segment]

@@ -1,4 +1,4 @@
-"""Shard rules: globs that say which part of a state dict each rank of a tensor-parallel group has.
+"""Shard rules: globs that assign parts of a state dict to the ranks of a tensor-parallel group.
 
 ::
 
@@ -11,9 +11,9 @@
     mine = shard_state_dict(state, RULES, rank=1, world=4)
     whole = gather_state_dict([of_rank_0, of_rank_1, of_rank_2, of_rank_3], RULES)
 
-A glob is matched against the whole name of a parameter, case counts, and ``*`` matches dots (:func:`fnmatch.fnmatchcase`). The
-first rule that matches decides. Every name needs a rule and every rule a name, so that neither a new layer nor a typing error
-goes unnoticed. Nothing here talks to a server: these are functions of tensors.
+A glob is matched against the whole name of a parameter, case-sensitively, and ``*`` matches dots (:func:`fnmatch.fnmatchcase`).
+The first matching rule decides. Every name needs a rule and every rule a name, so that neither a new layer nor a typing error
+goes unnoticed. No server is involved: these are functions of tensors.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ __all__ = ["Placement", "Replicate", "Rules", "Shard", "gather_state_dict", "par
 class Shard:
     """Placement of an equal, contiguous part of one dimension on each rank, in the order of the ranks.
 
-    :param dim: the dimension; a negative one counts from the last. Of a linear layer's weight, which is (out, in), 0 is
+    :param dim: the dimension; a negative one counts from the last. For a linear layer's weight, which is (out, in), 0 is
         column-parallel (ranks have some of the outputs) and 1 row-parallel (ranks' outputs are partial sums).
     :param blocks: number of equal blocks of the dimension that must not be cut: attention heads, for instance. Without it
         every index may be a border.
-    :param repeat: with more ranks than ``blocks``, give ``world / blocks`` ranks in a row the same block, as for the key and
-        value heads of grouped-query attention. Without it more ranks are an error.
+    :param repeat: with more ranks than ``blocks``, assign each block to ``world / blocks`` successive ranks, as for the key
+        and value heads of grouped-query attention. Without it more ranks are an error.
     """
 
     dim: int
@@ -66,8 +66,8 @@ Rules = Mapping[str, Placement]
 def place(names: Iterable[str], rules: Rules) -> dict[str, Placement]:
     """Return the placement of each name.
 
-    :raises ConfigurationError: with every name that no rule matches, or else every rule that decides nothing; and for a value
-        that is no rule, as ``Shard`` in place of ``Shard(0)``.
+    :raises ConfigurationError: with every name without a matching rule, or else every rule without effect; and for an invalid
+        rule, such as ``Shard`` instead of ``Shard(0)``.
     """
     for glob, rule in rules.items():
         if not isinstance(rule, Shard | Replicate):
@@ -96,9 +96,9 @@ def place(names: Iterable[str], rules: Rules) -> dict[str, Placement]:
 def part_of(name: str, shape: Sequence[int], placement: Placement, rank: int, world: int) -> tuple[slice, ...]:
     """Return the index of a rank's part in the whole tensor: one slice for every dimension.
 
-    It reads no tensor, so it serves for files too: ``safetensors``' ``get_slice(name)[part]``.
+    It reads no tensor, so it also works for files: ``safetensors``' ``get_slice(name)[part]``.
 
-    :raises ConfigurationError: if there is no such rank or dimension, or the dimension does not divide.
+    :raises ConfigurationError: if there is no such rank or dimension, or the dimension is not divisible.
     """
     if not 0 <= rank < world:
         raise ConfigurationError(f"rank {rank} of {world}: ranks count from 0, and there must be one at least")
@@ -116,8 +116,8 @@ def shard_state_dict(
 ) -> dict[str, torch.Tensor]:
     """Return one rank's part of a state dict.
 
-    The parts are contiguous copies, the replicated ones too: they keep nothing of ``state`` alive, so publishing them publishes
-    no more than the part. Names that share a tensor (tied weights) share its part if their placements are the same.
+    The parts are contiguous copies, including the replicated ones: they keep nothing of ``state`` alive, so publishing them
+    publishes only the part. Names that share a tensor (tied weights) share its part if their placements are the same.
 
     :param device: the device of the parts, to which each is moved once it is cut; by default that of its tensor.
     :raises ConfigurationError: see :func:`place` and :func:`part_of`.
@@ -142,11 +142,11 @@ def gather_state_dict(
 ) -> dict[str, torch.Tensor]:
     """Return the whole state dict, from the parts of all ranks in their order: the inverse of :func:`shard_state_dict`.
 
-    The result is new memory. Parts that are repeated on several ranks are compared, byte by byte.
+    The result is new memory. Parts repeated on several ranks are compared, byte by byte.
 
     :param device: the device of the result; by default that of rank 0's part. Parts may be on different devices.
-    :raises ConfigurationError: if the ranks differ in names, shapes or dtypes, or in the bytes of a repeated part: then their
-        servers were started with different rules, checkpoints or numbers of ranks.
+    :raises ConfigurationError: if the ranks differ in names, shapes or dtypes, or in the bytes of a repeated part, because
+        their servers were started with different rules, checkpoints or numbers of ranks.
     """
     import torch
 

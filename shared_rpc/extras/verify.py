@@ -1,6 +1,6 @@
 """Verification of sharing on this machine: real processes, a real server, a real model, and kills.
 
-:func:`verify` runs the checks, and ``shared-rpc verify`` shows them. They use the public interface of the package alone.
+:func:`verify` runs the checks, and ``shared-rpc verify`` shows them. They only use the public interface of the package.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shared_rpc.extras.verification.stage import CannotRun, Interrupted, Setting
 
 __all__ = ["SCHEMA", "CannotRun", "Interrupted", "Report", "Settings", "verify"]
 
-#: Schema of the JSON. It changes where a field changes its meaning or goes away, and not with an added field.
+#: Schema of the JSON. It changes if a field changes its meaning or is removed, but not with an added field.
 SCHEMA = "shared-rpc-verify/2"
 
 
@@ -33,12 +33,12 @@ class Report:
     nbytes: int
     seconds: float = 0.0
     outcomes: list[Outcome] = field(default_factory=list)
-    #: The end of the server's log, where something failed.
+    #: The end of the server's log, if a check failed.
     log: str = ""
 
     @property
     def passed(self) -> bool:
-        """Whether no check has failed."""
+        """True if no check has failed."""
         return all(outcome.state != "failed" for outcome in self.outcomes)
 
     def as_json(self) -> dict[str, Any]:
@@ -67,10 +67,10 @@ class Report:
 def verify(settings: Settings | None = None, progress: Callable[[str, float], None] = lambda title, done: None) -> Report:
     """Start a server and clients, check, and end all of them. Runs in the main thread, whose signals it handles.
 
-    :param progress: called with the title of the check that runs, and the part of the checks that is done, from 0 to 1.
+    :param progress: called with the title of the current check, and the completed part of the checks, from 0 to 1.
     :raises CannotRun: if there is nothing to check.
     :raises ConfigurationError: for impossible settings.
-    :raises Interrupted: if a signal ended it; no process and no file is left then either.
+    :raises Interrupted: if a signal ended it; even then no process and no file is left.
     """
     settings = settings or Settings()
     checks = chosen(settings.names)
@@ -90,7 +90,7 @@ def verify(settings: Settings | None = None, progress: Callable[[str, float], No
                 report.outcomes.append(_run_check(check, stage))
             report.log = "" if report.passed else "\n".join(stage.log())
     finally:
-        stage.close()  # a signal can come as the block ends, before it is ignored there
+        stage.close()  # a signal can arrive as the block ends, before it is ignored there
     report.seconds = time.monotonic() - begin
     return report
 
@@ -101,7 +101,7 @@ def _run_check(check: Check, stage: Stage) -> Outcome:
     try:
         stage.ensure_server()
         check.run(stage, outcome)
-    except Exception as error:  # the other checks go on
+    except Exception as error:  # the other checks continue
         text = f"{type(error).__name__}: {error}"
         outcome.require(False, "the check completes", text, "see the server's log below, and 'shared-rpc doctor'")
     outcome.seconds = time.monotonic() - begin

@@ -45,16 +45,16 @@ from shared_rpc.protocol.infos import ListedObjectInfo
 
 #: Signals that end the view. Textual leaves them to their defaults, which do not restore the terminal.
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-#: Snapshots in the history of calls.
+#: Number of snapshots in the history of calls.
 _REMEMBERED = 120
-#: Most rows of a table: Textual measures every cell, which takes a third of a millisecond for a row.
+#: Maximum rows of a table: Textual measures every cell, which takes a third of a millisecond for a row.
 _ROWS = 500
-#: Cells of an elastic column at least: the first one, which has up to a third of the width, and the last.
+#: Minimum width of an elastic column: the first one, which has up to a third of the width, and the last.
 _LEAST = 14
 
 
 class Grid(DataTable[Text]):
-    """A table whose rows are replaced again and again."""
+    """A table whose rows are replaced repeatedly."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("j", "cursor_down", "Down", show=False),
@@ -73,7 +73,7 @@ class Grid(DataTable[Text]):
         titles = [Text(name.rstrip(">"), justify="right" if name.endswith(">") else "left") for name in table.columns]
         widths = [max(cell.cell_len for cell in column) for column in zip(titles, *table.rows, strict=True)]
         widths[0] = min(widths[0], max(self.app.size.width // 3, _LEAST))
-        # The last one has what is left, but for the gaps and a bar to scroll with.
+        # The last one has the remaining width, except for the gaps and a scroll bar.
         rest = self.app.size.width - sum(widths[:-1]) - 2 * self.cell_padding * len(widths) - 1
         widths[-1] = min(widths[-1], max(rest, _LEAST))
         for title, width in zip(titles, widths, strict=True):
@@ -86,7 +86,7 @@ class Grid(DataTable[Text]):
         self.set_reactive(DataTable.cursor_coordinate, Coordinate(min(place, max(self.row_count - 1, 0)), 0))
         self.set_scroll(*scrolled)
         self.move_cursor(row=row, scroll=row != place)
-        # Textual keeps the height of a table that it laid out before it measured the rows: it would be 0 for ever.
+        # Textual keeps the height of a table that it laid out before it measured the rows, which would remain 0.
         self.refresh(layout=True)
 
     @property
@@ -98,7 +98,7 @@ class Grid(DataTable[Text]):
 
 
 class Question(ModalScreen[str]):
-    """A question that is answered with one key."""
+    """A question answered with one key."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class Question(ModalScreen[str]):
 class TopApp(App[None]):
     """The view of a server.
 
-    :param watcher: asks the server, in threads.
+    :param watcher: queries the server, in threads.
     :param interval: seconds between two polls.
     :param parts: see :class:`View`.
     """
@@ -179,13 +179,13 @@ class TopApp(App[None]):
         yield Footer(compact=True)
 
     def on_mount(self) -> None:
-        """Begin to poll."""
+        """Start polling."""
         self.query_one("#objects").focus()
         self.poll()
 
     @work
     async def poll(self, action: Action | None = None) -> None:
-        """Ask the server for everything, after an action if there is one, and show it. Threads wait, so keys do not."""
+        """Query the server, after any action, and show the result. Threads wait, so keys do not."""
         async with self._asking:
             notice = await asyncio.to_thread(self._watcher.execute, action) if action is not None else ""
             begin = time.monotonic()
@@ -193,7 +193,7 @@ class TopApp(App[None]):
                 found: Snapshot | str = await asyncio.to_thread(self._watcher.poll)
             except SharedRPCError as error:
                 found, begin = str(error), time.monotonic()
-        if not self.is_running:  # an answer may come while the view closes
+        if not self.is_running:  # an answer may arrive while the view closes
             return
         if notice:
             self.notify(notice, markup=False)
@@ -204,7 +204,7 @@ class TopApp(App[None]):
         self._next = self.set_timer(pause(self._interval, time.monotonic() - begin), self.poll)
 
     def show(self, found: Snapshot | str) -> None:
-        """Show a snapshot, or why there is none."""
+        """Show a snapshot, or the reason why there is none."""
         if not self.is_running:
             return
         trouble = self.query_one("#trouble", Static)
@@ -259,11 +259,11 @@ class TopApp(App[None]):
         self._draw()
 
     def action_end(self, number: int) -> None:
-        """End as a signal would."""
+        """End like on a signal."""
         self.exit(return_code=128 + number)
 
     def action_help(self) -> None:
-        """Show the keys, or hide them."""
+        """Show or hide the keys."""
         if self.screen.query(HelpPanel):
             self.action_hide_help_panel()
         else:
@@ -279,7 +279,7 @@ class TopApp(App[None]):
         self._choose(reverse=not self._choice.reverse)
 
     def action_filter(self) -> None:
-        """Ask for a part of an endpoint's name."""
+        """Prompt for a part of an endpoint's name."""
         self._former_filter = self._choice.filter
         self.query_one(Input).display = True
         self.query_one(Input).focus()
@@ -294,7 +294,7 @@ class TopApp(App[None]):
         self.query_one("#objects").focus()
 
     def action_show_all(self) -> None:
-        """Show all objects; while a filter is typed, those of the filter before."""
+        """Show all objects; while a filter is typed, those of the previous filter."""
         box = self.query_one(Input)
         box.value = self._former_filter if box.has_focus else ""
         self._entered()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 #: The orders of :data:`shared_rpc.cli.top.tables.ORDERS`.
 Order = Literal["size", "age", "leases", "name", "access"]
-#: Cells of a line where no terminal sets a limit.
+#: Width of a line without the limit of a terminal.
 _UNLIMITED = 10_000
 
 

@@ -18,15 +18,15 @@ from shared_rpc.errors import one_line
 from shared_rpc.protocol.infos import ListedObjectInfo
 from shared_rpc.protocol.tasks import Progress
 
-#: Seconds. A run that takes less, and reports no progress, is not listed as a build.
+#: Seconds. A shorter run without progress reports is not listed as a build.
 _SHORT = 0.25
 _BAR = 20
-#: Cells of an endpoint's name beside a key, which begins with it.
+#: Width of an endpoint's name next to a key, which begins with it.
 _NAME = 20
-#: Cells between two columns.
+#: Width between two columns.
 _GAP = 2
 
-#: What objects are sorted by: the key, and whether the largest is first.
+#: Sort orders of objects: the key, and True if the largest is first.
 ORDERS: dict[str, tuple[Callable[[ListedObjectInfo], Any], bool]] = {
     "size": (lambda item: item["nbytes"], True),
     "age": (lambda item: -item["created_at"], True),
@@ -44,7 +44,7 @@ class Table(NamedTuple):
     keys: Sequence[str] = ()
 
     def laid_out(self, width: int) -> Grid:
-        """Lay it out in so many cells; where not all columns fit, the last ones are left out."""
+        """Lay out the table in a width; columns that do not fit are left out, the last ones first."""
         grid, used = Grid(header_style="bold reverse", box=None, pad_edge=False), 0
         for number, title in enumerate(name.rstrip(">") for name in self.columns):
             used += max(cell_len(title), *(cells[number].cell_len for cells in self.rows), 0) + _GAP
@@ -113,7 +113,7 @@ def totals(view: View) -> Text:
 
 
 def others(view: View) -> dict[str, Table]:
-    """Make the tables beside that of the objects, the most important first."""
+    """Make the tables other than that of the objects, the most important first."""
     return {
         "memory": _memory(view),
         "cluster": _cluster(view),
@@ -126,7 +126,7 @@ def others(view: View) -> dict[str, Table]:
 
 
 def arranged(found: Sequence[ListedObjectInfo], choice: ObjectChoice) -> list[ListedObjectInfo]:
-    """Return the objects that are shown, in their order."""
+    """Return the shown objects, in their order."""
     (key, descending), wanted = ORDERS[choice.sort], choice.filter.casefold()
     shown = [item for item in found if wanted in (item["endpoint"] or "buffer").casefold()]
     # By id first, so that equal ones do not change places.
@@ -162,7 +162,7 @@ def objects(view: View, shown: Sequence[ListedObjectInfo]) -> Table:
 
 
 def detail(view: View, item: ListedObjectInfo) -> str:
-    """Describe one object by what no column shows."""
+    """Describe the facts of one object that no column shows."""
     facts = f"on {_device(item['device'])}, generation {item['generation']}, held by {_holders(view, item) or 'nobody'}"
     tiers = f"tier {tier_of(item)}, copies {copies_of(item)}, active in {item['active']} of {item['leases']}"
     return f"{item['object_id']}  {one_line(origin(item))}\n{facts}\n{tiers}"
@@ -177,7 +177,7 @@ def _memory(view: View) -> Table:
     for one in view.snapshot.devices:
         kept, total, limit, free = min(buffers[one["id"]], one["used"]), one["total"], one["limit"], one["free"]
         own = one["used"] - kept
-        # Where there is no quota, the whole is the device's memory, and others have a part of it.
+        # Without a quota, the whole is the device's memory, and other programs have a part of it.
         rest = max(total - free - one["used"], 0) if limit is None and free is not None else 0
         whole = bar(view.parts, [(own, "green"), (kept, "cyan"), (rest, "yellow")], total if limit is None else limit)
         rows.append(_row(_device(one["id"]), whole, size(own), size(kept), _size(limit, "none"), _size(free, "-"), size(total)))
@@ -259,7 +259,7 @@ def _clients(view: View) -> Table:
 def bar(marks: str, parts: Sequence[tuple[float, str]], total: float) -> Text:
     """Draw the parts of a whole.
 
-    A part that is not empty has at least one cell while there is one, so that it is seen. An excess is not drawn.
+    A nonempty part has at least one cell while there is one, so that it is visible. An excess is not drawn.
     """
     line, left, begun = Text(), _BAR, 0.0
     for mark, (amount, style) in zip(marks, parts, strict=False):
@@ -294,7 +294,7 @@ def _row(*cells: object) -> list[Text]:
 
 
 def _text(value: object, style: str = "") -> Text:
-    # Text of others has no control characters.
+    # Untrusted text has no control characters.
     return Text(one_line(str(value)), style)
 
 
@@ -317,5 +317,5 @@ def _count(count: float) -> str:
 
 
 def _device(device: str) -> str:
-    """Write a device in few characters: of a GPU's UUID the part by which sockets are named too."""
+    """Abbreviate a device: of a GPU's UUID the part that is also in socket names."""
     return one_line(device[: len("GPU-") + 8] if device.startswith("GPU-") else device)

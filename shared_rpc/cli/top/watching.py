@@ -15,21 +15,21 @@ from shared_rpc.cli.rendering import command_of, several
 from shared_rpc.errors import SharedRPCError
 from shared_rpc.protocol.infos import DeviceInfo, EndpointStatistics, ListedObjectInfo, RunInfo, ServerInfo, SessionInfo
 
-#: At most one part in so many of the time is spent on answers: watching a server with many objects must not slow it down.
+#: At most this fraction of the time is spent on answers: watching a server with many objects must not slow it down.
 _SHARE = 10
-#: Seconds to wait for the facts of a device's driver before the latest known ones are shown; and if none are known yet.
+#: Seconds to wait for a device driver's facts before the latest known ones are shown; and if none are known yet.
 _DEVICE_PATIENCE, _FIRST_DEVICE_PATIENCE = 0.2, 1.0
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All that is shown of a server.
+    """All shown facts of a server.
 
-    :param at: seconds of a clock that only goes forward; rates are measured by it.
-    :param wall: Unix seconds; ages are.
-    :param server: the reply of ``get_server_info``; the other fields are named for their requests in the same way.
+    :param at: seconds of a monotonic clock, for rates.
+    :param wall: Unix seconds, for ages.
+    :param server: the reply of ``get_server_info``; the other fields are likewise named after their requests.
     :param endpoints: counters since the server's start, by endpoint.
-    :param commands: command lines by process id, of the processes that are known.
+    :param commands: command lines by process id, of the known processes.
     """
 
     at: float
@@ -43,8 +43,8 @@ class Snapshot:
     commands: Mapping[int, str] = field(default_factory=dict)
 
     def is_of(self, other: Snapshot) -> bool:
-        """Return whether both are of one server process."""
-        # A server under a service manager keeps its id when it is started again, and counts from nothing.
+        """Return True if both are of one server process."""
+        # A server under a service manager keeps its id when it is restarted, and counts from zero.
         which = itemgetter("server_id", "pid", "started_at")
         return bool(which(self.server) == which(other.server))
 
@@ -60,7 +60,7 @@ class Rates(NamedTuple):
 
 
 def rates(earlier: Snapshot | None, later: Snapshot) -> dict[str, Rates]:
-    """Compute rates by endpoint; none where there is one snapshot only, or where the server was another one."""
+    """Compute rates by endpoint; none without an earlier snapshot of the same server."""
     if earlier is None or later.at <= earlier.at or not later.is_of(earlier):
         return {}
     seconds = later.at - earlier.at
@@ -78,7 +78,7 @@ def _counts(counts: EndpointStatistics | None) -> Sequence[int]:
 
 
 def pause(interval: float, answered_in: float) -> float:
-    """Compute the seconds until the next poll, after one that took some seconds."""
+    """Compute the seconds until the next poll, given the duration of the last one."""
     return max(interval, _SHARE * answered_in)
 
 
@@ -95,7 +95,7 @@ class Action(NamedTuple):
 
 
 class ServerWatcher:
-    """Client of the watched server, or of its successor. One thread at a time uses it.
+    """Client of the watched server, or of its successor. Used in one thread at a time.
 
     :param find: returns a client of the server to watch, given the socket of the previous one. It raises a
         :class:`SharedRPCError` with the reason if there is none.
@@ -111,9 +111,9 @@ class ServerWatcher:
         self._commands: dict[int, str] = {}
 
     def poll(self) -> Snapshot:
-        """Ask the server for everything.
+        """Query all facts of the server.
 
-        :raises SharedRPCError: if no server answers, with what was lost or how to start one.
+        :raises SharedRPCError: if no server answers, with the loss or the way to start one.
         """
         try:
             if self._client is None:
@@ -143,7 +143,7 @@ class ServerWatcher:
         return f"{action.label} {verb}" if done else f"{action.label} had gone already"
 
     def close(self) -> None:
-        """Close the connection. The next poll finds a server anew."""
+        """Close the connection. The next poll searches for a server."""
         client, self._client, self._latest = self._client, None, None
         if client is not None:
             with suppress(SharedRPCError, OSError):
@@ -160,7 +160,7 @@ class ServerWatcher:
         return Snapshot(*now, server, objects, devices, runs, sessions, endpoints, self._commands)
 
     def _ask_devices(self, client: Client) -> list[DeviceInfo]:
-        """Return the known facts of the devices. A GPU's are asked of a worker, which may be busy for long."""
+        """Return the known facts of the devices. A GPU's are queried from a worker, which may be busy for long."""
         if self._asking is None or not self._asking.is_alive():
 
             def ask() -> None:

@@ -11,7 +11,7 @@ from shared_rpc import Provider
 if TYPE_CHECKING:
     import torch
 
-#: Layers of a model, or a few more: enough for a table of tensors, few enough for a quick forward pass.
+#: Minimum number of layers of a model: enough for a table of tensors, few enough for a quick forward pass.
 _LAYERS = 16
 #: Rows of the input.
 _BATCH = 4
@@ -66,7 +66,7 @@ def _device() -> str:
 
 @provider.share(managed=True)
 def model(nbytes: int, seed: int) -> torch.nn.Module:
-    """Build a model that clients may write to."""
+    """Build a model that is writable for clients."""
     return build(nbytes, seed, _device())
 
 

@@ -1,4 +1,4 @@
-"""The checks, in the order in which they are made."""
+"""The checks, in order of execution."""
 
 from __future__ import annotations
 
@@ -16,45 +16,45 @@ from shared_rpc.extras.verification.stage import SEED, Stage, all_of, counts_of,
 
 #: Bytes of the smallest model: a copy exceeds the noise of the measurements.
 LEAST = 8 << 20
-#: Bytes of the model of many processes: to read a large one would take most of the time.
+#: Bytes of the model of many processes: reading a large one would take most of the time.
 _SMALL = 16 << 20
-#: Ends of processes, in turn, see ``Subject.end``. The one that takes long comes once in ten.
+#: Ends of processes, in turn, see ``Subject.end``. The slow one occurs once in ten.
 _ENDS = (*("closed", "left", "killed") * 3, "finished")
-#: Attaches before those that count: caches fill, and allocators reserve memory.
+#: Number of uncounted attaches at first: caches fill, and allocators reserve memory.
 _WARM_UP = 100
-#: Growth that is no leak: mappings that allocators make and remove at any time, and bytes that they keep beyond those in use.
+#: Growth that is no leak: mappings that allocators make and remove at any time, and the bytes that they keep in excess.
 _GROWTH = {"fds": 0, "mappings": 8, "threads": 0, "memory_bytes": 4 << 20}
-#: The server's counters that are as before when its clients are gone.
+#: The server's counters that must return to their earlier values after the end of its clients.
 _COUNTERS: tuple[Literal["leases", "sessions", "connections", "objects"], ...] = (
     "leases",
     "sessions",
     "connections",
     "objects",
 )
-#: Seconds for a server to notice the end of a client, to release the leases of a killed one, and for a worker to end with it.
+#: Seconds for a server to detect the end of a client, to release the leases of a killed one, and for a worker to end with it.
 _SETTLED, _LEASES, _ORPHAN = 2.0, 1.0, 2.0
-#: Seconds that an attach may take while there is no worker: less than a worker needs to import torch.
+#: Maximum seconds of an attach while there is no worker: less than a worker needs to import torch.
 _NO_GAP = 1.0
-#: Advice where a promise of the library itself is broken.
+#: Advice for a broken guarantee of the library itself.
 _REPORT = "please report this, with the server's log"
 
 
 @dataclass
 class Outcome:
-    """The outcome of a check, filled while it runs: a check that breaks off keeps what it found.
+    """The outcome of a check, filled while it runs: an aborted check keeps its findings.
 
-    ``name`` is for programs, ``title`` for people.
+    ``name`` is for programs, ``title`` for display.
     """
 
     name: str
     title: str
     state: Literal["passed", "failed", "skipped"] = "passed"
     seconds: float = 0.0
-    #: Lines for people.
+    #: Lines for display.
     found: list[str] = field(default_factory=list)
     #: Each has ``expected``, ``found`` and ``advice``.
     problems: list[dict[str, str]] = field(default_factory=list)
-    #: Counts; those of other units say so at the end of their name, ``_bytes`` or ``_seconds``.
+    #: Counts; the names of figures in other units end in ``_bytes`` or ``_seconds``.
     figures: dict[str, float] = field(default_factory=dict)
 
     def note(self, text: str, **figures: float) -> None:
@@ -63,7 +63,7 @@ class Outcome:
         self.found.append(text.format(**{name: _shown(name, value) for name, value in figures.items()}))
 
     def require(self, good: bool, expected: str, found: str, advice: str = _REPORT) -> None:
-        """Note a problem unless ``good``."""
+        """Add a problem unless ``good``."""
         if not good:
             self.state = "failed"
             self.problems.append({"expected": expected, "found": found, "advice": advice})
@@ -79,7 +79,7 @@ def _shown(name: str, value: float) -> str:
 
 @dataclass(frozen=True)
 class Check:
-    """A check: ``name`` is for programs and the command line, ``title`` for people."""
+    """A check: ``name`` is for programs and the command line, ``title`` for display."""
 
     name: str
     title: str
@@ -87,10 +87,10 @@ class Check:
 
 
 def sharing(stage: Stage, outcome: Outcome) -> None:
-    """Check that N processes share one model: its memory, the bits that they compute, and what each of them writes."""
+    """Check that N processes share one model: its memory, the bits of their results, and the writes of each."""
     seed, model, workers = stage.new_seed(), stage.nbytes, max(stage.settings.workers, 2)
     with stage.clients(workers) as clients, stage.clients(1) as (late,):
-        # First what a process needs once: contexts, kernels, workspaces, and memory that allocators keep of a build.
+        # First the one-time costs of a process: contexts, kernels, workspaces, and memory that allocators keep of a build.
         all_of(clients, "attach", nbytes=model, seed=SEED)
         all_of(clients, "digest")
         stage.used()
@@ -156,7 +156,7 @@ def read_only(stage: Stage, outcome: Outcome) -> None:
 
 
 def lifetimes(stage: Stage, outcome: Outcome) -> None:
-    """Check that nothing is left of many attaches and releases, and of many processes that attach, compute and end."""
+    """Check for leaks after many attaches and releases, and after many processes that attach, compute and end."""
     total, cycles = stage.settings.lifetimes, stage.settings.cycles
     model = {"nbytes": min(stage.nbytes, _SMALL), "seed": SEED}
     ends = list(itertools.islice(itertools.cycle(_ENDS), total))
@@ -225,7 +225,7 @@ def lifetimes(stage: Stage, outcome: Outcome) -> None:
 
 
 def kills(stage: Stage, outcome: Outcome) -> None:
-    """Kill a client, the worker and the server: the attached processes compute and share on."""
+    """Kill a client, the worker and the server: the attached processes continue to compute and share."""
     with stage.clients(max(stage.settings.workers, 2)) as clients:
         all_of(clients, "attach", nbytes=stage.nbytes, seed=SEED)
         right = all_of(clients, "digest")
@@ -287,7 +287,7 @@ def _kill_worker(stage: Stage, outcome: Outcome, right: str) -> None:
 
 
 def _kill_server(stage: Stage, outcome: Outcome, clients: list[VerifyClient], right: list[str]) -> None:
-    """Kill the server: attached processes share on; the same clients use the next server."""
+    """Kill the server: attached processes continue to share; the same clients use the next server."""
     pids = {stage.broker.pid, stage.worker_pid()}
     os.kill(stage.broker.pid, signal.SIGKILL)
     ended = stage.within(_ORPHAN, lambda: not pids & set(stage.pids()))

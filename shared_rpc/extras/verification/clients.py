@@ -1,7 +1,7 @@
 """Client processes of a verification: their commands, and their control by the verification.
 
 ``python -m`` this module imports torch once and forks a process for each connection, so that a hundred of them take seconds. No
-GPU is touched before the fork: each client has a session, mappings and a CUDA context of its own.
+GPU is accessed before the fork: each client has its own session, mappings and CUDA context.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
     from shared_rpc import Handle
 
-#: Seconds for a command of a client process, the import of torch included; and to wait for a server.
+#: Seconds for a command of a client process, including the import of torch; and to wait for a server.
 _PATIENCE, _STARTUP = 120.0, 10.0
 
 
 class Subject:
-    """A client process: each command is a method, and its result is the answer. Tests override how it uses the library."""
+    """A client process: each command is a method, and its result is the answer. Tests override its use of the library."""
 
     def __init__(self, server: str) -> None:
         self.client = Client(socket_path=server, timeout=_PATIENCE, connect_timeout=_STARTUP)
-        #: Handles that ``attach`` acquired. The other commands use the last one.
+        #: Handles acquired by ``attach``. The other commands use the last one.
         self._held: list[Handle[torch.nn.Module]] = []
 
     def acquire(self, endpoint: str, nbytes: int, seed: int) -> Any:
@@ -74,7 +74,7 @@ class Subject:
         return values
 
     def write(self, index: int, value: float) -> None:
-        """Overwrite a number of the first weight. The write is complete when the answer comes."""
+        """Overwrite a number of the first weight. The write is complete when the answer arrives."""
         import torch
 
         weight = next(self._held[-1].value.parameters())
@@ -84,7 +84,7 @@ class Subject:
             torch.cuda.synchronize(weight.device)
 
     def device(self, asked: str) -> dict[str, Any]:
-        """Describe the device that ``--device`` names, as torch and as the library name it.
+        """Describe the device given by ``--device``, with its names in torch and in the library.
 
         :raises SharedRPCError: if there is no such device.
         """
@@ -106,7 +106,7 @@ class Subject:
 
     def end(self, how: str) -> None:
         """End: ``"closed"`` with the client closed, ``"left"`` without any clean-up, ``"killed"`` by SIGKILL, and
-        ``"finished"`` as a script does, with the interpreter's own end, which takes a third of a second.
+        ``"finished"`` like a script, with the interpreter's own shutdown, which takes a third of a second.
         """
         if how == "finished":
             sys.exit()

@@ -1,7 +1,7 @@
-"""Processes of a verification, in a directory of their own, their memory, and their end.
+"""Processes of a verification, in their own directory, their memory, and their end.
 
 Every process of a verification has the directory's name in its environment, so that :meth:`Stage.close` finds all of them,
-whatever process started them and is their parent now.
+regardless of their parents.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from shared_rpc.settings import SOCKET_PATH_LIMIT, client_environment, program, 
 #: An anonymous file of the library in a line of /proc/PID/maps.
 _MAPPED = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S+ ([0-9a-f]+) \S+ (\d+)\s+/memfd:shared-rpc-", re.MULTILINE)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-#: Seed of the model that most checks share, so that it is built once.
+#: Seed of the model used by most checks, so that it is built once.
 SEED = 1
-#: Models in memory at the same time, at most, copies included.
+#: Maximum number of models in memory at the same time, including copies.
 _MODELS = 5
 #: Seconds for a server to start, which imports torch, perhaps from a cold disk; and for processes to end.
 _STARTUP, _END = 120.0, 3.0
@@ -47,10 +47,10 @@ _ORPHANED = 60.0
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a verification. ``nbytes`` is the size of the model; None is what suits the device.
+    """Settings of a verification. ``nbytes`` is the size of the model, by default chosen for the device.
 
     :param names: the checks; empty for all of them.
-    :param subject: ``module:class`` in place of the clients' use of the library.
+    :param subject: ``module:class`` that replaces the clients' use of the library.
     """
 
     device: str = "auto"
@@ -63,11 +63,11 @@ class Settings:
 
 
 class CannotRun(Exception):
-    """Lack of something to verify: the server does not start, or there is no such device, or not enough memory."""
+    """There is nothing to verify: the server does not start, there is no such device, or too little memory."""
 
 
 class Interrupted(BaseException):
-    """End by a signal. No check takes it for its own failure."""
+    """A signal ended the verification. No check treats it as its own failure."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -80,13 +80,13 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
 
 @dataclass(frozen=True)
 class _Kind:
-    """Measures of a kind of device: the default size of the model, and how exactly its memory can be measured."""
+    """Measures of a kind of device: the default size of the model, and the precision of memory measurements."""
 
     nbytes: int
-    #: Bytes that each process may use beside the model: on the host, pages that it shares with others until it writes to them;
-    #: on a GPU, kernels, which are loaded at their first use, and memory that torch's allocator keeps of a forward pass.
+    #: Bytes that each process may use besides the model: on the host, pages shared copy-on-write; on a GPU, kernels, which are
+    #: loaded on first use, and memory that torch's allocator keeps of a forward pass.
     noise: int
-    #: Bytes by which a measurement of shared segments may be off.
+    #: Maximum error in bytes of a measurement of shared segments.
     blur: int
     #: Seconds for memory to be freed after a process was killed. A GPU's driver ends the context first.
     patience: float
@@ -102,7 +102,7 @@ def size(nbytes: float) -> str:
 
 
 def counts_of(pid: int) -> dict[str, int]:
-    """Count what a process has open, mapped, running and allocated now."""
+    """Count a process's open descriptors, mappings, threads and allocated bytes."""
     sizes = dict(re.findall(r"^(RssAnon|Threads):\s+(\d+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE))
     return {
         "fds": len(os.listdir(f"/proc/{pid}/fd")),
@@ -113,11 +113,11 @@ def counts_of(pid: int) -> dict[str, int]:
 
 
 def memory_of(pids: Iterable[int], builder: int = 0) -> int:
-    """Add up the host memory that processes use together, in bytes; memory that several of them share counts once.
+    """Sum the host memory used by processes, in bytes; shared memory counts once.
 
     Files on disk are left out (libraries): their share depends on the other processes of the machine that use them.
 
-    :param builder: the process whose own memory is left out, because its allocator keeps memory of a build.
+    :param builder: a process whose private memory is left out, because its allocator keeps memory of a build.
     """
     total = 0
     for pid in pids:
@@ -129,7 +129,7 @@ def memory_of(pids: Iterable[int], builder: int = 0) -> int:
 
 
 def segment_bytes(pids: Iterable[int]) -> int:
-    """Add up the library's anonymous files that processes have open or mapped, in bytes; each file counts once."""
+    """Sum the library's anonymous files that processes have open or mapped, in bytes; each file counts once."""
     files: dict[int, int] = {}
     for pid in pids:
         with suppress(OSError):  # it has ended
@@ -187,7 +187,7 @@ class Stage:
         if len(os.fsencode(self._forks)) > SOCKET_PATH_LIMIT:
             raise CannotRun(f"{self.folder.parent} has too long a name for sockets: set TMPDIR to a shorter one")
         for number in _SIGNALS:
-            # What is ignored stays ignored: nohup, and jobs that a shell runs in the background.
+            # Ignored signals stay ignored: nohup, and jobs that a shell runs in the background.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._handlers[number] = signal.signal(number, _interrupt)
         self.folder.mkdir(0o700)
@@ -219,7 +219,7 @@ class Stage:
         return self._start("server", program("shared_rpc.cli", *words), server_environment(), stdin=subprocess.DEVNULL)
 
     def within(self, seconds: float, condition: Callable[[], bool]) -> float | None:
-        """Wait for a condition that another process makes true. Returns the seconds it took, None if it took too long."""
+        """Wait for a condition that another process makes true. Returns the seconds it took, None after a timeout."""
         begin = time.monotonic()
         while True:
             good, taken = condition(), time.monotonic() - begin
@@ -252,17 +252,17 @@ class Stage:
         self.wait_for_server()
 
     def ensure_server(self) -> None:
-        """Ensure that a server answers, and has closed the sessions of the check before."""
+        """Ensure that a server answers, and has closed the sessions of the previous check."""
         if not self.answers():
             self.restart_server()
         self.within(_END, lambda: self.info()["sessions"] <= 1)
 
     def info(self) -> ServerInfo:
-        """Ask the server about itself."""
+        """Return the server's description."""
         return self.client.get_server_info()
 
     def worker_pid(self) -> int:
-        """Ask for the id of the process that runs the server's endpoints."""
+        """Return the id of the process that runs the server's endpoints."""
         return int(self.info()["workers"][0]["pid"])
 
     def log(self, name: str = "server", lines: int = 20) -> list[str]:
@@ -329,7 +329,7 @@ class Stage:
     # Measurements.
 
     def pids(self) -> list[int]:
-        """List all processes of the verification but this one."""
+        """List all processes of the verification except this one."""
         return [pid for pid in marked(self.folder.name) if pid != os.getpid()]
 
     def _free_and_all(self) -> tuple[int, int]:
@@ -344,11 +344,11 @@ class Stage:
         return total - free
 
     def segments(self) -> int:
-        """Measure the bytes of shared segments that any process has: on a GPU, the bytes in use."""
+        """Measure the bytes of shared segments in use by any process: on a GPU, the bytes in use."""
         return self.used() if self.on_gpu else segment_bytes(self.pids())
 
     def close(self) -> None:
-        """End all processes, and remove the directory. A second call does nothing."""
+        """End all processes, and remove the directory. Idempotent."""
         for number in self._handlers:
             signal.signal(number, signal.SIG_IGN)
         self.client.close()
