@@ -309,7 +309,7 @@ class ServeOptions(NamedTuple):
 
     @property
     def words(self) -> list[str]:
-        """Return the command-line arguments that :meth:`of` parses."""
+        """The command-line arguments that :meth:`of` parses."""
         changed = {name: value for name, value in self._asdict().items() if value != self._field_defaults[name]}
         return ["--options", json.dumps(changed)]
 

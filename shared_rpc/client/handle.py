@@ -50,7 +50,7 @@ class Lease(Generic[T]):
 
     @property
     def value(self) -> T:
-        """Return the object, as the endpoint returned it.
+        """The object, as returned by the endpoint.
 
         :raises StaleHandleError: once the handle was released.
         :raises HandleSuspended: while the handle is suspended.
@@ -68,7 +68,7 @@ class Lease(Generic[T]):
 
     @property
     def suspended(self) -> bool:
-        """Return True if the handle is suspended: it must be resumed before :attr:`value` is used.
+        """True while the handle is suspended: it must be resumed before :attr:`value` is used.
 
         An active handle becomes suspended if its object was evicted while the session with the server was lost, and the new
         session could not map its present memory at once.
@@ -77,12 +77,12 @@ class Lease(Generic[T]):
 
     @property
     def _inactive(self) -> bool:
-        """Return True if this process has promised not to access the memory, so that it can be unmapped."""
+        """True if this process has promised not to access the memory, so that it can be unmapped."""
         return self._suspended and not self._released
 
     @property
     def released(self) -> bool:
-        """Return whether the lease was released."""
+        """True once the lease was released."""
         return self._released
 
     def _check_held(self) -> None:
@@ -321,7 +321,7 @@ class Handle(Lease[T]):
 
     @property
     def revision(self) -> int:
-        """Return the number of the memory's update in place, from 0, plus two for each :meth:`Client.update`.
+        """The number of the memory's update in place, from 0, plus two for each :meth:`Client.update`.
 
         It is odd while a process writes. Only the first access queries the server: the number is a word of shared memory. Data
         read after it is at least as new as that revision. Another generation is another object, and counts from 0.
@@ -438,7 +438,7 @@ class AsyncHandle(Lease[T]):
 
     @property
     def revision(self) -> Coroutine[Any, Any, int]:
-        """Return :attr:`Handle.revision`: ``await handle.revision``. Only the first access waits."""
+        """The same as :attr:`Handle.revision`: ``await handle.revision``. Only the first access waits."""
         return self._revision()
 
     async def _revision(self) -> int:

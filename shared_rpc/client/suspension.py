@@ -146,7 +146,7 @@ class Context(Driver):
     @property
     @abstractmethod
     def socket_path(self) -> str:
-        """Return the path of the server's socket."""
+        """The path of the server's socket."""
 
     @abstractmethod
     def _known(self) -> Known | None:

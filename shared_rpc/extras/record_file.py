@@ -239,7 +239,7 @@ class FileRecord(RecordBytes):
 
     Opening it only reads the header; :meth:`Client.adopt` reads the rest, after the check that the record can be adopted.
 
-    :raises RecordError: if the file cannot be read, may be written by others, or is invalid, damaged or of another format.
+    :raises RecordError: if the file cannot be read, may be another user's work, or is invalid, damaged or of another format.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

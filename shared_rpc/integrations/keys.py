@@ -47,7 +47,7 @@ class Checkpoint(NamedTuple):
 
     @property
     def is_local(self) -> bool:
-        """Return True if it is a local folder or file."""
+        """True if it is a local folder or file."""
         return os.path.isabs(self.name)
 
     def check(self) -> None:

@@ -138,7 +138,7 @@ class Records:
 
     @handles(x.CheckRecord)
     def check_record(self, caller: Caller, message: x.CheckRecord) -> m.Answer:
-        """Answer whether a record could be adopted."""
+        """Answer with the devices of a record's segments if it could be adopted."""
         header = RecordHeader.from_bytes(caller.payload)
         devices = self.check(header)
         if message.called:
