@@ -79,8 +79,8 @@ def client(provider: Provider, serve: Serve, connect: Connect, go: threading.Eve
     return connect()
 
 
-def test_a_call_is_told_from_beginning_to_end(client: Client, listener: Listener) -> None:
-    """The first one builds and the second one finds the result; both have ids of their own."""
+def test_calls_emit_start_and_finish_events(client: Client, listener: Listener) -> None:
+    """The first call builds and the second one is a cache hit; each has its own request id."""
     first, second = client.call("held", 3), client.call("held", 3)
     started, finished = listener.of(i.CallStarted), listener.of(i.CallFinished)
     assert [event.outcome for event in finished] == ["built", "hit"]
@@ -94,8 +94,8 @@ def test_a_call_is_told_from_beginning_to_end(client: Client, listener: Listener
     assert first.server_id == second.server_id == finished[0].server_id
 
 
-def test_a_call_whose_caller_gives_up(client: Client, connect: Connect, listener: Listener, go: threading.Event) -> None:
-    """It is told once, as one that was left, though its run goes on."""
+def test_abandoned_calls_emit_one_finish_event(client: Client, connect: Connect, listener: Listener, go: threading.Event) -> None:
+    """With outcome ``left``, although the run continues."""
     with pytest.raises(errors.DeadlineExceeded):
         connect(timeout=0.05).call("wait")
     assert [event.outcome for event in listener.next(i.CallFinished)] == ["left"]
@@ -104,8 +104,8 @@ def test_a_call_whose_caller_gives_up(client: Client, connect: Connect, listener
     assert len(listener.of(i.CallFinished)) == 1
 
 
-def test_an_error_has_the_id_of_its_request(client: Client, listener: Listener) -> None:
-    """What the caller catches leads to what the server tells: an endpoint's own exception, and one of the library."""
+def test_errors_carry_the_id_of_their_request(client: Client, listener: Listener) -> None:
+    """It is also in the server's event: for an endpoint's own exception, and for one of the library."""
     with pytest.raises(ValueError, match="not 4") as raised:
         client.call("fails", 4)
     with pytest.raises(errors.EndpointNotFound) as missing:
@@ -120,8 +120,8 @@ def test_an_error_has_the_id_of_its_request(client: Client, listener: Listener) 
     assert (finished.request_id, finished.outcome, finished.error) == (own.request_id, "failed", "remote")
 
 
-def test_objects_and_leases(client: Client, listener: Listener) -> None:
-    """They come, are held, given back, and go."""
+def test_objects_and_leases_emit_events(client: Client, listener: Listener) -> None:
+    """Published, leased, released and freed."""
     handle = client.call("held", 5)
     (published,), (given,) = listener.of(i.ObjectPublished), listener.of(i.LeaseGiven)
     assert (published.object_id, published.nbytes, published.device) == (handle.object_id, 20, "cpu")
@@ -133,8 +133,8 @@ def test_objects_and_leases(client: Client, listener: Listener) -> None:
     assert (freed.object_id, freed.endpoint) == (handle.object_id, "held")
 
 
-def test_a_client_that_is_killed_is_one(client: Client, listener: Listener, base_path: str, children: list[Child]) -> None:
-    """Its leases are told as reclaimed, and its session as one that was lost."""
+def test_leases_of_killed_clients_are_reported_as_reclaimed(client: Client, listener: Listener, base_path: str, children: list[Child]) -> None:
+    """And its session as one that ended without a goodbye."""
     child = python(f"""
         from shared_rpc import Client
         client = Client({base_path!r}, device="cpu")
@@ -151,8 +151,8 @@ def test_a_client_that_is_killed_is_one(client: Client, listener: Listener, base
     assert [event.pid for event in listener.of(i.SessionOpened)] == [child.pid]
 
 
-def test_a_task_tells_every_status(client: Client, listener: Listener) -> None:
-    """With the id of the request that submitted it; and its call ends with it."""
+def test_tasks_emit_every_status(client: Client, listener: Listener) -> None:
+    """With the id of the submitting request; the call ends with the task."""
     client.wait_for_task(client.submit("held", 8))
     changes = listener.of(i.TaskChanged)
     assert [event.status for event in changes] == ["pending", "running", "completed"]
@@ -161,18 +161,18 @@ def test_a_task_tells_every_status(client: Client, listener: Listener) -> None:
     assert finished.outcome == "built"
 
 
-def test_a_task_that_is_cancelled_ends_its_call(client: Client, listener: Listener) -> None:
-    """Before it begins, too."""
+def test_cancelled_tasks_finish_their_calls(client: Client, listener: Listener) -> None:
+    """Even before the task begins."""
     client.submit("wait")
     assert client.cancel_task(client.submit("wait"))
     (finished,) = listener.next(i.CallFinished)
     assert (finished.outcome, finished.error) == ("failed", "task-cancelled")
 
 
-def test_a_build_whose_result_nobody_takes_has_finished(
+def test_builds_without_a_taker_emit_a_finish_event(
     provider: Provider, serve: Serve, connect: Connect, listener: Listener, go: threading.Event
 ) -> None:
-    """Its caller gave up, and holds all the memory there is for it: what the endpoint took is told all the same."""
+    """The caller has given up, and holds all memory for the result: the duration of the build is still reported."""
 
     @provider.share(cache=False)
     def full(waits: bool) -> torch.Tensor:
@@ -194,8 +194,8 @@ def test_a_build_whose_result_nobody_takes_has_finished(
     }
 
 
-def test_calls_of_the_servers_own_process_are_told(base_path: str, listener: Listener) -> None:
-    """In the local role as well, where nothing goes over a socket."""
+def test_calls_of_the_servers_own_process_emit_events(base_path: str, listener: Listener) -> None:
+    """Also in the local role, without a socket."""
     provider = Provider(base_path, execution_mode="local", device="cpu")
     shared = provider.share("f")(lambda: torch.zeros(1))
     shared(), shared()
@@ -203,8 +203,8 @@ def test_calls_of_the_servers_own_process_are_told(base_path: str, listener: Lis
     assert [event.outcome for event in listener.of(i.CallFinished)] == ["built", "hit"]
 
 
-def test_a_fork_while_a_hook_is_added(children: list[Child]) -> None:
-    """A forked child has the hooks, and can have others, whatever another thread was about to do."""
+def test_fork_while_a_hook_is_added_is_safe(children: list[Child]) -> None:
+    """A forked child has the hooks and can add others, whatever another thread was doing."""
     child = python(
         """
         import os
@@ -235,8 +235,8 @@ def tell(event):
 """
 
 
-def test_a_broker_takes_hooks_from_its_command_line(broker_app: BrokerApp, tmp_path: Path) -> None:
-    """It sees calls, and workers that come and go, without torch, and without metrics, which nobody has asked for."""
+def test_brokers_take_hooks_from_their_command_line(broker_app: BrokerApp, tmp_path: Path) -> None:
+    """The hook sees calls, and starts and ends of workers, without torch and without metrics."""
     (tmp_path / "my_hooks.py").write_text(HOOK)
     child = Child("-m", "shared_rpc.cli", "serve", str(broker_app.file), "--hook", "my_hooks:tell", cwd=tmp_path, fresh=True)
     broker_app._children.append(child)
@@ -254,8 +254,8 @@ def test_a_broker_takes_hooks_from_its_command_line(broker_app: BrokerApp, tmp_p
 
 
 @pytest.mark.parametrize("name", ["nowhere:tell", "os:environ"])
-def test_a_hook_that_is_none(broker_app: BrokerApp, name: str) -> None:
-    """It is told at once, in one line that names it, and nothing is served."""
+def test_invalid_hooks_are_refused_at_the_start(broker_app: BrokerApp, name: str) -> None:
+    """In one line that names the hook; nothing is served."""
     child = Child("-m", "shared_rpc.cli", "serve", str(broker_app.file), "--hook", name, cwd=broker_app.file.parent)
     broker_app._children.append(child)
     code, text = child.close()
@@ -279,7 +279,7 @@ def note(event):
 
 
 def test_hooks_of_the_app_see_builds_in_a_worker(broker_app: BrokerApp, tmp_path: Path) -> None:
-    """Each that begins and ends there once, with what the broker's hooks see of it: the request, the endpoint, the error."""
+    """One start and one finish each, with the same request, endpoint and error as the broker's hooks see."""
     of_worker, of_broker = tmp_path / "worker.txt", tmp_path / "broker.txt"
     of_worker.touch(), of_broker.touch()
     broker_app.write(
@@ -320,8 +320,8 @@ def test_hooks_of_the_app_see_builds_in_a_worker(broker_app: BrokerApp, tmp_path
     assert of_broker.read_text() == of_worker.read_text()
 
 
-def test_a_change_of_tier_is_told(provider: Provider, listener: Listener, tmp_path: Path) -> None:
-    """From where to where, what that freed and copied, and why; the second eviction finds the copy."""
+def test_tier_changes_emit_events(provider: Provider, listener: Listener, tmp_path: Path) -> None:
+    """With both tiers, the freed and the copied bytes, and the reason; the second eviction reuses the copy."""
 
     provider.share("held", managed=True, access="read")(lambda size: torch.zeros((size,)))
 
@@ -371,7 +371,7 @@ def logging_client(provider: Provider, serve: Serve, connect: Connect) -> Client
 
 
 def test_an_event_is_one_line_with_its_fields(logging_client: Client, stream: io.StringIO) -> None:
-    """From the call's beginning to its end, all with one id."""
+    """From the call's start to its end, all with one id."""
     logging_client.call("model", 3)
     (started,), (built,) = lines(stream, event="CallStarted"), lines(stream, event="BuildFinished")
     (finished,) = lines(stream, event="CallFinished")
@@ -383,8 +383,8 @@ def test_an_event_is_one_line_with_its_fields(logging_client: Client, stream: io
 
 
 @pytest.mark.parametrize("endpoint", ["model", "soon"])
-def test_what_an_endpoint_logs_has_the_id_of_its_request(logging_client: Client, stream: io.StringIO, endpoint: str) -> None:
-    """In a thread, and on the loop; with the fields that it gives itself."""
+def test_endpoint_logs_have_the_id_of_their_request(logging_client: Client, stream: io.StringIO, endpoint: str) -> None:
+    """In a thread, and on the loop; with their own extra fields."""
     logging_client.call(endpoint, 4)
     (said,), (finished,) = lines(stream, logger="app"), lines(stream, event="CallFinished")
     assert said["request_id"] == finished["request_id"]
@@ -397,7 +397,7 @@ def test_what_an_endpoint_logs_has_the_id_of_its_request(logging_client: Client,
 
 
 def test_importing_configures_no_logging() -> None:
-    """Neither the root logger nor the library's own has a handler or a level, in whatever role."""
+    """Neither the root logger nor the library's own has a handler or a level, in any role."""
     child = python("""
         import logging, shared_rpc.server, shared_rpc.client, shared_rpc.broker.broker, shared_rpc.observability.logs
         from shared_rpc import Provider
@@ -439,8 +439,8 @@ def logged(broker_app: BrokerApp) -> Callable[..., list[str]]:
     return run
 
 
-def test_a_broker_logs_json(logged: Callable[..., list[str]]) -> None:
-    """Its own events, and what endpoints log in its workers; what they print stays as it is."""
+def test_brokers_log_json(logged: Callable[..., list[str]]) -> None:
+    """Their own events, and log records of endpoints in workers; printed output is unchanged."""
     written = logged("--log-format", "json")
     assert written.count("plain word") == 1
     found = [json.loads(line) for line in written if line != "plain word"]
@@ -451,15 +451,15 @@ def test_a_broker_logs_json(logged: Callable[..., list[str]]) -> None:
     assert {line["event"] for line in found if "event" in line} >= {"WorkerStarted", "SessionOpened", "RequestFailed"}
 
 
-def test_a_broker_logs_text(logged: Callable[..., list[str]]) -> None:
-    """What is asked for, and nothing that is less important."""
+def test_brokers_log_text(logged: Callable[..., list[str]]) -> None:
+    """From the requested level up."""
     written = logged("--log-level", "debug")
     assert any(" DEBUG shared_rpc.events " in line and "call finished" in line for line in written)
     assert any(line.endswith(f" INFO app [{logged.request_id}] said word") for line in written)
 
 
-def test_a_worker_that_crashes_is_an_error(broker_app: BrokerApp) -> None:
-    """Of all events it is the one that is told where only errors are wanted."""
+def test_crashed_workers_are_logged_as_errors(broker_app: BrokerApp) -> None:
+    """It is the only event at level ``error``."""
     child = broker_app.start("--log-format", "json", "--log-level", "error")
     with pytest.raises(errors.WorkerCrashed):
         broker_app.connect().call("end", "kill")
@@ -470,6 +470,6 @@ def test_a_worker_that_crashes_is_an_error(broker_app: BrokerApp) -> None:
     assert [(line["event"], line["signal"]) for line in found if "event" in line] == [("WorkerEnded", "SIGKILL")]
 
 
-def test_a_broker_logs_nothing_new_unasked(logged: Callable[..., list[str]]) -> None:
-    """Its standard error is what the workers write."""
+def test_brokers_log_only_worker_output_by_default(logged: Callable[..., list[str]]) -> None:
+    """Its standard error has only the output of workers."""
     assert logged() == ["plain word"]

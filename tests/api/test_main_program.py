@@ -289,42 +289,42 @@ def script(tmp_path: Path) -> Iterator[Callable[..., Served]]:
         yield start
 
 
-def test_modules_can_be_imported(serve: Callable[..., Served]) -> None:
-    """For the first time, also those that register for the end of the process when they are."""
+def test_endpoints_can_import_modules(serve: Callable[..., Served]) -> None:
+    """For the first time, also those that register exit callbacks on import."""
     served = serve()
     assert [served.ask("load", name) for name in ("concurrent.futures.process", "joblib")] == [[True], [True]]
     served.ask("load", "sklearn.cluster")
 
 
-def test_nothing_thinks_that_the_end_has_begun(served: Served) -> None:
+def test_no_module_sees_an_interpreter_shutdown(served: Served) -> None:
     """Neither the interpreter nor a module of the standard library."""
     assert not any(served.ask("ending"))
 
 
-def test_sources_of_the_app(served: Served) -> None:
-    """They can be read, which compilers do; a script's are forgotten when its main code has ended."""
+def test_sources_of_the_app_can_be_read(served: Served) -> None:
+    """As compilers do; those of a script are forgotten at the end of its main code."""
     assert served.ask("sources") == [True]
 
 
 @pytest.mark.parametrize(("kind", "method"), [("executor", "spawn"), ("executor", "forkserver"), ("pool", "fork")])
-def test_pools_of_processes(served: Served, kind: str, method: str) -> None:
-    """Made and ended in an endpoint, with every start method."""
+def test_endpoints_can_use_process_pools(served: Served, kind: str, method: str) -> None:
+    """Created and ended in an endpoint, with every start method."""
     assert served.ask("pooled", kind, method) == [1, 4, 9]
 
 
 @pytest.mark.parametrize("what", ["executor", "thread", "processes", "subprocess"])
-def test_async_endpoints(served: Served, what: str) -> None:
-    """They use the pools of their loop, pools of processes, and other programs."""
+def test_async_endpoints_can_use_pools_and_programs(served: Served, what: str) -> None:
+    """The pools of their loop, pools of processes, and other programs."""
     assert served.ask("awaited", what) == [4]
 
 
-def test_threads_and_programs(served: Served) -> None:
+def test_endpoints_can_start_threads_and_programs(served: Served) -> None:
     """An endpoint starts them."""
     assert served.ask("started") == [4, 4]
 
 
-def test_a_forked_child_does_not_wait_for_the_servers_signals(served: Served) -> None:
-    """It has the handlers of a main program's child, and ends by them, as pools of multiprocessing want."""
+def test_forked_children_end_by_signals(served: Served) -> None:
+    """They have the handlers of a main program's child, as pools of multiprocessing require."""
     assert served.ask("forked") == [True, -signal.SIGTERM]
 
 
@@ -345,7 +345,7 @@ def code_of(served: Served, pid: int) -> int:
     [("fork", "return"), ("fork", "raise"), *(("fork_async", how) for how in ("return", "raise", "await"))],
 )
 def test_a_fork_that_leaves_its_endpoint_exits_with_a_message(served: Served, tmp_path: Path, endpoint: str, how: str) -> None:
-    """Its parent goes on, with connections from before and later."""
+    """Its parent continues, with earlier and later connections."""
     written = tmp_path / "written"
     [pid] = served.ask(endpoint, how, str(written))
     assert code_of(served, pid) == 1
@@ -361,8 +361,8 @@ def test_a_fork_that_calls_os_exit_has_its_code(served: Served, tmp_path: Path, 
     assert code_of(served, pid) == 7
 
 
-def test_what_is_registered_runs_at_the_end(serve: Callable[..., Served]) -> None:
-    """Once, in the interpreter's order: what waits for threads first, then ``atexit``, the last registered first."""
+def test_exit_callbacks_run_once_in_order(serve: Callable[..., Served]) -> None:
+    """In the interpreter's order: first threads are joined, then ``atexit`` callbacks run, the last registered first."""
     served = serve()
     served.ask("register", "one")
     served.ask("register", "two")
@@ -375,8 +375,8 @@ def test_what_is_registered_runs_at_the_end(serve: Callable[..., Served]) -> Non
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_pools_that_are_kept_end_with_the_process(serve: Callable[..., Served], number: signal.Signals) -> None:
-    """Idle pools neither hold up the end nor stay behind."""
+def test_idle_pools_end_with_the_process(serve: Callable[..., Served], number: signal.Signals) -> None:
+    """They neither delay the exit nor outlive it."""
     served = serve()
     kept = [("executor", "fork"), ("executor", "forkserver"), ("pool", "fork"), ("pool", "spawn"), ("threads", "fork")]
     pids = [served.client.call("keep", kind, method).item() for kind, method in kept]
@@ -389,8 +389,8 @@ def test_pools_that_are_kept_end_with_the_process(serve: Callable[..., Served], 
 # What only a script in the server role can meet.
 
 
-def test_threads_of_the_app_that_still_run(script: Callable[..., Served]) -> None:
-    """They do not keep the process from serving, and are waited for when it ends."""
+def test_running_threads_are_joined_at_the_end(script: Callable[..., Served]) -> None:
+    """They do not keep the process from serving."""
     served = script(
         """
 import threading
@@ -413,8 +413,8 @@ threading.Thread(target=work).start()
 
 
 @pytest.mark.parametrize("how", ["-c", *deep("-m")])
-def test_modules_and_commands(tmp_path: Path, base_path: str, children: list[Child], how: str) -> None:
-    """``python -m app`` and ``python -c`` serve as ``python app.py`` does."""
+def test_modules_and_commands_serve_like_scripts(tmp_path: Path, base_path: str, children: list[Child], how: str) -> None:
+    """``python -m app`` and ``python -c`` behave like ``python app.py``."""
     (tmp_path / "app.py").write_text(APP)
     child = Child(how, "app" if how == "-m" else APP, environ={"SHARED_TENSOR_ROLE": "server"}, cwd=tmp_path)
     children.append(child)
@@ -426,7 +426,7 @@ def test_modules_and_commands(tmp_path: Path, base_path: str, children: list[Chi
 
 
 def test_an_interactive_session_serves_when_it_ends(tmp_path: Path, base_path: str, children: list[Child]) -> None:
-    """``python -i app.py``: not before, and then as the script would have."""
+    """``python -i app.py``: not before its end, and then like the script."""
     (tmp_path / "app.py").write_text(APP)
     child = Child("-i", "-q", "app.py", environ={"SHARED_TENSOR_ROLE": "server"}, cwd=tmp_path)
     children.append(child)
@@ -442,15 +442,15 @@ def test_an_interactive_session_serves_when_it_ends(tmp_path: Path, base_path: s
     assert child.close()[0] == 0
 
 
-def test_a_script_that_ends_with_a_code_serves(script: Callable[..., Served]) -> None:
-    """Python does not tell it, so the process serves; the code is the process's own when that has ended."""
+def test_a_script_that_exits_with_a_code_serves(script: Callable[..., Served]) -> None:
+    """Python does not report the code, so the process serves, and ends with that code."""
     served = script("sys.exit(3)\n")
     served.child.expect_error("serving at")
     assert served.end() == (3, [], "")
 
 
-def test_an_exit_callback_of_the_main_code_runs_after_serving(script: Callable[..., Served]) -> None:
-    """What the main code registered is still there for endpoints, a temporary folder for one."""
+def test_exit_callbacks_of_the_main_code_run_after_serving(script: Callable[..., Served]) -> None:
+    """Its resources, such as a temporary folder, still exist for endpoints."""
     served = script("import atexit\natexit.register(told, 'cleaned up')\nprint('told: main code', flush=True)\n")
     served.child.expect_error("serving at")
     served.ask("register", "endpoint")
@@ -464,8 +464,8 @@ def test_an_exit_callback_of_the_main_code_runs_after_serving(script: Callable[.
     ]
 
 
-def test_a_spawned_child_of_a_script_without_a_main_guard(script: Callable[..., Served]) -> None:
-    """It runs the main code again, whose calls go to the server that its parent is."""
+def test_spawned_children_without_a_main_guard_are_clients(script: Callable[..., Served]) -> None:
+    """The child runs the main code again, whose calls go to its parent's server."""
     served = script(
         """
 @provider.share
@@ -485,7 +485,7 @@ weights()
 
 
 def test_a_fork_server_does_not_serve(script: Callable[..., Served]) -> None:
-    """It has imported the app, and ends when the process that served has ended: it does not take its place."""
+    """It has imported the app, and ends after the serving process without replacing it."""
     served = script('import multiprocessing\n\nmultiprocessing.set_forkserver_preload(["app"])\n')
     served.child.expect_error("serving at")
     assert served.ask("pooled", "executor", "forkserver") == [1, 4, 9]
@@ -493,8 +493,8 @@ def test_a_fork_server_does_not_serve(script: Callable[..., Served]) -> None:
     assert not Path(served.client.socket_path).exists()
 
 
-def test_interrupts_while_it_stops(script: Callable[..., Served]) -> None:
-    """The process ends as with one, exit callbacks included."""
+def test_repeated_interrupts_end_the_process_once(script: Callable[..., Served]) -> None:
+    """The process ends as with one, including exit callbacks."""
     served = script(
         """
 import atexit, signal
@@ -519,8 +519,8 @@ atexit.register(told, "cleaned up")
 
 
 @pytest.mark.parametrize("kind", ["executor", "pool"])
-def test_processes_of_an_endpoint_that_does_not_end(serve: Callable[..., Served], kind: str) -> None:
-    """They do not outlive the server that is asked to end while it runs."""
+def test_processes_of_a_stuck_endpoint_end_with_the_server(serve: Callable[..., Served], kind: str) -> None:
+    """They do not outlive a server that is stopped while the endpoint runs."""
     served = serve()
     served.client.submit("busy", kind)
     pid = int(served.child.expect("busy:").split()[-1])
@@ -529,8 +529,8 @@ def test_processes_of_an_endpoint_that_does_not_end(serve: Callable[..., Served]
     eventually(lambda: not is_running(pid), what=f"the end of {pid}")
 
 
-def test_an_interpreter_that_starts_no_threads_any_more(script: Callable[..., Served]) -> None:
-    """Python 3.12.0 to 3.12.2: the process cannot serve, and says what can be done."""
+def test_interpreters_without_late_threads_are_reported(script: Callable[..., Served]) -> None:
+    """Python 3.12.0 to 3.12.2: the process cannot serve, and the error gives the remedies."""
     served = script(
         """
 import threading

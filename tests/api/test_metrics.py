@@ -72,8 +72,8 @@ def fresh(url: str, condition: Callable[[Any], bool]) -> Any:
     return found[0]
 
 
-def test_calls_by_endpoint_and_outcome(url: str, connect: Connect) -> None:
-    """How many, and how long they took; cached ones and builds on their own."""
+def test_calls_are_counted_by_endpoint_and_outcome(url: str, connect: Connect) -> None:
+    """With durations; builds and cached calls are counted separately."""
     client = connect()
     client.call("held", 3), client.call("held", 3), client.call("held", 4)
     with pytest.raises(ValueError, match="not 5"):
@@ -98,8 +98,8 @@ def test_calls_by_endpoint_and_outcome(url: str, connect: Connect) -> None:
     assert now("errors_total", code="endpoint-not-found") == 1
 
 
-def test_what_goes_on_now(url: str, connect: Connect, go: threading.Event, threads: Any) -> None:
-    """Runs that have begun, calls that joined one, and those that have ended are none of them."""
+def test_active_runs_are_gauges(url: str, connect: Connect, go: threading.Event, threads: Any) -> None:
+    """Begun runs count; joined calls and ended runs do not."""
     client = connect()
     waiting = [threads.submit(client.call, "wait") for _ in range(3)]
     now = fresh(url, lambda now: now("joined_calls_total", endpoint="wait") == 2)
@@ -112,8 +112,8 @@ def test_what_goes_on_now(url: str, connect: Connect, go: threading.Event, threa
     assert now("calls_total", endpoint="wait", outcome="joined") == 2
 
 
-def test_memory_leases_sessions_and_tasks(url: str, connect: Connect) -> None:
-    """They are what the server has now; what ended is counted."""
+def test_memory_leases_sessions_and_tasks_are_gauges(url: str, connect: Connect) -> None:
+    """They show the server's present state; ends are counted."""
     client = connect()
     handle, buffer = client.call("held", 1000), client.create_buffer(8192)
     client.wait_for_task(client.submit("held", 1001)).release()
@@ -134,8 +134,8 @@ def test_memory_leases_sessions_and_tasks(url: str, connect: Connect) -> None:
     assert now("leases_reclaimed_total") == now("sessions_lost_total") == 0
 
 
-def test_tiers_and_the_moves_between_them(provider: Provider, tmp_path: Path) -> None:
-    """What is where now, what is in use, and how often and how much was moved."""
+def test_tiers_and_moves_are_measured(provider: Provider, tmp_path: Path) -> None:
+    """Bytes by tier, use, and the number and size of moves."""
 
     provider.share("held", managed=True, access="read")(lambda number: torch.zeros(1 << 18))
 
@@ -155,8 +155,8 @@ def test_tiers_and_the_moves_between_them(provider: Provider, tmp_path: Path) ->
         assert now("restore_duration_seconds_count", tier="file") == 1
 
 
-def test_memory_of_short_results(url: str, connect: Connect) -> None:
-    """The pools that they lie in, and how many clients have not given back."""
+def test_pools_of_results_are_measured(url: str, connect: Connect) -> None:
+    """Their bytes, and the chunks that clients have not returned."""
     client = connect()
     before = scrape(url)
     assert before("pool_bytes") == before("pool_chunks") == 0
@@ -171,7 +171,7 @@ def test_memory_of_short_results(url: str, connect: Connect) -> None:
 
 
 def test_labels_are_those_of_registered_endpoints(url: str, connect: Connect) -> None:
-    """A client that calls a hundred names that there are not makes no time series."""
+    """A client that calls a hundred unknown names creates no time series."""
     client = connect()
     before = sum(len(samples) for samples in scrape(url).samples.values())
     for number in range(100):
@@ -182,8 +182,8 @@ def test_labels_are_those_of_registered_endpoints(url: str, connect: Connect) ->
     assert now("errors_total", code="endpoint-not-found") == 100
 
 
-def test_the_process_and_the_release_are_told(url: str) -> None:
-    """As Prometheus's own libraries do."""
+def test_process_and_version_metrics_are_exported(url: str) -> None:
+    """Like those of Prometheus's own libraries."""
     from shared_rpc import __version__
 
     now = scrape(url)
@@ -192,8 +192,8 @@ def test_the_process_and_the_release_are_told(url: str) -> None:
     assert "shared_rpc_workers" not in now.samples  # endpoints run here
 
 
-def test_two_servers_of_a_process_have_metrics_of_their_own(tmp_path: Path) -> None:
-    """What happens in one is not counted in the other."""
+def test_two_servers_of_a_process_have_their_own_metrics(tmp_path: Path) -> None:
+    """Events of one are not counted in the other."""
     tmp_path.chmod(0o700)
     with ExitStack() as stack:
         urls = []
@@ -207,7 +207,7 @@ def test_two_servers_of_a_process_have_metrics_of_their_own(tmp_path: Path) -> N
 
 
 def test_every_metric_is_documented(broker_app: BrokerApp) -> None:
-    """The reference names every metric that a broker tells, with its kind and its labels, and none that it does not."""
+    """The reference lists exactly the metrics of a broker, with kinds and labels."""
     url = metrics_of(broker_app)
     with pytest.raises(errors.EndpointNotFound):
         broker_app.connect().call("nowhere")
@@ -227,8 +227,8 @@ def test_every_metric_is_documented(broker_app: BrokerApp) -> None:
     assert told == documented
 
 
-def test_a_broker_tells_of_its_workers(broker_app: BrokerApp, tmp_path: Path) -> None:
-    """How many there are, how often they ended, and what they need; and of calls as any server."""
+def test_brokers_export_metrics_of_workers(broker_app: BrokerApp, tmp_path: Path) -> None:
+    """Their number, restarts and memory; and calls like any server."""
     url = metrics_of(broker_app)
     client = broker_app.connect()
     client.call("model")
@@ -255,8 +255,8 @@ def test_a_broker_tells_of_its_workers(broker_app: BrokerApp, tmp_path: Path) ->
     assert now("objects", kind="result") == 2  # they outlived their maker
 
 
-def test_a_broker_of_two_providers_tells_of_both_together(broker_app: BrokerApp) -> None:
-    """Endpoints of one name are one series: calls, builds and memory of both are in it. Memory that both have is told once."""
+def test_providers_of_a_broker_share_series(broker_app: BrokerApp) -> None:
+    """Endpoints of one name are one series for calls, builds and memory; memory of both counts once."""
     other = f"{broker_app.base_path}-other"
     broker_app.write(f"""
     second = Provider({other!r}, device="cpu")
@@ -283,8 +283,8 @@ def test_a_broker_of_two_providers_tells_of_both_together(broker_app: BrokerApp)
 # The port.
 
 
-def test_a_port_that_is_taken(provider: Provider, base_path: str) -> None:
-    """It is told at once, with its number and the option; nothing listens then, and nothing is left open."""
+def test_a_metrics_port_in_use_is_refused(provider: Provider, base_path: str) -> None:
+    """At once, with the port and the option; nothing listens then, and nothing stays open."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         before = open_fds()
@@ -298,8 +298,8 @@ def test_a_port_that_is_taken(provider: Provider, base_path: str) -> None:
         assert server.metrics_url is None or str(port) in server.metrics_url
 
 
-def test_a_port_that_is_taken_stops_the_broker_before_it_begins(broker_app: BrokerApp) -> None:
-    """No worker is started, and no socket is there; the error is one line."""
+def test_a_metrics_port_in_use_stops_the_broker_at_its_start(broker_app: BrokerApp) -> None:
+    """No worker is started, and there is no socket; the error is one line."""
     broker_app.write("open(__file__ + '.loaded', 'w').close()\n")
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -312,16 +312,16 @@ def test_a_port_that_is_taken_stops_the_broker_before_it_begins(broker_app: Brok
     assert not Path(f"{broker_app.file}.loaded").exists()
 
 
-def test_without_the_package_the_error_names_the_extra(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says what to install."""
+def test_a_missing_package_is_reported_with_the_extra(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error has the command that installs it."""
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     monkeypatch.delitem(sys.modules, "shared_rpc.observability.collector", raising=False)
     with pytest.raises(errors.ConfigurationError, match=r"pip install 'shared-rpc\[metrics\]'"):
         Server(provider, metrics_port=0).start()
 
 
-def test_a_directory_of_prometheus_that_is_not_there(base_path: str, tmp_path: Path) -> None:
-    """The library wants to write to it where several processes are one application: the error names the variable."""
+def test_a_missing_directory_of_prometheus_is_refused(base_path: str, tmp_path: Path) -> None:
+    """The library writes there if several processes form one application: the error names the variable."""
     child = python(
         f"""
         from shared_rpc import Provider, Server, errors
@@ -337,8 +337,8 @@ def test_a_directory_of_prometheus_that_is_not_there(base_path: str, tmp_path: P
     child.close()
 
 
-def test_a_server_that_has_stopped(server: Server, url: str) -> None:
-    """No hook and no thread are left, and its port is free, whatever its forked children do."""
+def test_a_stopped_server_releases_its_port(server: Server, url: str) -> None:
+    """No hook and no thread are left, whatever its forked children do."""
     scrape(url)
     port = int(url.rpartition(":")[2].partition("/")[0])
     read, write = os.pipe()
@@ -389,8 +389,8 @@ def answer(url: str, request: bytes) -> bytes:
         (b"x" * 100_000, b""),
     ],
 )
-def test_whatever_is_asked_gets_an_answer_or_none(url: str, request_: bytes, status: bytes) -> None:
-    """And the next one is answered."""
+def test_malformed_requests_do_not_stop_the_exporter(url: str, request_: bytes, status: bytes) -> None:
+    """The next request is answered."""
     try:
         received = answer(url, request_)
     except OSError:  # it was not read to the end
@@ -400,8 +400,8 @@ def test_whatever_is_asked_gets_an_answer_or_none(url: str, request_: bytes, sta
 
 
 @pytest.mark.deep  # for the seconds after which silent connections are closed
-def test_slow_scrapers_disturb_neither_calls_nor_each_other(url: str, connect: Connect) -> None:
-    """Connections that say nothing, or half of it, are closed; the server answers meanwhile."""
+def test_slow_scrapers_delay_neither_calls_nor_others(url: str, connect: Connect) -> None:
+    """Silent connections, and those with half a request, are closed; the server answers meanwhile."""
     client = connect()
     client.call("held", 3)
     with ExitStack() as stack:
@@ -427,19 +427,19 @@ def test_slow_scrapers_disturb_neither_calls_nor_each_other(url: str, connect: C
         ("0.0.0.0", "prometheus.example", b" 200 "),
     ],
 )
-def test_a_web_page_cannot_read_it_by_a_name_of_its_own(
+def test_foreign_host_names_are_refused(
     provider: Provider, serve: Serve, address: str, host: str, status: bytes
 ) -> None:
-    """A server for this host alone answers to its address and to ``localhost``."""
+    """A server for this host alone answers to its address and to ``localhost``, so web pages cannot read it."""
     url = serve(metrics_port=0, metrics_host=address).metrics_url
     assert url is not None
     assert status in answer(url, f"GET /metrics HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
 
 
-def test_a_loop_that_is_busy_is_told_as_such(
+def test_a_busy_loop_fails_the_scrape_in_time(
     url: str, provider: Provider, connect: Connect, monkeypatch: pytest.MonkeyPatch, go: threading.Event
 ) -> None:
-    """An endpoint that blocks the loop holds up the scrape for a bounded time, and the next one is answered again."""
+    """An endpoint that blocks the loop delays the scrape for a bounded time, and the next one is answered again."""
     monkeypatch.setattr("shared_rpc.observability.exporter._BUSY", 0.2)
     blocking = threading.Event()
 
@@ -462,8 +462,8 @@ def test_a_loop_that_is_busy_is_told_as_such(
 
 
 @pytest.mark.usefixtures("admitted_source")
-def test_the_source_of_records(url: str, client: Client) -> None:
-    """Misses that are asked are not queued; what the source reports is told while it is there."""
+def test_the_source_of_records_is_measured(url: str, client: Client) -> None:
+    """Misses given to it are not queued; its status is exported while it is attached."""
     assert (scrape(url)("sources"), scrape(url)("cluster_nodes")) == (0, 0)
     with client.source() as source, ThreadPoolExecutor(1) as pool:
         source.report({"nodes": 3, "objects": 2, "bytes_received": 10, "bytes_sent": 20})

@@ -105,8 +105,8 @@ def busy(endpoints: Endpoints, client: Client) -> None:
 
 
 @each_payload()
-def test_an_argument_arrives_as_it_is_and_comes_back(endpoints: Endpoints, client: Client, name: str) -> None:
-    """Structure, layout, flags, bits and aliases, where the endpoint runs and in what it returns; the caller's own stays."""
+def test_arguments_round_trip(endpoints: Endpoints, client: Client, name: str) -> None:
+    """Structure, layout, flags, bits and aliases, in the endpoint and in its result; the caller's own are unchanged."""
     payload = PAYLOADS[name](endpoints.device)
     before = described(payload), aliases(payload)
 
@@ -118,8 +118,8 @@ def test_an_argument_arrives_as_it_is_and_comes_back(endpoints: Endpoints, clien
 
 
 @each_payload()
-def test_a_cached_result_is_the_same_memory_every_time(endpoints: Endpoints, client: Client, name: str) -> None:
-    """By a call and by a task: it is made once, and arrives as it was made."""
+def test_cached_results_are_one_memory(endpoints: Endpoints, client: Client, name: str) -> None:
+    """By a call and by a task: it is built once, and arrives as it was built."""
     expected = PAYLOADS[name](endpoints.device)
 
     called, waited = client.call("cached", name), as_a_task(client, "cached", name)
@@ -131,8 +131,8 @@ def test_a_cached_result_is_the_same_memory_every_time(endpoints: Endpoints, cli
 
 
 @pytest.mark.deep
-def test_any_argument_comes_back(endpoints: Endpoints, client: Client) -> None:
-    """Whatever is nested in whatever, whatever was done to a tensor without copying it."""
+def test_any_argument_round_trips(endpoints: Endpoints, client: Client) -> None:
+    """Any nesting, and any view of a tensor."""
 
     @hypothesis.given(any_payload(endpoints.device))
     def comes_back(payload: Any) -> None:
@@ -166,8 +166,8 @@ Views = Callable[[torch.Tensor], list[torch.Tensor]]
 
 
 @VIEWS
-def test_views_among_the_arguments_see_each_others_writes(endpoints: Endpoints, ask: Ask, views: Views) -> None:
-    """The endpoint writes to one argument and finds it in another, by position or by name; the caller's own stay."""
+def test_views_among_the_arguments_share_writes(endpoints: Endpoints, ask: Ask, views: Views) -> None:
+    """The endpoint writes to one argument and reads it in another, by position or by name; the caller's own are unchanged."""
     base = torch.arange(12.0, device=endpoints.device)
     address = base.data_ptr()
     first, second = views(base)
@@ -207,7 +207,7 @@ LEFT: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("left", LEFT)
 def test_a_part_of_a_result_keeps_its_memory(endpoints: Endpoints, client: Client, left: str) -> None:
-    """Whatever is left of a result, its memory is not used for another."""
+    """The memory is not reused while any part is referenced."""
     part = LEFT[left](client.call("echo", (filled(1, endpoints.device), filled(3, endpoints.device)))[1])
 
     busy(endpoints, client)
@@ -215,8 +215,8 @@ def test_a_part_of_a_result_keeps_its_memory(endpoints: Endpoints, client: Clien
     assert ((part() if callable(part) else part) == 3).all()
 
 
-def test_arguments_that_an_endpoint_keeps_stay(endpoints: Endpoints, client: Client) -> None:
-    """A server may hold on to what it was given: later calls get other memory."""
+def test_arguments_kept_by_an_endpoint_stay(endpoints: Endpoints, client: Client) -> None:
+    """A server may keep its arguments: later calls get other memory."""
     for number in range(20):
         client.call("keep", {"tensor": filled(number, endpoints.device), "view": filled(number, endpoints.device)[:2]})
         client.call("echo", filled(99, endpoints.device))
@@ -226,8 +226,8 @@ def test_arguments_that_an_endpoint_keeps_stay(endpoints: Endpoints, client: Cli
     assert sums == [total for number in range(20) for total in (1024.0 * number, 2.0 * number)]
 
 
-def test_a_cached_result_that_lies_in_an_argument_stays(endpoints: Endpoints, client: Client) -> None:
-    """The cache holds the memory that a caller sent, when the call and the caller are gone."""
+def test_a_cached_result_keeps_the_arguments_memory(endpoints: Endpoints, client: Client) -> None:
+    """The cache keeps memory that a caller sent, after the ends of the call and the caller."""
     client.call("echo_by_key", "key", [filled(4, endpoints.device), filled(5, endpoints.device)])
 
     busy(endpoints, client)
@@ -236,8 +236,8 @@ def test_a_cached_result_that_lies_in_an_argument_stays(endpoints: Endpoints, cl
     assert first.eq(4).all() and second.eq(5).all()
 
 
-def test_results_of_tasks_stay_until_they_are_fetched(endpoints: Endpoints, client: Client) -> None:
-    """Calls that come between the end of a task and its fetch do not write over its result."""
+def test_task_results_stay_until_they_are_fetched(endpoints: Endpoints, client: Client) -> None:
+    """Calls between the end of a task and its fetch do not overwrite its result."""
     tasks = [client.submit("echo", filled(number, endpoints.device)) for number in range(10)]
     busy(endpoints, client)
 

@@ -49,8 +49,8 @@ def elsewhere(interpreters: list[Interpreter], base_path: str, device: str) -> E
 
 
 @pytest.mark.parametrize("tensors", ["all", "parameters"])
-def test_writes_between_processes(device: str, get: Serve, elsewhere: Elsewhere, tensors: str) -> None:
-    """What server and client write to a shared tensor is seen by the other side; what they write to anything else is not."""
+def test_writes_reach_only_shared_tensors(device: str, get: Serve, elsewhere: Elsewhere, tensors: str) -> None:
+    """Writes of server and client to a shared tensor are visible to both; writes to any other tensor are private."""
     module = Everything(device)
     shared = ["parameter"] if tensors == "parameters" else [*module.tensors()]
     get(module, tensors=tensors)
@@ -75,8 +75,8 @@ def test_writes_between_processes(device: str, get: Serve, elsewhere: Elsewhere,
     assert [where for where, tensor in module.tensors().items() if tensor[1] == -2] == shared
 
 
-def test_statistics_of_a_model_that_is_only_read(device: str, get: Serve, elsewhere: Elsewhere) -> None:
-    """BatchNorm in training mode: each client's statistics are its own, and begin as they were published."""
+def test_statistics_are_private_to_each_client(device: str, get: Serve, elsewhere: Elsewhere) -> None:
+    """BatchNorm in training mode: each client's statistics begin with the published ones."""
     model = normed(device).train()
     get(model, access="read", tensors="parameters")
     train = """
@@ -93,8 +93,8 @@ def test_statistics_of_a_model_that_is_only_read(device: str, get: Serve, elsewh
     assert (model[1].num_batches_tracked.item(), model[1].running_mean.tolist()) == (0, [0] * 4)
 
 
-def test_an_object_that_is_attached_again(device: str, get: Serve, elsewhere: Elsewhere) -> None:
-    """After a release it has the bytes that were published, whatever this process, another one or the server wrote."""
+def test_reattached_objects_have_the_published_bytes(device: str, get: Serve, elsewhere: Elsewhere) -> None:
+    """After a release, whatever this process, another one or the server has written."""
     model = normed(device)
     get(model, managed=True, tensors="parameters")
     write = """
@@ -113,8 +113,8 @@ def test_an_object_that_is_attached_again(device: str, get: Serve, elsewhere: El
 # In every role.
 
 
-def test_a_process_that_runs_the_endpoint_has_its_object(app: App) -> None:
-    """It is the object itself, with its own tensors; a client has one object too, however often it calls."""
+def test_the_process_of_the_endpoint_has_its_own_object(app: App) -> None:
+    """With its own tensors; a client also has one object for all its calls."""
     made = []
 
     @app.share("load", tensors="parameters")
@@ -132,8 +132,8 @@ def test_a_process_that_runs_the_endpoint_has_its_object(app: App) -> None:
     assert made[0][0].weight[0, 0] == 4
 
 
-def test_sizes_in_every_role(app: App) -> None:
-    """``nbytes`` counts the parameters, ``private_nbytes`` what each process copies, the local role nothing."""
+def test_sizes_distinguish_shared_and_private_bytes(app: App) -> None:
+    """``nbytes`` counts the parameters, ``private_nbytes`` the copies of each process; 0 in the local role."""
     app.share("load", managed=True, tensors="parameters")(normed)
     app.share("whole", managed=True)(normed)
     with app.provider.call("load") as part, app.provider.call("whole") as whole:
@@ -145,8 +145,8 @@ def test_sizes_in_every_role(app: App) -> None:
 
 
 @pytest.mark.parametrize("cache", [True, False])
-def test_values_that_are_made_anew_for_each_call(device: str, get: Serve, client: Client, cache: bool) -> None:
-    """Of a list, and of a result that is not kept, each call has private tensors of its own."""
+def test_each_call_of_a_list_has_private_tensors(device: str, get: Serve, client: Client, cache: bool) -> None:
+    """The same holds for a result that is not kept."""
     get([nn.Parameter(torch.zeros(3, device=device)), torch.zeros(3, device=device)], cache=cache, tensors="parameters")
     one, other = client.call("get"), client.call("get")
     one[1].fill_(1)
@@ -154,8 +154,8 @@ def test_values_that_are_made_anew_for_each_call(device: str, get: Serve, client
     assert (one[0].data_ptr() == other[0].data_ptr()) is cache
 
 
-def test_a_part_of_what_another_endpoint_shares(device: str, provider: Provider, serve: Serve, client: Client) -> None:
-    """A short result that lies in shared memory: its parameters stay there, and its other tensors do not."""
+def test_parts_of_another_endpoints_result_share_parameters(device: str, provider: Provider, serve: Serve, client: Client) -> None:
+    """A short result in shared memory: its parameters stay there, and its other tensors do not."""
     model = normed(device)
     provider.share("whole")(lambda: model)
     provider.share("part", cache=False, tensors="parameters")(lambda: model[1])
@@ -168,8 +168,8 @@ def test_a_part_of_what_another_endpoint_shares(device: str, provider: Provider,
     assert (model[1].running_mean[0].item(), part.running_mean[0].item()) == (2, 1)
 
 
-def test_sent_back_as_an_argument(device: str, provider: Provider, serve: Serve, elsewhere: Elsewhere) -> None:
-    """The endpoint gets its own parameters, and the caller's private tensors as they are now, as copies."""
+def test_attached_objects_can_be_arguments(device: str, provider: Provider, serve: Serve, elsewhere: Elsewhere) -> None:
+    """The endpoint gets its own parameters, and the caller's present private tensors as copies."""
     model = normed(device)
     seen: dict[str, Any] = {}
     provider.share("load", managed=True, tensors="parameters")(lambda: model)
@@ -226,10 +226,10 @@ def own_pages(array):
 
 
 @pytest.mark.parametrize("managed", [False, True], ids=["plain", "managed"])
-def test_pages_exist_once_until_they_are_written_to(
+def test_pages_are_copied_on_write(
     device: str, base_path: str, provider: Provider, serve: Serve, interpreters: list[Interpreter], managed: bool
 ) -> None:
-    """Who reads an array takes no memory for it; who writes to it takes a page, which nobody else sees."""
+    """Reading an array takes no memory; writing takes a page, which only the writer sees."""
     value = beside_a_tensor(device, numpy.arange(LARGE))
     provider.share("get", managed=managed)(lambda: value)
     serve()
@@ -250,10 +250,10 @@ def test_pages_exist_once_until_they_are_written_to(
         process.run("kept.clear()")
 
 
-def test_an_array_of_an_object_as_an_argument(
+def test_written_arrays_are_sent_as_arguments(
     device: str, base_path: str, provider: Provider, serve: Serve, interpreters: list[Interpreter]
 ) -> None:
-    """What a client has written to its copy is what it sends: the memory that others have of it is not named instead."""
+    """The client's copy is sent: the memory that others have of it is not named instead."""
     provider.share("get")(lambda: beside_a_tensor(device, numpy.zeros(LARGE)))
     provider.share("first", cache=False)(lambda x: x[:1].clone())
     serve()
@@ -270,16 +270,16 @@ def test_an_array_of_an_object_as_an_argument(
 
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
-def test_a_read_only_array_as_an_argument(app: App) -> None:
-    """It is copied, whoever keeps the memory that it lies in."""
+def test_read_only_arrays_are_copied_as_arguments(app: App) -> None:
+    """Regardless of the owner of their memory."""
     app.share("get", access="read")(lambda: beside_a_tensor("cpu", numpy.ones(LARGE)))
     total = app.share("total", cache=False)(lambda x: x.sum())
     array = arrays_of(app.provider.call("get"))[0]
     assert total(torch.from_numpy(array)).item() == LARGE
 
 
-def test_arrays_in_every_role(every_app: list[App]) -> None:
-    """Cached and not, the array is there, and counts in every role."""
+def test_arrays_are_counted_in_every_role(every_app: list[App]) -> None:
+    """Cached and not, the array is present, and counts."""
     sizes = set()
     for app in every_app:
 
@@ -293,8 +293,8 @@ def test_arrays_in_every_role(every_app: list[App]) -> None:
     assert sizes == {LARGE * 8 + 12}
 
 
-def test_a_quota_counts_arrays(provider: Provider, serve: Serve, connect: Connect, device: str) -> None:
-    """Memory of arrays is host memory, whatever the server's device is."""
+def test_quotas_count_arrays_as_host_memory(provider: Provider, serve: Serve, connect: Connect, device: str) -> None:
+    """Whatever the server's device is."""
     provider.share("get")(lambda: beside_a_tensor(device, numpy.arange(LARGE)))
     serve(quotas={"cpu": 1 << 20})
     with pytest.raises(CapabilityError, match="are more than"):

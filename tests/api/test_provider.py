@@ -48,7 +48,7 @@ def test_identical_calls_get_the_same_memory(app: App) -> None:
 
 
 def test_none_is_a_result(app: App) -> None:
-    """An endpoint may do something instead of making something; cached, managed and as a task too."""
+    """Also for managed and cached endpoints, and for tasks."""
     ran = []
     warm_up = app.share("warm_up")(lambda: ran.append("cached"))
     act = app.share("act", cache=False)(lambda: ran.append("not cached"))
@@ -77,8 +77,8 @@ def test_failure_is_not_cached(app: App) -> None:
     assert torch.equal(load(), torch.ones(1))
 
 
-def test_results_go_at_once(app: App) -> None:
-    """Nothing in the library is in a cycle with them: their memory does not wait for the collector."""
+def test_dropped_results_are_freed_at_once(app: App) -> None:
+    """The library keeps no reference cycles to them: their memory does not wait for the collector."""
     load = app.share("load", cache=False)(lambda: torch.ones(4))
     cached = app.share("cached", managed=True)(lambda: torch.ones(4))
     gc.disable()
@@ -94,8 +94,8 @@ def test_results_go_at_once(app: App) -> None:
         gc.enable()
 
 
-def test_invalidating_one_call(app: App) -> None:
-    """``invalidate`` takes the call's arguments, tells whether there was a result, and leaves the other calls alone."""
+def test_invalidation_drops_one_call(app: App) -> None:
+    """``invalidate`` takes the call's arguments, returns the number of dropped results, and keeps those of other calls."""
     built = []
 
     @app.share()
@@ -112,8 +112,8 @@ def test_invalidating_one_call(app: App) -> None:
     assert built == [2, 3, 2]
 
 
-def test_idle_result_goes(app: App) -> None:
-    """After ``idle_ttl`` without a call a result is built anew."""
+def test_idle_results_expire(app: App) -> None:
+    """After ``idle_ttl`` without a call a result is built again."""
     built = []
 
     @app.share(idle_ttl=0)
@@ -132,7 +132,7 @@ def test_idle_result_goes(app: App) -> None:
 
 
 def test_identical_calls_in_flight_join_one_run(app: App) -> None:
-    """Threads that ask for what is being built wait for it."""
+    """Threads that request a result being built wait for it."""
     built, go = [], threading.Event()
 
     @app.share()
@@ -171,7 +171,7 @@ def test_without_singleflight_identical_calls_run_at_once(app: App) -> None:
 
 
 def test_followers_get_the_leader_s_exception(app: App) -> None:
-    """Whoever waits for a run that fails gets its exception, with its own type and, in a client, the server's traceback."""
+    """All waiters of a failed run get its exception, with its own type and, in a client, the server's traceback."""
     built, go = [], threading.Event()
 
     @app.share()
@@ -192,7 +192,7 @@ def test_followers_get_the_leader_s_exception(app: App) -> None:
     assert len(built) == 1
 
 
-def test_serialized_runs_never_meet(app: App) -> None:
+def test_serialized_runs_never_overlap(app: App) -> None:
     """``concurrency="serialized"`` runs an endpoint one call at a time, whatever the arguments."""
     meeting, met = threading.Barrier(2), []
 
@@ -231,8 +231,8 @@ def test_first_calls_of_many_threads(base_path: str) -> None:
 # async def endpoints.
 
 
-def test_async_endpoint_is_awaited(app: App) -> None:
-    """The caller awaits an ``async def`` endpoint, managed or not, and gets what its body returns."""
+def test_async_endpoints_are_awaited(app: App) -> None:
+    """The caller awaits an ``async def`` endpoint, managed or not, and gets its body's result."""
 
     @app.share()
     async def double(x: torch.Tensor) -> torch.Tensor:
@@ -251,8 +251,8 @@ def test_async_endpoint_is_awaited(app: App) -> None:
     anyio.run(main)
 
 
-def test_async_endpoint_by_name(app: App) -> None:
-    """``provider.call`` waits for its result, also in a thread that runs a loop, as every cell of a notebook does."""
+def test_async_endpoints_by_name_block(app: App) -> None:
+    """``provider.call`` waits for the result, also in a thread that runs a loop, as every cell of a notebook does."""
 
     @app.share()
     async def double(x: torch.Tensor) -> torch.Tensor:
@@ -271,8 +271,8 @@ def test_async_endpoint_by_name(app: App) -> None:
 # Endpoints that call endpoints.
 
 
-def test_endpoint_calls_another(app: App) -> None:
-    """What an endpoint gets from another one goes through the cache like any call."""
+def test_endpoints_can_call_each_other(app: App) -> None:
+    """Such a call uses the cache like any other."""
     built = []
 
     @app.share(managed=True)
@@ -302,8 +302,8 @@ def test_endpoints_may_nest_deeper_than_there_are_threads(app: App) -> None:
     assert tower(50).item() == 50
 
 
-def test_endpoint_that_needs_itself(app: App) -> None:
-    """A call that would wait for itself, directly or not, is an error that names it, not a deadlock."""
+def test_recursive_calls_are_refused(app: App) -> None:
+    """A call that would wait for itself, directly or not, is an error that names it instead of a deadlock."""
 
     @app.share()
     def load(size: int) -> torch.Tensor:
@@ -319,8 +319,8 @@ def test_endpoint_that_needs_itself(app: App) -> None:
         app.provider.call("load", 2)
 
 
-def test_sync_call_on_the_server_s_loop(base_path: str) -> None:
-    """An ``async def`` endpoint that calls a ``def`` one without a thread would stop the server: an error says how to."""
+def test_sync_calls_on_the_servers_loop_are_refused(base_path: str) -> None:
+    """An ``async def`` endpoint that calls a ``def`` one on the loop would deadlock: the error gives the remedy."""
     provider = Provider(base_path, execution_mode="server", device="cpu")
 
     @provider.share
@@ -344,8 +344,8 @@ def test_sync_call_on_the_server_s_loop(base_path: str) -> None:
 # The provider's own life.
 
 
-def test_runtime_info(app: App) -> None:
-    """``get_runtime_info`` tells the role, the device, how memory is shared, the process, and in two roles the server."""
+def test_runtime_info_describes_the_role(app: App) -> None:
+    """Role, device, mechanism and process, and in two roles the server."""
     app.share("load")(lambda: torch.ones(1))()
     info = app.provider.get_runtime_info()
     assert (info["execution_mode"], info["device"]) == (app.role, "cpu")
@@ -359,8 +359,8 @@ def test_runtime_info(app: App) -> None:
 
 
 @pytest.mark.parametrize("used", [True, False])
-def test_closed_provider_says_so(app: App, used: bool) -> None:
-    """After ``close`` every call is the same clear error, in every role, used before or not; closing again is harmless."""
+def test_closed_providers_refuse_calls(app: App, used: bool) -> None:
+    """Every call gives the same error, in every role, used before or not; closing again is harmless."""
     load = app.share("load")(lambda: torch.ones(1))
     if used:
         load()
@@ -374,8 +374,8 @@ def test_closed_provider_says_so(app: App, used: bool) -> None:
 # What a provider can ask by name: of runs, objects, leases and the server.
 
 
-def test_the_server_is_asked(app: App) -> None:
-    """What it is and has, wherever it runs; in the local role it has no socket."""
+def test_providers_report_server_info(app: App) -> None:
+    """In the local role there is no socket."""
     provider = app.provider
     app.share("ones")(lambda: torch.ones(1))
     info = provider.get_server_info()
@@ -386,7 +386,7 @@ def test_the_server_is_asked(app: App) -> None:
 
 
 def test_objects_are_listed_and_invalidated(app: App) -> None:
-    """With those who hold them; one that was invalidated is listed while somebody does."""
+    """With their holders; an invalidated one is listed while it is held."""
     app.share("kept", managed=True)(lambda: torch.ones(3))
     handle = app.provider.call("kept")
     (listed,) = app.provider.list_objects()
@@ -400,8 +400,8 @@ def test_objects_are_listed_and_invalidated(app: App) -> None:
     eventually(lambda: app.provider.list_objects() == [])
 
 
-def test_leases_are_given_back(app: App) -> None:
-    """By handle or by id, one or several in one request: how many were held."""
+def test_leases_are_released_by_handle_or_id(app: App) -> None:
+    """One or several in one request; the count is that of the existing leases."""
     app.share("kept", managed=True)(lambda n: torch.zeros(n) + 1)
     one, two, three = (app.provider.call("kept", n) for n in (1, 2, 2))
     app.provider.ensure_handle_live(one)
@@ -413,8 +413,8 @@ def test_leases_are_given_back(app: App) -> None:
     assert app.provider.get_server_info()["leases"] == 0
 
 
-def test_a_part_of_a_process_is_neither_reloaded_nor_stopped(app: App) -> None:
-    """A server in a script has no workers, and its process may do more; nobody serves in the local role."""
+def test_servers_within_a_process_are_neither_reloaded_nor_stopped(app: App) -> None:
+    """A server in a script has no workers, and its process may do more; there is none in the local role."""
     app.share("ones")(lambda: torch.ones(1))
     with pytest.raises(ConfigurationError, match="whose code cannot be reloaded"):
         app.provider.reload()
@@ -431,8 +431,8 @@ def test_a_part_of_a_process_is_neither_reloaded_nor_stopped(app: App) -> None:
 # Handles: the same in every role, and what they know of their object.
 
 
-def test_with_releases(app: App) -> None:
-    """A handle is its own context manager; after the block, whatever ends it, its value is gone, and the error says why."""
+def test_handles_release_at_the_end_of_their_block(app: App) -> None:
+    """However the block ends, the value is gone, and the error gives the reason."""
 
     @app.share(managed=True)
     def load() -> torch.Tensor:
@@ -448,8 +448,8 @@ def test_with_releases(app: App) -> None:
     assert torch.equal(kept, torch.ones(4))
 
 
-def test_releasing_twice_gives_one_lease_back(app: App) -> None:
-    """A second release is harmless: it does not take the lease of another handle."""
+def test_a_second_release_does_nothing(app: App) -> None:
+    """It does not take the lease of another handle."""
 
     @app.share(managed=True)
     def load() -> torch.Tensor:
@@ -464,8 +464,8 @@ def test_releasing_twice_gives_one_lease_back(app: App) -> None:
 
 
 @pytest.mark.parametrize("way", ["release", "collection"])
-def test_object_goes_with_its_last_handle(app: App, way: str) -> None:
-    """An object that no cache keeps goes with the last handle, released or dropped."""
+def test_an_uncached_object_ends_with_its_last_handle(app: App, way: str) -> None:
+    """Released or dropped."""
     built: list[weakref.ref[torch.nn.Module]] = []
 
     @app.share(managed=True, cache=False)
@@ -521,8 +521,8 @@ def test_object_info(app: App) -> None:
 
 
 @pytest.mark.parametrize("attempt", [pickle.dumps, *deep(copy.copy, copy.deepcopy)])
-def test_handle_stays_in_its_process(app: App, attempt: Callable[[Any], object]) -> None:
-    """A handle is a lease of this process: it is neither pickled nor copied, and the error says what to do."""
+def test_handles_cannot_be_pickled_or_copied(app: App, attempt: Callable[[Any], object]) -> None:
+    """A handle is a lease of this process: the error gives the remedy."""
     app.share("load", managed=True)(lambda: torch.ones(1))
     handle = app.provider.call("load")
     with pytest.raises(CapabilityError, match=f"handle of object {handle.object_id}.*call the endpoint"):
@@ -530,8 +530,8 @@ def test_handle_stays_in_its_process(app: App, attempt: Callable[[Any], object])
     assert not handle.is_stale()
 
 
-def test_repr_tells_the_state(app: App) -> None:
-    """In a log a handle says which object it is of, and whether it was released."""
+def test_repr_shows_the_state(app: App) -> None:
+    """A handle's repr names its object, and whether it was released."""
     app.share("load", managed=True)(lambda: torch.ones(1))
     handle = app.provider.call("load")
     assert repr(handle) == f"<Handle {handle.object_id} generation 1: Tensor>"

@@ -165,7 +165,7 @@ def assert_told(child: Child) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_writes(start: Callable[..., Child], case: str) -> None:
+def test_writes_end_the_process_with_a_message(start: Callable[..., Child], case: str) -> None:
     """It ends the process, with a word."""
     endpoint, code, _ = CASES[case]
     assert_told(start(endpoint, code))
@@ -178,8 +178,8 @@ def test_what_writes(start: Callable[..., Child], case: str) -> None:
         *deep(*((case, number) for case, (_, _, ways) in CASES.items() for number in range(1, len(ways)))),
     ],
 )
-def test_the_way_out(start: Callable[..., Child], case: str, number: int) -> None:
-    """What the page says to do instead works."""
+def test_documented_remedies_work(start: Callable[..., Child], case: str, number: int) -> None:
+    """The alternatives that the page gives."""
     endpoint, _, ways = CASES[case]
     status, output, errors = ended(start(endpoint, ways[number]))
     assert (status, output) == (0, "survived"), errors
@@ -196,8 +196,8 @@ def ranks(start: Callable[..., Child], tmp_path: object) -> Callable[..., list[C
     return begin
 
 
-def test_what_ddp_writes(ranks: Callable[..., list[Child]]) -> None:
-    """Its first broadcast goes to all parameters, the frozen ones too, in every rank but perhaps the first."""
+def test_ddp_broadcasts_to_frozen_parameters(ranks: Callable[..., list[Child]]) -> None:
+    """Its first broadcast writes to all parameters, in every rank but perhaps the first."""
     children = ranks()
     for child in children:
         # One that has ended leaves the other one without a peer, which is an error there.
@@ -213,8 +213,8 @@ def test_what_ddp_writes(ranks: Callable[..., list[Child]]) -> None:
     [(IGNORE, ""), (SAME_START, ", init_sync=False, broadcast_buffers=False")],
     ids=["ignored", "no broadcast"],
 )
-def test_ddp_around_a_shared_base(ranks: Callable[..., list[Child]], way_out: str, options: str) -> None:
-    """Both ways out train what is on top, alike in all ranks."""
+def test_ddp_trains_on_a_shared_base(ranks: Callable[..., list[Child]], way_out: str, options: str) -> None:
+    """Both remedies train the layers on top, equally in all ranks."""
     for child in ranks(way_out, options):
         status, output, errors = ended(child)
         assert (status, output) == (0, "survived"), errors
@@ -222,8 +222,8 @@ def test_ddp_around_a_shared_base(ranks: Callable[..., list[Child]], way_out: st
 
 @needs_peft
 @pytest.mark.parametrize("merge", ["merge_and_unload", "merge_adapter"])
-def test_what_peft_writes(start: Callable[..., Child], merge: str) -> None:
-    """Adapters are one's own until they are merged into the base."""
+def test_peft_merging_writes_to_the_base(start: Callable[..., Child], merge: str) -> None:
+    """Adapters are private until they are merged into the base."""
     assert_told(start("linear", PEFT.format(base="model") + f"net.{merge}()"))
 
 
@@ -237,7 +237,7 @@ def test_what_peft_writes(start: Callable[..., Child], merge: str) -> None:
     ],
     ids=["unload", "unmerged", "a copy"],
 )
-def test_peft_on_a_shared_base(start: Callable[..., Child], code: str) -> None:
+def test_peft_works_on_a_shared_base(start: Callable[..., Child], code: str) -> None:
     """Unmerged, and merged into a copy."""
     status, output, errors = ended(start("linear", code))
     assert (status, output) == (0, "survived"), errors

@@ -85,8 +85,8 @@ def sent_by_a_dead_process(children: list[Child], device: str) -> str:
     return data
 
 
-def test_the_steps_of_other_peoples_receivers(device: str, get: Serve, elsewhere: Run, children: list[Child]) -> None:
-    """What a killed program sent is the server's memory in a process of another family, which writes to it."""
+def test_killed_senders_do_not_affect_receivers(device: str, get: Serve, elsewhere: Run, children: list[Child]) -> None:
+    """A process of another family gets the server's memory from a killed program's message, and writes to it."""
     value = torch.arange(40.0, device=device).reshape(4, 10)
     get(value)
     data = sent_by_a_dead_process(children, device)
@@ -99,8 +99,8 @@ def test_the_steps_of_other_peoples_receivers(device: str, get: Serve, elsewhere
 @pytest.mark.deep
 @pytest.mark.parametrize("device", ["cpu"])
 @needs_namespaces
-def test_a_receiver_in_a_container(device: str, get: Serve, children: list[Child]) -> None:
-    """It has user, pid and ipc namespaces of its own, and needs none of its sender's."""
+def test_receivers_in_a_container_map_the_memory(device: str, get: Serve, children: list[Child]) -> None:
+    """They have their own user, pid and ipc namespaces, and need none of the sender's."""
     get(torch.arange(4.0))
     data = sent_by_a_dead_process(children, device)
     code = f"import torch; device = 'cpu'; data = {data!r}" + REBUILT + "print('got:', got.tolist())"
@@ -109,8 +109,8 @@ def test_a_receiver_in_a_container(device: str, get: Serve, children: list[Child
     assert receiver.expect("got:") == "got: [1.0, 2.0, 3.0]"
 
 
-def test_the_pickler_of_multiprocessing_between_families(device: str, get: Serve, elsewhere: Run, client: Client) -> None:
-    """A module's pickle is loaded by a process that shares no key with its maker; ties, storages and flags are the same."""
+def test_multiprocessing_pickles_load_in_unrelated_processes(device: str, get: Serve, elsewhere: Run, client: Client) -> None:
+    """Without a common key; ties, storages and flags are the same."""
     module = nn.Sequential(nn.Linear(3, 3, device=device), nn.Linear(3, 3, device=device))
     module[1].weight = module[0].weight
     module[0].bias.requires_grad_(False)
@@ -130,8 +130,8 @@ def test_the_pickler_of_multiprocessing_between_families(device: str, get: Serve
     assert module[0].bias.tolist() == [4, 4, 4]
 
 
-def test_plain_pickles_that_name_tensors(device: str, get: Serve, elsewhere: Run, client: Client) -> None:
-    """``dumps()`` names what the server has, and copies the rest; ``pickle.loads()`` rebuilds both."""
+def test_plain_pickles_name_tensors(device: str, get: Serve, elsewhere: Run, client: Client) -> None:
+    """``dumps()`` names the server's tensors, and copies the rest; ``pickle.loads()`` rebuilds both."""
     get(torch.zeros(4, device=device))
     shared, own = client.call("get"), torch.ones(2)
     data = dumps({"shared": shared, "own": own, "name": "x"})
@@ -147,8 +147,8 @@ answer = got["name"]
 
 
 @pytest.mark.parametrize("device", ["cpu"])
-def test_one_storage_and_one_lease_for_all_messages(device: str, provider: Provider, get: Serve, elsewhere: Run) -> None:
-    """Rows in pickles of their own share a storage; the receiver's lease lasts as long as one of them, and ends with it."""
+def test_messages_share_one_storage_and_lease(device: str, provider: Provider, get: Serve, elsewhere: Run) -> None:
+    """Rows in separate pickles share a storage; the receiver's lease ends with the last of them."""
     get(torch.arange(40.0).reshape(4, 10), managed=True)
     with provider.call("get") as handle, Client(provider.base_path, device=device) as client:
         with client.call("get") as other:
@@ -163,8 +163,8 @@ def test_one_storage_and_one_lease_for_all_messages(device: str, provider: Provi
 
 
 @pytest.mark.parametrize("device", ["cpu"])
-def test_a_killed_receiver_leaves_nothing(device: str, provider: Provider, get: Serve, children: list[Child]) -> None:
-    """SIGKILL ends its lease."""
+def test_leases_of_killed_receivers_end(device: str, provider: Provider, get: Serve, children: list[Child]) -> None:
+    """SIGKILL ends the lease."""
     get(torch.arange(4.0), managed=True)
     with provider.call("get") as handle:
         data = text_of(dumps(handle.value))
@@ -180,8 +180,8 @@ def test_a_killed_receiver_leaves_nothing(device: str, provider: Provider, get: 
 
 
 @pytest.mark.parametrize("device", ["cpu"])
-def test_many_receptions_keep_nothing(device: str, get: Serve, elsewhere: Run, client: Client) -> None:
-    """After a thousand buffers that came and went, a receiver has the descriptors and mappings that it had after one."""
+def test_receptions_leak_nothing(device: str, get: Serve, elsewhere: Run, client: Client) -> None:
+    """After a thousand buffers a receiver has the same descriptors and mappings as after one."""
     get(torch.zeros(1))
     code = """
 from tests.kit.processes import open_fds
@@ -206,8 +206,8 @@ answer += [open_fds(), len(MAPPINGS)]
 
 
 @pytest.mark.parametrize("device", ["cpu"])
-def test_what_is_gone_is_named(device: str, base_path: str, provider: Provider, serve: Serve, elsewhere: Run) -> None:
-    """The error says that somebody must hold the object; without a server, that the socket must be at the same path."""
+def test_missing_objects_and_servers_are_reported(device: str, base_path: str, provider: Provider, serve: Serve, elsewhere: Run) -> None:
+    """The error says that the object must be held; without a server, that the socket must be at the same path."""
     provider.share("get", managed=True)(lambda: torch.zeros(4))
     code = """
 errors = []

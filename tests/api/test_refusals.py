@@ -55,8 +55,8 @@ def error_of(call: Callable[[], Any]) -> tuple[type[BaseException], str]:
 
 
 @pytest.mark.parametrize("case", RESULTS)
-def test_refused_result(every_app: list[App], case: str) -> None:
-    """A result that cannot be shared is the same error in every role; it names the endpoint and the place."""
+def test_refused_results_name_endpoint_and_path(every_app: list[App], case: str) -> None:
+    """The error is the same in every role."""
     errors = set()
     for app in every_app:
         make = app.share("make")(RESULTS[case].make)
@@ -68,8 +68,8 @@ def test_refused_result(every_app: list[App], case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ARGUMENTS)
-def test_refused_argument(every_app: list[App], case: str) -> None:
-    """An argument that cannot travel is the same error in every role, and names the place."""
+def test_refused_arguments_name_the_path(every_app: list[App], case: str) -> None:
+    """The error is the same in every role."""
     errors = set()
     for app in every_app:
 
@@ -93,7 +93,7 @@ def test_refused_argument(every_app: list[App], case: str) -> None:
     ],
     ids=["call", "refresh", "info", "prepared"],
 )
-def test_a_type_error_in_the_server_is_no_mistake_of_the_caller(
+def test_type_errors_within_the_server_are_not_signature_errors(
     place: str,
     ask: Callable[[Client], object],
     provider: Provider,
@@ -112,8 +112,8 @@ def test_a_type_error_in_the_server_is_no_mistake_of_the_caller(
     assert ["Traceback" in (record.exc_text or "") for record in caplog.records if record.exc_info] == [True]
 
 
-def test_unknown_endpoint(every_app: list[App]) -> None:
-    """A name that is not there is the same error in every role, and says what is meant perhaps."""
+def test_unknown_endpoints_come_with_a_suggestion(every_app: list[App]) -> None:
+    """The error is the same in every role."""
     errors = set()
     for app in every_app:
         app.share("load_model")(lambda: torch.ones(1))
@@ -165,8 +165,8 @@ every_kind_for_a_client = pytest.mark.parametrize(
 
 
 @every_kind_for_a_client
-def test_a_result_that_is_nested_too_deep(app: App, kind: str) -> None:
-    """The error names the endpoint and where it begins, in every role."""
+def test_excessive_nesting_is_refused(app: App, kind: str) -> None:
+    """The error names the endpoint and the beginning of the path, in every role."""
 
     @app.share(cache=False)
     def made() -> Any:
@@ -183,8 +183,8 @@ class EndsWhoeverLoadsIt(ValueError):
         return sys.exit, ("unpickled",)
 
 
-def test_an_exception_that_ends_whoever_rebuilds_it(client_of: Connect) -> None:
-    """It is one that cannot be rebuilt, and arrives as a RemoteError with its type's name, message and traceback."""
+def test_exceptions_that_end_their_receiver_are_not_rebuilt(client_of: Connect) -> None:
+    """Such an exception arrives as a RemoteError with its type's name, message and traceback."""
 
     def fails() -> None:
         raise EndsWhoeverLoadsIt("meant for the server")
@@ -201,8 +201,8 @@ class EndsItsReader(torch.nn.Linear):
         return sys.exit, ("unpickled",)
 
 
-def test_a_result_that_cannot_be_rebuilt_gives_its_lease_back(client_of: Connect, provider: Any) -> None:
-    """Nobody has a handle that would."""
+def test_results_that_cannot_be_rebuilt_release_their_lease(client_of: Connect, provider: Any) -> None:
+    """There is no handle that would."""
 
     def made() -> torch.nn.Module:
         return EndsItsReader(2, 2)
@@ -214,8 +214,8 @@ def test_a_result_that_cannot_be_rebuilt_gives_its_lease_back(client_of: Connect
     assert client.get_server_info()["leases"] == 0
 
 
-def test_an_argument_that_ends_whoever_rebuilds_it(client_of: Connect) -> None:
-    """The server says so, and serves on."""
+def test_arguments_that_end_their_receiver_do_not_stop_the_server(client_of: Connect) -> None:
+    """The server reports them, and continues to serve."""
 
     def take(x: torch.nn.Module) -> None:
         pass
@@ -249,10 +249,10 @@ def raised_by_handler(request: pytest.FixtureRequest) -> Iterator[type[BaseExcep
     signal.signal(signal.SIGUSR1, earlier)
 
 
-def test_a_handler_that_raises_while_an_exception_is_rebuilt(
+def test_handlers_that_raise_while_an_exception_is_rebuilt_propagate(
     client_of: Connect, raised_by_handler: type[BaseException]
 ) -> None:
-    """The handler's exception comes out: it is no part of what is rebuilt."""
+    """The handler's exception is not part of the rebuilt one."""
 
     def fails() -> None:
         raise Interrupts("slow to load")
