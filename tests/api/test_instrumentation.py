@@ -94,7 +94,7 @@ def test_calls_emit_start_and_finish_events(client: Client, listener: Listener) 
     assert first.server_id == second.server_id == finished[0].server_id
 
 
-def test_abandoned_calls_emit_one_finish_event(client: Client, connect: Connect, listener: Listener, go: threading.Event) -> None:
+def test_abandoned_calls_finish_once(client: Client, connect: Connect, listener: Listener, go: threading.Event) -> None:
     """With outcome ``left``, although the run continues."""
     with pytest.raises(errors.DeadlineExceeded):
         connect(timeout=0.05).call("wait")
@@ -133,8 +133,8 @@ def test_objects_and_leases_emit_events(client: Client, listener: Listener) -> N
     assert (freed.object_id, freed.endpoint) == (handle.object_id, "held")
 
 
-def test_leases_of_killed_clients_are_reported_as_reclaimed(client: Client, listener: Listener, base_path: str, children: list[Child]) -> None:
-    """And its session as one that ended without a goodbye."""
+def test_killed_clients_are_reported(client: Client, listener: Listener, base_path: str, children: list[Child]) -> None:
+    """Its leases as reclaimed, and its session as not closed by the client."""
     child = python(f"""
         from shared_rpc import Client
         client = Client({base_path!r}, device="cpu")

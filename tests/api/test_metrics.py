@@ -427,9 +427,7 @@ def test_slow_scrapers_delay_neither_calls_nor_others(url: str, connect: Connect
         ("0.0.0.0", "prometheus.example", b" 200 "),
     ],
 )
-def test_foreign_host_names_are_refused(
-    provider: Provider, serve: Serve, address: str, host: str, status: bytes
-) -> None:
+def test_foreign_host_names_are_refused(provider: Provider, serve: Serve, address: str, host: str, status: bytes) -> None:
     """A server for this host alone answers to its address and to ``localhost``, so web pages cannot read it."""
     url = serve(metrics_port=0, metrics_host=address).metrics_url
     assert url is not None

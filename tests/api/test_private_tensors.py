@@ -154,7 +154,7 @@ def test_each_call_of_a_list_has_private_tensors(device: str, get: Serve, client
     assert (one[0].data_ptr() == other[0].data_ptr()) is cache
 
 
-def test_parts_of_another_endpoints_result_share_parameters(device: str, provider: Provider, serve: Serve, client: Client) -> None:
+def test_parts_of_results_share_parameters(device: str, provider: Provider, serve: Serve, client: Client) -> None:
     """A short result in shared memory: its parameters stay there, and its other tensors do not."""
     model = normed(device)
     provider.share("whole")(lambda: model)

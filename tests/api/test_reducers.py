@@ -206,7 +206,7 @@ answer += [open_fds(), len(MAPPINGS)]
 
 
 @pytest.mark.parametrize("device", ["cpu"])
-def test_missing_objects_and_servers_are_reported(device: str, base_path: str, provider: Provider, serve: Serve, elsewhere: Run) -> None:
+def test_missing_objects_are_reported(device: str, base_path: str, provider: Provider, serve: Serve, elsewhere: Run) -> None:
     """The error says that the object must be held; without a server, that the socket must be at the same path."""
     provider.share("get", managed=True)(lambda: torch.zeros(4))
     code = """

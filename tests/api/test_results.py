@@ -71,8 +71,8 @@ REPRESENTATIVES = ("dataclass", "without weak references", "method", "holds itse
 
 
 @pytest.mark.parametrize("kind", [*REPRESENTATIVES, *deep(*(kind for kind in OBJECTS if kind not in REPRESENTATIVES))])
-def test_objects_in_every_role(every_app: list[App], kind: str) -> None:
-    """Whatever reaches memory is a result in every role, of the same size, cached and not, and by way of a task."""
+def test_objects_with_memory_are_results_in_every_role(every_app: list[App], kind: str) -> None:
+    """Of the same size, cached and not, and by way of a task."""
     make, tensor_of = OBJECTS[kind]
     sizes = set()
     for app in every_app:
@@ -91,7 +91,7 @@ def test_objects_in_every_role(every_app: list[App], kind: str) -> None:
 
 
 def test_an_object_is_rebuilt_once(provider: Provider, serve: Serve, connect: Connect) -> None:
-    """Where a weak reference to it can be had, each call of a client gives the same object while it lives."""
+    """If it supports weak references, each call of a client returns the same object while it lives."""
     provider.share("get")(lambda: State(1, {"m": torch.ones(1)}))
     serve()
     client = connect()
@@ -99,8 +99,8 @@ def test_an_object_is_rebuilt_once(provider: Provider, serve: Serve, connect: Co
     assert client.call("get") is one
 
 
-def test_materialize_wants_the_module(provider: Provider, serve: Serve, connect: Connect) -> None:
-    """Of an object that has a module the model can be built, and of the object itself the error says how."""
+def test_materialize_requires_the_module(provider: Provider, serve: Serve, connect: Connect) -> None:
+    """It works with an object's module; for the object itself the error gives the remedy."""
     provider.share("held", managed=True)(lambda: State(1, {"m": torch.nn.Linear(2, 2)}))
     serve()
     with connect().call("held") as handle:
@@ -118,8 +118,8 @@ def test_materialize_wants_the_module(provider: Provider, serve: Serve, connect:
 
 
 @pytest.mark.parametrize("mode", ["FakeTensorMode", *deep(*(mode for mode in MODES if mode != "FakeTensorMode"))])
-def test_calls_under_a_mode(provider: Provider, serve: Serve, connect: Connect, mode: str) -> None:
-    """A small result, which comes by a way of its own, is real too."""
+def test_small_results_are_real_under_modes(provider: Provider, serve: Serve, connect: Connect, mode: str) -> None:
+    """They have a separate fast path."""
     provider.share("double", cache=False)(lambda x: x * 2)
     serve()
     client, x = connect(), torch.arange(4.0)
@@ -131,8 +131,8 @@ def test_calls_under_a_mode(provider: Provider, serve: Serve, connect: Connect, 
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
 @pytest.mark.parametrize("tensors", ["all", *deep("parameters")])
-def test_calls_in_what_torch_compiles(provider: Provider, serve: Serve, connect: Connect, tensors: Any) -> None:
-    """A compiled function calls endpoints and attaches models, and computes what it would without being compiled."""
+def test_compiled_functions_can_call_endpoints(provider: Provider, serve: Serve, connect: Connect, tensors: Any) -> None:
+    """A compiled function calls endpoints and attaches models, with the same results as without compilation."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
     provider.share("load", managed=True, tensors=tensors)(lambda: model)
     provider.share("double", cache=False)(lambda x: x * 2)
@@ -175,8 +175,8 @@ def shared(provider: Provider, serve: Serve, connect: Connect) -> Client:
     return connect()
 
 
-def test_a_handle_is_a_source(shared: Client) -> None:
-    """Its memory is mapped, and both models see it."""
+def test_handles_are_sources_of_materialize(shared: Client) -> None:
+    """The handle's memory is mapped, and both models share it."""
     handle = shared.call("net")
     with materialize(handle):
         model = Net()
@@ -188,8 +188,8 @@ def test_a_handle_is_a_source(shared: Client) -> None:
     assert (other.tied.head.weight == 7).all()
 
 
-def test_a_model_keeps_its_lease(shared: Client) -> None:
-    """Until it has gone; and its tensors outlive a handle that is released earlier."""
+def test_materialized_models_keep_their_lease(shared: Client) -> None:
+    """Until they are collected; their tensors outlive a handle that is released earlier."""
 
     def build() -> nn.Module:
         with materialize(shared.call("net")):
@@ -210,8 +210,8 @@ def test_a_model_keeps_its_lease(shared: Client) -> None:
     assert torch.equal(model.tied.embed.weight, expected)
 
 
-def test_training_leaves_read_only_memory_alone(shared: Client) -> None:
-    """Gradients of a read-only source are this process's own."""
+def test_training_leaves_read_only_memory_unchanged(shared: Client) -> None:
+    """Gradients of a read-only source are private to this process."""
     with materialize(shared.call("net")):
         model = Net()
     model.tied(torch.tensor([1, 2])).sum().backward()

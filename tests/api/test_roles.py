@@ -146,7 +146,7 @@ def end(child: Child, number: signal.Signals = signal.SIGTERM) -> tuple[int, str
 
 
 def test_every_role_gives_the_same_answers(tmp_path: Path, start: Callable[..., Child]) -> None:
-    """Values, handles, errors and awaitables; a client attaches to what the server built, without one a process builds."""
+    """Values, handles, errors and awaitables; a client attaches to the server's objects, without a server a process builds."""
     path = tmp_path / "app.py"
     path.write_text(APP)
     found = {}
@@ -169,8 +169,8 @@ def test_every_role_gives_the_same_answers(tmp_path: Path, start: Callable[..., 
 # A client and the server it needs.
 
 
-def test_a_client_may_start_first(tmp_path: Path, start: Callable[..., Child]) -> None:
-    """The start order does not matter: a client waits for its server, and attaches."""
+def test_a_client_may_start_before_its_server(tmp_path: Path, start: Callable[..., Child]) -> None:
+    """It waits for the server, and attaches."""
     path = tmp_path / "app.py"
     path.write_text(APP)
     client = start(path, "client")
@@ -181,8 +181,8 @@ def test_a_client_may_start_first(tmp_path: Path, start: Callable[..., Child]) -
     server.expect("building")
 
 
-def test_a_missing_server(base_path: str, script: Callable[..., Path], start: Callable[..., Child]) -> None:
-    """A client whose server does not come says where it looked, and how to start one."""
+def test_a_missing_server_is_reported(base_path: str, script: Callable[..., Path], start: Callable[..., Child]) -> None:
+    """The client's error has the socket, and how to start a server."""
     code, errors = start(script("ones(2)"), "client", PATIENCE="0").close()
     assert code == 1
     last = errors.splitlines()[-1]
@@ -199,7 +199,7 @@ def test_a_missing_server(base_path: str, script: Callable[..., Path], start: Ca
 def test_a_server_serves_after_its_main_code(
     script: Callable[..., Path], start: Callable[..., Child], connect: Connect, main: str
 ) -> None:
-    """However the main code ended well, the process goes on and says so; also a script that only decorates."""
+    """After any successful end of the main code the process continues, and reports that; even if the script only decorates."""
     server = start(script(main), "server")
     line = server.expect_error("serving at")
     client = connect()
@@ -211,7 +211,7 @@ def test_a_server_serves_after_its_main_code(
 def test_a_server_serves_while_its_main_code_runs(
     script: Callable[..., Path], start: Callable[..., Child], connect: Connect
 ) -> None:
-    """From its first call on the process serves, and the end of its main code changes nothing for clients."""
+    """The process serves from its first call on, and the end of its main code changes nothing for clients."""
     server = start(script("print(ones(2).tolist()); input()"), "server")
     server.expect("[1.0, 1.0]")
     client = connect()
@@ -225,7 +225,7 @@ def test_a_server_serves_while_its_main_code_runs(
 
 
 def test_a_script_that_fails_does_not_serve(script: Callable[..., Path], start: Callable[..., Child]) -> None:
-    """What the main code raises ends the process with its traceback, as if it shared nothing."""
+    """An exception of the main code ends the process with its traceback."""
     code, errors = start(script("provider.get_runtime_info()\nraise LookupError('no such checkpoint')"), "server").close()
     assert code == 1
     assert errors.splitlines()[-1] == "LookupError: no such checkpoint"
@@ -254,7 +254,7 @@ WORKERS = {
 def test_children_of_a_server_are_its_clients(
     script: Callable[..., Path], start: Callable[..., Child], connect: Connect, method: str
 ) -> None:
-    """A worker that the server's script starts gets the memory its parent has; it ends with its work, and does not serve."""
+    """A worker started by the server's script gets its parent's memory; it ends after its work, and does not serve."""
     begin = WORKERS["os.fork"] if method == "os.fork" else WORKERS["multiprocessing"].replace("METHOD", repr(method))
     main = """
         import multiprocessing
@@ -279,7 +279,7 @@ def test_children_of_a_server_are_its_clients(
 
 
 def test_a_forked_child_without_a_server_keeps_the_cache(script: Callable[..., Path], start: Callable[..., Child]) -> None:
-    """What was loaded before the workers were forked is not loaded again in each of them."""
+    """Results from before the fork of workers are not built again in each of them."""
     child = start(
         script(
             """
@@ -314,8 +314,8 @@ def test_a_forked_child_without_a_server_keeps_the_cache(script: Callable[..., P
     assert child.close() == (0, "")
 
 
-def test_several_providers(base_path: str, script: Callable[..., Path], start: Callable[..., Child]) -> None:
-    """Every provider of a script serves at its own base path, and one signal ends them all."""
+def test_several_providers_are_served(base_path: str, script: Callable[..., Path], start: Callable[..., Child]) -> None:
+    """Each at its own base path, and one signal ends them all."""
     server = start(script(f"other = Provider({base_path + '-other'!r}, device='cpu')"), "server")
     paths = [f"{base_path}-cpu.sock", f"{base_path}-other-cpu.sock"]
     for path in paths:
@@ -327,8 +327,8 @@ def test_several_providers(base_path: str, script: Callable[..., Path], start: C
     assert not any(Path(path).exists() for path in paths)
 
 
-def test_several_providers_at_one_path(base_path: str, script: Callable[..., Path], start: Callable[..., Child]) -> None:
-    """Two providers of a script cannot share a socket; nothing serves then, and one line says why."""
+def test_providers_at_one_path_are_refused(base_path: str, script: Callable[..., Path], start: Callable[..., Child]) -> None:
+    """They cannot share a socket; nothing is served, and one line gives the reason."""
     server = start(script("other = Provider(device='cpu')"), "server")
     code, errors = server.close()
     assert code == 1
@@ -350,7 +350,7 @@ def test_a_closed_provider_does_not_serve(script: Callable[..., Path], start: Ca
 
 
 def test_the_role_is_resolved_at_its_first_use(script: Callable[..., Path], start: Callable[..., Child]) -> None:
-    """A bad variable does not fail an import; the first use names the variable and the values allowed."""
+    """An invalid variable does not fail an import; the first use names the variable and the allowed values."""
     library = script()
     using = script(f"import {library.stem}; print('imported', flush=True); {library.stem}.ones(2)")
     child = start(using, "sever")
@@ -363,8 +363,8 @@ def test_the_role_is_resolved_at_its_first_use(script: Callable[..., Path], star
     )
 
 
-def test_a_bad_role_does_not_pass_in_silence(script: Callable[..., Path], start: Callable[..., Child]) -> None:
-    """A script that only decorates was meant to serve: with a misspelt role it ends with an error."""
+def test_an_invalid_role_fails_a_script_that_only_decorates(script: Callable[..., Path], start: Callable[..., Child]) -> None:
+    """It was meant to serve: with a misspelt role it ends with an error."""
     code, errors = start(script(), "sever").close()
     assert code == 1
     assert errors == "shared_rpc: SHARED_TENSOR_ROLE='sever': use 'server', 'client', 'local' or 'spawn', or leave it unset\n"

@@ -88,7 +88,7 @@ def asked(client: Client) -> int:
     return sum(run["status"] == "asked" for run in client.list_runs())
 
 
-def test_what_the_source_has_built_its_callers_get(
+def test_objects_built_by_the_source_answer_the_miss(
     source: Source, client: Client, model: Model, threads: ThreadPoolExecutor
 ) -> None:
     """The miss names the call; the source holds the object too, and the next call finds it in the cache."""
@@ -103,10 +103,10 @@ def test_what_the_source_has_built_its_callers_get(
         assert len(client.list_objects()[0]["holders"]) == 2
 
 
-def test_only_a_process_that_the_server_started_is_its_source(
+def test_only_processes_started_by_the_server_can_be_its_source(
     server: Server, source_client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its answers are unpickled by the callers, so another client is refused, and told how a source is started."""
+    """Callers unpickle its answers, so other clients are refused, with the way to start a source."""
     for token in ("", "guessed"):
         monkeypatch.setenv("SHARED_TENSOR_SOURCE_TOKEN", token)
         with pytest.raises(CapabilityError, match="--cluster-program"):
@@ -114,7 +114,7 @@ def test_only_a_process_that_the_server_started_is_its_source(
     source_client.call("load").release()
 
 
-def test_all_waiters_get_the_error_that_the_source_answers(
+def test_errors_of_the_source_reach_all_waiters(
     source: Source, client: Client, model: Model, threads: ThreadPoolExecutor
 ) -> None:
     """The next call is a miss again."""
@@ -132,10 +132,10 @@ def test_all_waiters_get_the_error_that_the_source_answers(
     assert model.builds == 1
 
 
-def test_a_second_source_gets_the_misses_of_the_first(
+def test_a_second_source_replaces_the_first(
     source: Source, client: Client, model: Model, connect: Connect, threads: ThreadPoolExecutor
 ) -> None:
-    """The first one is told that it is replaced, whatever it does next."""
+    """It gets the open misses, and every later request of the first one is an error."""
     call = threads.submit(client.call, "load")
     first = next(source)
     with connect().source() as second:
@@ -154,10 +154,10 @@ def test_a_second_source_gets_the_misses_of_the_first(
         call.result(10).release()
 
 
-def test_a_record_of_another_server_answers_a_miss(
+def test_records_of_another_server_answer_misses(
     source: Source, client: Client, model: Model, base_path: str, threads: ThreadPoolExecutor
 ) -> None:
-    """It is copied into a room, and the endpoint does not run here; the counts say so."""
+    """The record is copied into allocated memory, and the endpoint does not run here; the counts show that."""
     with other_server(base_path) as elsewhere, elsewhere.call("load", 8) as there, elsewhere.export(there) as record:
         call = threads.submit(client.call, "load", 8)
         miss = next(source)
@@ -173,8 +173,8 @@ def test_a_record_of_another_server_answers_a_miss(
 # What is asked.
 
 
-def test_only_managed_and_cached_calls_are_asked(source: Source, provider: Provider, client: Client, model: Model) -> None:
-    """Others are built at once; so are refreshes and candidates, also of a call that has no object."""
+def test_only_managed_and_cached_calls_are_misses(source: Source, provider: Provider, client: Client, model: Model) -> None:
+    """Others are built at once, as are refreshes and candidates, even of a call without an object."""
     provider.share("plain")(lambda: torch.ones(1))
     provider.share("new", cache=False, managed=True)(lambda: torch.ones(1))
     provider.share("add", managed=True)(lambda x: x + 1)
@@ -188,7 +188,7 @@ def test_only_managed_and_cached_calls_are_asked(source: Source, provider: Provi
 
 
 def test_identical_calls_are_one_miss(source: Source, client: Client, model: Model, threads: ThreadPoolExecutor) -> None:
-    """Of clients and tasks alike; another call is a miss of its own."""
+    """From clients and tasks alike; another call is a separate miss."""
     same = [threads.submit(client.call, "load", 8) for _ in range(3)]
     first = next(source)
     task, other = client.submit("load", 8), threads.submit(client.call, "load", 9)
@@ -203,10 +203,10 @@ def test_identical_calls_are_one_miss(source: Source, client: Client, model: Mod
     assert len({handle.object_id for handle in handles}) == model.builds == 2
 
 
-def test_misses_of_a_serialized_endpoint_are_asked_at_once(
+def test_misses_of_a_serialized_endpoint_are_offered_at_once(
     provider: Provider, serve: Serve, connect: Connect, go: threading.Event, threads: ThreadPoolExecutor
 ) -> None:
-    """What is built here takes turns in the order of the answers, and one that nobody builds holds up none."""
+    """Those built here are run in turn, in the order of the answers; an unanswered one delays no other."""
     began = []
 
     @provider.share(managed=True, concurrency="serialized")
@@ -238,10 +238,10 @@ def test_misses_of_a_serialized_endpoint_are_asked_at_once(
 # Who waits.
 
 
-def test_an_invalidated_miss_is_answered_and_not_cached(
+def test_answers_to_invalidated_misses_are_not_cached(
     source: Source, client: Client, model: Model, threads: ThreadPoolExecutor
 ) -> None:
-    """Those who wait get the object; the next call is a miss of its own."""
+    """Waiters get the object; the next call is a separate miss."""
     call = threads.submit(client.call, "load")
     first = next(source)
     assert client.invalidate_call_cache("load") == 0
@@ -253,8 +253,8 @@ def test_an_invalidated_miss_is_answered_and_not_cached(
         assert (handle.is_current(), current.is_current()) == (False, True)
 
 
-def test_a_reload_while_a_miss_is_asked(source: Source, server: Server, client: Client, threads: ThreadPoolExecutor) -> None:
-    """Those who wait get the answer; a call of the new code is a miss of the new code."""
+def test_misses_survive_a_reload(source: Source, server: Server, client: Client, threads: ThreadPoolExecutor) -> None:
+    """Waiters get the answer; a call of the new code is a miss of the new code."""
     call = threads.submit(client.call, "load")
     first = next(source)
     spec = server.engine.ask(lambda core: core.registry.get("load"))
@@ -271,10 +271,10 @@ def test_a_reload_while_a_miss_is_asked(source: Source, server: Server, client: 
 # Errors.
 
 
-def test_an_endpoints_exception_passes_the_source_unread(
+def test_endpoint_exceptions_are_forwarded_unread(
     source: Source, client: Client, model: Model, base_path: str, threads: ThreadPoolExecutor
 ) -> None:
-    """Its callers get it, and so do those of another server to which the source passes it on; the source gets a text."""
+    """Callers get the exception, even on another server to which the source forwards it; the source gets a text."""
     model.error = KeyError("no such weights")
     call = threads.submit(client.call, "load")
     with pytest.raises(RemoteError, match="no such weights") as caught:
@@ -290,10 +290,10 @@ def test_an_endpoints_exception_passes_the_source_unread(
             call.result(10)
 
 
-def test_a_record_that_does_not_fit_leaves_the_miss_open(
+def test_a_refused_record_leaves_the_miss_open(
     source: Source, client: Client, model: Model, base_path: str, threads: ThreadPoolExecutor
 ) -> None:
-    """The source is told, and may answer otherwise."""
+    """The source gets an error, and may answer otherwise."""
     with other_server(base_path) as elsewhere, elsewhere.call("load") as there, elsewhere.export(there) as record:
         call = threads.submit(client.call, "load")
         miss = next(source)
@@ -309,10 +309,10 @@ def test_a_record_that_does_not_fit_leaves_the_miss_open(
     assert client.get_server_info()["buffers"] == 0
 
 
-def test_an_object_that_becomes_current_answers_the_misses_of_its_call(
+def test_an_object_that_becomes_current_answers_its_misses(
     source: Source, source_client: Client, client: Client, base_path: str, threads: ThreadPoolExecutor
 ) -> None:
-    """Also those from before an invalidation; the source may come too late with its own answer."""
+    """Including those from before an invalidation; the source's own late answer is refused."""
     with other_server(base_path) as elsewhere, elsewhere.call("load", 8) as there, elsewhere.export(there) as record:
         early = threads.submit(client.call, "load", 8)
         missed = [next(source)]
@@ -333,10 +333,8 @@ def test_an_object_that_becomes_current_answers_the_misses_of_its_call(
 # Sources that come and go.
 
 
-def test_a_server_that_stops_ends_all_waits(
-    source: Source, server: Server, client: Client, threads: ThreadPoolExecutor
-) -> None:
-    """The callers' and the source's, whichever it is in."""
+def test_a_stopping_server_ends_all_waits(source: Source, server: Server, client: Client, threads: ThreadPoolExecutor) -> None:
+    """Of callers and of the source."""
     calls = [threads.submit(client.call, "load", key) for key in (1, 2)]
     next(source), next(source)
     waiting = threads.submit(next, source)
@@ -347,7 +345,7 @@ def test_a_server_that_stops_ends_all_waits(
 
 
 def test_closing_a_source_ends_its_iteration(source: Source, server: Server, threads: ThreadPoolExecutor) -> None:
-    """In another thread; closing twice is harmless."""
+    """Even in another thread; closing twice is harmless."""
     iteration = threads.submit(list, source)
     eventually(lambda: server.engine.ask(lambda core: len(core.state.waits) > 0))
     source.close()
@@ -369,8 +367,8 @@ def test_a_source_without_a_block_is_attached_by_its_first_step(
     eventually(lambda: client.get_server_info()["source"]["session"] is None)  # type: ignore[index]
 
 
-def test_a_source_reports_what_people_see(source: Source, client: Client) -> None:
-    """Until it goes; the latest report counts, and one that is none is refused."""
+def test_status_reports_are_shown(source: Source, client: Client) -> None:
+    """Until the source is detached; the latest report counts, and an invalid one is refused."""
     source.report({"cluster": "c", "nodes": 1})
     source.report({"cluster": "c", "nodes": 2, "activity": ["waits"]})
     info = client.get_server_info()["source"]
@@ -395,10 +393,10 @@ def test_a_source_reports_what_people_see(source: Source, client: Client) -> Non
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_an_asynchronous_source(
+def test_an_asynchronous_source_answers_several_misses(
     backend: str, server: Server, client: Client, model: Model, base_path: str, threads: ThreadPoolExecutor
 ) -> None:
-    """It answers several misses at once over one connection: a build, a record and an error."""
+    """At once over one connection: a build, a record and an error."""
 
     async def answer() -> None:
         async with AsyncClient(base_path, device="cpu") as own, own.source() as source:
@@ -429,7 +427,7 @@ def test_an_asynchronous_source(
 
 
 def test_a_provider_is_a_source_in_every_role(app: App, threads: ThreadPoolExecutor) -> None:
-    """Its own process's calls are misses too."""
+    """Calls of its own process are misses too."""
     load = app.share("load", managed=True)(lambda: torch.ones(1))
     with app.provider.source() as source:
         call = threads.submit(load)
@@ -438,7 +436,7 @@ def test_a_provider_is_a_source_in_every_role(app: App, threads: ThreadPoolExecu
             assert built.object_id == handle.object_id and handle.value.item() == 1
 
 
-def test_a_process_that_adopts_for_its_own_call_maps_the_record(
+def test_adopting_processes_map_the_record_for_their_own_calls(
     provider: Provider, model: Model, serve: Serve, base_path: str, threads: ThreadPoolExecutor
 ) -> None:
     """In the server role there is no live value of it."""

@@ -158,7 +158,7 @@ def scripts(tmp_path: Path, base_path: str, children: list[Child]) -> Iterator[S
 
 
 def test_a_second_run_attaches(scripts: Scripts) -> None:
-    """To what the first one had built, though that has ended: what it wrote is there."""
+    """To objects of the first run, which has ended: its writes are visible."""
     scripts.write("""
         if __name__ == "__main__":
             found = weights()
@@ -170,8 +170,8 @@ def test_a_second_run_attaches(scripts: Scripts) -> None:
     assert [line.split()[1] for line in scripts.loads] == ["server"]
 
 
-def test_the_server_is_nobodys_child(scripts: Scripts) -> None:
-    """It is in a session of its own, reads nothing, and writes to its log; the process that started it leaves no zombie."""
+def test_the_server_is_detached(scripts: Scripts) -> None:
+    """It has its own session, no input, and a log; its starter leaves no zombie."""
     scripts.write("""
         if __name__ == "__main__":
             print("attached", provider.get_runtime_info()["server"]["pid"], flush=True)
@@ -187,7 +187,7 @@ def test_the_server_is_nobodys_child(scripts: Scripts) -> None:
     assert server_at(scripts.socket) == server
 
 
-def test_many_that_race_start_one_server(scripts: Scripts) -> None:
+def test_racing_processes_start_one_server(scripts: Scripts) -> None:
     """All attach to it, and the app is loaded once."""
     racing = [scripts.run() for _ in range(8)]
     assert len({child.expect("attached") for child in racing}) == 1
@@ -195,7 +195,7 @@ def test_many_that_race_start_one_server(scripts: Scripts) -> None:
 
 
 def test_a_server_keeps_the_lock_until_it_has_ended(scripts: Scripts) -> None:
-    """Nobody starts another one before its memory is free."""
+    """No other one is started before its memory is free."""
     server = scripts.attached()
     assert not scripts.nothing_runs()
     os.kill(server, signal.SIGTERM)
@@ -203,8 +203,8 @@ def test_a_server_keeps_the_lock_until_it_has_ended(scripts: Scripts) -> None:
     assert not is_running(server)
 
 
-def test_one_that_starts_a_server_may_be_killed(scripts: Scripts) -> None:
-    """The server goes on loading, others wait for it, and nobody starts a second one."""
+def test_a_killed_starter_does_not_stop_its_server(scripts: Scripts) -> None:
+    """The server continues to load, others wait for it, and no second one is started."""
     scripts.write(SLOW, ATTACH)
     first = scripts.run()
     eventually(lambda: len(scripts.loads) == 1)
@@ -216,8 +216,8 @@ def test_one_that_starts_a_server_may_be_killed(scripts: Scripts) -> None:
     assert (len(scripts.loads), scripts.log.count(" starts: ")) == (1, 1)
 
 
-def test_a_server_that_is_killed_while_it_loads_leaves_nothing(scripts: Scripts) -> None:
-    """Its killed starter neither: one of those who waited starts another."""
+def test_a_server_killed_while_loading_is_replaced(scripts: Scripts) -> None:
+    """Also if its starter was killed: a waiting process starts another one."""
     scripts.write(SLOW, ATTACH)
     first = scripts.run()
     eventually(lambda: len(scripts.loads) == 1)
@@ -232,8 +232,8 @@ def test_a_server_that_is_killed_while_it_loads_leaves_nothing(scripts: Scripts)
     assert len(scripts.loads) == 2
 
 
-def test_all_who_wait_see_why_an_app_does_not_load(scripts: Scripts) -> None:
-    """Its traceback, and not a timeout; nobody tries again what has just failed. Who comes later does."""
+def test_load_errors_reach_all_waiters(scripts: Scripts) -> None:
+    """With the traceback instead of a timeout; waiters do not retry, later processes do."""
     scripts.write(SLOW, "\nif __name__ != '__main__': raise OSError('no such checkpoint')\n", TRY)
     racing = [scripts.run()]
     eventually(lambda: len(scripts.loads) == 1)
@@ -252,8 +252,8 @@ def test_all_who_wait_see_why_an_app_does_not_load(scripts: Scripts) -> None:
     assert len(scripts.loads) == 2
 
 
-def test_a_server_that_takes_too_long_goes_on(scripts: Scripts) -> None:
-    """The error names it, its log and what to raise; a later call finds it."""
+def test_a_slow_server_continues_after_a_timeout(scripts: Scripts) -> None:
+    """The error names it, its log and the setting; a later call finds it."""
     slow = SLOW + "    print('half of it is there', flush=True)\n    while not os.path.exists('more'): time.sleep(0.005)\n"
     scripts.write(slow, TRY, app=APP.replace('device="cpu"', 'device="cpu", server_startup_timeout=4.0'))
     (scripts.directory / "go").touch()
@@ -270,8 +270,8 @@ def test_a_server_that_takes_too_long_goes_on(scripts: Scripts) -> None:
     assert len(scripts.loads) == 1
 
 
-def test_the_log_does_not_grow_for_ever(scripts: Scripts) -> None:
-    """A server begins a new one where it has, and keeps the one before."""
+def test_logs_are_rotated(scripts: Scripts) -> None:
+    """A server starts a new log once the present one is large, and keeps the previous one."""
     log = Path(log_path(scripts.socket))
     log.write_text("x" * ((1 << 20) + 1))
     scripts.attached()
@@ -285,8 +285,8 @@ def test_the_log_does_not_grow_for_ever(scripts: Scripts) -> None:
     [("-c", APP + TRY), ("cells.py", "/tmp/ipykernel_1/2.py")],
     ids=["-c", "notebook"],
 )
-def test_functions_that_are_in_no_file(scripts: Scripts, words: tuple[str, ...]) -> None:
-    """As in a notebook: the error says what to do. With a server there they attach, as any client."""
+def test_functions_without_a_file_are_refused(scripts: Scripts, words: tuple[str, ...]) -> None:
+    """As in a notebook: the error gives the remedy. With a server they attach like any client."""
     scripts.write(name="cells.py", app="import sys\nexec(compile(sys.stdin.read(), sys.argv[1], 'exec'))\n")
     child = scripts.run(*words)
     assert child.process.stdin is not None
@@ -300,8 +300,8 @@ def test_functions_that_are_in_no_file(scripts: Scripts, words: tuple[str, ...])
     assert scripts.run("-c", APP + TRY).expect("attached") == f"attached {pid}"
 
 
-def test_the_module_that_has_the_functions_is_served(scripts: Scripts) -> None:
-    """Not the script that imports it; wherever the process was started from."""
+def test_the_module_with_the_functions_is_served(scripts: Scripts) -> None:
+    """Instead of the script that imports it; from any working directory."""
     scripts.write(name="models.py")
     scripts.write(app="from models import provider, weights\n" + ATTACH)
     elsewhere = scripts.directory / "elsewhere"
@@ -311,8 +311,8 @@ def test_the_module_that_has_the_functions_is_served(scripts: Scripts) -> None:
     assert len((elsewhere / "loads").read_text().splitlines()) == 2  # the script's own import, and the worker's
 
 
-def test_a_package_run_with_m(scripts: Scripts) -> None:
-    """Is served by its name, so that it can import its neighbours."""
+def test_a_package_run_with_m_is_served_by_name(scripts: Scripts) -> None:
+    """So that it can import its neighbours."""
     package = scripts.directory / "shop"
     package.mkdir()
     scripts.write(name="shop/__init__.py", app="")
@@ -322,8 +322,8 @@ def test_a_package_run_with_m(scripts: Scripts) -> None:
     assert "shop.app:provider" in scripts.log
 
 
-def test_functions_in_several_modules(scripts: Scripts) -> None:
-    """The script that has imported them is served; without it nobody knows which."""
+def test_functions_in_several_modules_are_served_by_the_script(scripts: Scripts) -> None:
+    """The script that has imported them is served; without a script the choice is ambiguous."""
     scripts.write(name="base.py")
     scripts.write(app="from base import provider\n@provider.share\ndef more():\n    pass\n", name="other.py")
     scripts.write(app="import base, other\nfrom base import os, provider\n" + TRY)
@@ -335,7 +335,7 @@ def test_functions_in_several_modules(scripts: Scripts) -> None:
         assert sorted(client.list_endpoints()) == ["here", "more", "weights"]
 
 
-def test_a_provider_that_has_no_name(scripts: Scripts) -> None:
+def test_an_unnamed_provider_is_refused(scripts: Scripts) -> None:
     """No worker could find it."""
     scripts.write("providers = [provider]\ndel provider\nprovider, = providers\n", TRY)
     scripts.write(
@@ -345,15 +345,15 @@ def test_a_provider_that_has_no_name(scripts: Scripts) -> None:
     assert "no global name of a module" in scripts.refused(scripts.run())
 
 
-def test_the_argument_beats_the_environment(scripts: Scripts) -> None:
-    """And in the server's worker the same source is the server."""
+def test_the_argument_overrides_the_environment(scripts: Scripts) -> None:
+    """In the server's worker the same source is the server."""
     scripts.write(ATTACH, app=APP.replace('device="cpu"', 'device="cpu", execution_mode="spawn"'))
     assert scripts.run(role="local").expect("attached").split()[1] == "spawn"
     assert [line.split()[1] for line in scripts.loads] == ["server"]
 
 
-def test_a_server_is_where_the_process_that_starts_it_looks(scripts: Scripts, tmp_path: Path) -> None:
-    """A program that imports a provider may set its base path and its device: the file that is served does not say these."""
+def test_changed_base_path_and_device_apply_to_the_server(scripts: Scripts, tmp_path: Path) -> None:
+    """A program may set them after importing a provider, so they are not in the served file."""
     base_path = scripts.socket.removesuffix("-cpu.sock")
     scripts.write(name="served.py", app=APP.replace('device="cpu"', ""))
     scripts.write(ATTACH, app=f"from served import provider\nprovider.base_path, provider.device = {base_path!r}, 'cpu'")
@@ -364,7 +364,7 @@ def test_a_server_is_where_the_process_that_starts_it_looks(scripts: Scripts, tm
 
 
 def test_a_server_started_by_hand_is_found(scripts: Scripts) -> None:
-    """Its worker is the server too, whatever the source says; nothing is started beside it."""
+    """Its worker is the server too, whatever the source says; no other one is started."""
     scripts.write(ATTACH, app=APP.replace('device="cpu"', 'device="cpu", execution_mode="spawn"'))
     serving = scripts.run("-m", "shared_rpc.cli", "serve", "app.py", role=None)
     serving.expect("serving")
@@ -386,7 +386,7 @@ def work(queue):
 
 
 @pytest.mark.parametrize(("method", "expected"), [("fork", "client"), ("spawn", "spawn")])
-def test_children_attach(scripts: Scripts, method: str, expected: str) -> None:
+def test_children_attach_to_their_parents_server(scripts: Scripts, method: str, expected: str) -> None:
     """To the server that their parent has started."""
     scripts.write(
         WORK,
@@ -406,8 +406,8 @@ def test_children_attach(scripts: Scripts, method: str, expected: str) -> None:
     assert len(scripts.loads) == 1
 
 
-def test_one_that_comes_while_a_server_ends(scripts: Scripts) -> None:
-    """It waits until that is gone, and starts another: three times in a row none is lost, and no two run at once."""
+def test_clients_of_an_ending_server_start_the_next(scripts: Scripts) -> None:
+    """They wait for its end: three times in a row no call is lost, and no two servers run at once."""
     scripts.write("""
         if __name__ == "__main__":
             from shared_rpc.provider.spawn import SpawnRuntime, target_of
@@ -425,8 +425,8 @@ def test_one_that_comes_while_a_server_ends(scripts: Scripts) -> None:
     assert scripts.log.count("shared-rpc: no client, lease or task for 0.2 s: ends") >= 2
 
 
-def test_calls_go_on_with_the_next_server(scripts: Scripts) -> None:
-    """A client that is connected when its server is killed has another one started, with its next call."""
+def test_calls_continue_with_the_next_server(scripts: Scripts) -> None:
+    """The next call of a connected client after the kill starts another server."""
     scripts.write("""
         if __name__ == "__main__":
             for _ in range(2):
@@ -443,8 +443,8 @@ def test_calls_go_on_with_the_next_server(scripts: Scripts) -> None:
     assert int(child.expect("attached").split()[1]) != first
 
 
-def test_after_a_fork_nobody_keeps_the_lock(scripts: Scripts) -> None:
-    """A child that is forked while its parent starts a server does not keep others from starting one later."""
+def test_forked_children_release_the_lock(scripts: Scripts) -> None:
+    """A child forked while its parent starts a server does not keep others from starting one later."""
     scripts.write(
         SLOW,
         """

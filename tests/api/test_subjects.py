@@ -118,8 +118,8 @@ def name(request: pytest.FixtureRequest, device: str) -> str:
 
 
 @pytest.mark.parametrize("name", SUBJECTS, indirect=True)
-def test_a_value_comes_back_as_it_was(served: Served, name: str) -> None:
-    """Class, attributes, strides, ties, flags, hooks and state dict are the same, and so is what the value computes."""
+def test_values_round_trip(served: Served, name: str) -> None:
+    """Class, attributes, strides, ties, flags, hooks and state dict are the same, as are computed results."""
     found, result = served.attach(
         """
         found = differences(describe(value), expected)
@@ -134,7 +134,7 @@ def test_a_value_comes_back_as_it_was(served: Served, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, subject in SUBJECTS.items() if subject.copies], indirect=True)
-def test_what_came_can_be_copied(served: Served, name: str) -> None:
+def test_attached_values_can_be_copied(served: Served, name: str) -> None:
     """``copy.deepcopy``, ``pickle`` and ``torch.save`` give equal ones."""
     found = served.attach(
         """
@@ -208,7 +208,7 @@ SERVER = """
     """
 
 
-def test_what_came_can_be_saved_and_loaded_again(tmp_path: Path, base_path: str, children: list[Child]) -> None:
+def test_attached_models_can_be_saved(tmp_path: Path, base_path: str, children: list[Child]) -> None:
     """``save_pretrained`` writes weights, configuration and code, which that process can load."""
     pytest.importorskip("transformers")
     repository = tmp_path / "repository"

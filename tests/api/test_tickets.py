@@ -38,8 +38,8 @@ def server(provider: Provider, serve: Serve) -> Server:
     return serve()
 
 
-def test_a_ticket_leads_to_the_object(client: Client, server: Server, path: Path, connect: Connect) -> None:
-    """Another client gets the same object and memory, with a lease of its own."""
+def test_a_ticket_opens_the_object(client: Client, server: Server, path: Path, connect: Connect) -> None:
+    """Another client gets the same object and memory, with its own lease."""
     handle = client.call("tied")
     handle.ticket(path)
     with connect() as other:
@@ -55,7 +55,7 @@ def test_a_ticket_leads_to_the_object(client: Client, server: Server, path: Path
         assert opened.get_object_info()["leases"] == 1
 
 
-def test_what_a_ticket_tells(client: Client, server: Server, path: Path) -> None:
+def test_tickets_describe_the_object(client: Client, server: Server, path: Path) -> None:
     """What, where and whose it is."""
     handle = client.call("made", value=2.0)
     ticket = handle.ticket(path)
@@ -68,8 +68,8 @@ def test_what_a_ticket_tells(client: Client, server: Server, path: Path) -> None
     assert abs(told["created_at"] - path.stat().st_mtime) < 10
 
 
-def test_a_client_from_a_ticket(server: Server, client: Client, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that knows the file alone finds the server."""
+def test_clients_are_created_from_tickets(server: Server, client: Client, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process with only the file finds the server."""
     handle = client.call("made")
     handle.ticket(path)
     child = python(
@@ -87,7 +87,7 @@ def test_a_client_from_a_ticket(server: Server, client: Client, path: Path, monk
 
 
 @pytest.mark.anyio
-async def test_the_async_client(server: Server, path: Path) -> None:
+async def test_async_clients_open_tickets(server: Server, path: Path) -> None:
     """The same, in coroutines."""
     async with AsyncClient(socket_path=server.socket_path) as client:
         handle = await client.call("tied")
@@ -101,7 +101,7 @@ async def test_the_async_client(server: Server, path: Path) -> None:
 
 
 def test_providers_open_tickets(server: Server, client: Client, provider: Provider, base_path: str, path: Path) -> None:
-    """In the client role as a client does; in the server's own process they lead to the live object."""
+    """In the client role like a client; in the server's own process with the live object."""
     handle = client.call("tied")
     handle.ticket(path)
     own = provider.open_ticket(path)
@@ -114,8 +114,8 @@ def test_providers_open_tickets(server: Server, client: Client, provider: Provid
         far.close()
 
 
-def test_the_local_role_makes_no_tickets(base_path: str) -> None:
-    """Nobody could open them, and it can open none."""
+def test_the_local_role_has_no_tickets(base_path: str) -> None:
+    """No process could open them, and it can open none."""
     local = Provider(base_path, execution_mode="local", device="cpu")
     local.share("tied", managed=True)(Tied)
     with pytest.raises(CapabilityError, match=r"local role.*shared-rpc serve"):
@@ -123,8 +123,8 @@ def test_the_local_role_makes_no_tickets(base_path: str) -> None:
     local.close()
 
 
-def test_a_ticket_keeps_nothing(client: Client, path: Path) -> None:
-    """An object that is not cached goes with its last handle, whoever has a ticket."""
+def test_tickets_keep_nothing_alive(client: Client, path: Path) -> None:
+    """An uncached object ends with its last handle, despite any tickets."""
     handle = client.call("uncached")
     handle.ticket(path)
     assert client.open_ticket(path).object_id == handle.object_id
@@ -135,8 +135,8 @@ def test_a_ticket_keeps_nothing(client: Client, path: Path) -> None:
     assert caught.value.reason == "object_gone"
 
 
-def test_a_superseded_generation(client: Client, path: Path) -> None:
-    """It is opened for as long as somebody holds it; then the error names the one that took its place."""
+def test_superseded_generations_can_be_opened_while_held(client: Client, path: Path) -> None:
+    """Later the error names the generation that replaced it."""
     handle = client.call("made")
     handle.ticket(path)
     client.refresh("made")
@@ -148,8 +148,8 @@ def test_a_superseded_generation(client: Client, path: Path) -> None:
     assert caught.value.reason == "superseded"
 
 
-def test_a_stale_handle_makes_no_ticket(client: Client, path: Path) -> None:
-    """Neither a released one, nor one whose server is another one now."""
+def test_stale_handles_make_no_tickets(client: Client, path: Path) -> None:
+    """Neither a released one, nor one of an earlier server."""
     handle = client.call("tied")
     handle.release()
     with pytest.raises(StaleHandleError):
@@ -161,7 +161,7 @@ def test_a_stale_handle_makes_no_ticket(client: Client, path: Path) -> None:
 
 
 def test_buffers_have_tickets(client: Client, connect: Connect, path: Path) -> None:
-    """Both sides write to one memory; the buffer's own terms count."""
+    """Both sides write to one memory; the buffer's own terms apply."""
     buffer = client.create_buffer((2, 4), "float32", zero=True, max_accesses=1)
     ticket = buffer.ticket(path)
     assert (ticket.kind, ticket.nbytes) == ("buffer", 32)
@@ -176,8 +176,8 @@ def test_buffers_have_tickets(client: Client, connect: Connect, path: Path) -> N
 # Another server.
 
 
-def test_a_ticket_of_another_server(client: Client, base_path: str, path: Path) -> None:
-    """Both sockets are named, and what finds the right one."""
+def test_tickets_of_another_server_are_refused(client: Client, base_path: str, path: Path) -> None:
+    """The error names both sockets, and how to find the right one."""
     client.call("tied").ticket(path)
     elsewhere = Provider(f"{base_path}-other", device="cpu")
     with Server(elsewhere) as other, Client(socket_path=other.socket_path, connect_timeout=0) as stranger:
@@ -188,8 +188,8 @@ def test_a_ticket_of_another_server(client: Client, base_path: str, path: Path) 
             elsewhere.open_ticket(path)
 
 
-def test_a_socket_by_another_name(client: Client, server: Server, path: Path, tmp_path: Path) -> None:
-    """A directory that is mounted elsewhere, as in a container: the server is known by its id."""
+def test_sockets_are_recognised_under_another_path(client: Client, server: Server, path: Path, tmp_path: Path) -> None:
+    """With a directory mounted elsewhere, as in a container: the server is identified by its id."""
     client.call("tied").ticket(path)
     (tmp_path / "mounted").symlink_to(Path(server.socket_path).parent)
     other = tmp_path / "mounted" / Path(server.socket_path).name
@@ -197,8 +197,8 @@ def test_a_socket_by_another_name(client: Client, server: Server, path: Path, tm
         assert mounted.open_ticket(path).value.embed.weight.shape == (7, 4)
 
 
-def test_a_server_that_was_restarted(provider: Provider, base_path: str, path: Path) -> None:
-    """Another id at the same socket: the ticket is stale, for clients that knew the earlier one too."""
+def test_tickets_of_an_earlier_server_are_stale(provider: Provider, base_path: str, path: Path) -> None:
+    """Another id at the same socket, also for clients that were connected to the earlier one."""
     provider.share("tied", managed=True)(Tied)
     with Client(base_path, device="cpu", connect_timeout=5) as client:
         with Server(provider):

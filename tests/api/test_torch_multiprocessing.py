@@ -84,8 +84,8 @@ def matrix(device: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_the_arguments_of_a_process_stay_shared(device: str, get: Serve, elsewhere: Elsewhere, method: str) -> None:
-    """The sender's weights stay where they are; a child writes to what the server and its parent read, and the reverse."""
+def test_process_arguments_stay_shared(device: str, get: Serve, elsewhere: Elsewhere, method: str) -> None:
+    """The sender's weights stay in place; a child's writes are visible to the server and its parent, and the reverse."""
     model = Tied(device)
     get(model)
     answer = elsewhere(
@@ -109,7 +109,7 @@ def test_the_arguments_of_a_process_stay_shared(device: str, get: Serve, elsewhe
 
 
 def test_a_module_is_the_same_in_a_child(device: str, get: Serve, elsewhere: Elsewhere) -> None:
-    """It is sent whole, ties, flags and buffers included, and computes the same."""
+    """It is sent whole, including ties, flags and buffers, and computes the same."""
     model = nn.Sequential(Tied(device), nn.LayerNorm(7, device=device)).eval()
     model.register_buffer("steps", torch.tensor(3, device=device))
     model[1].bias.requires_grad_(False)
@@ -135,8 +135,8 @@ def test_a_module_is_the_same_in_a_child(device: str, get: Serve, elsewhere: Els
     assert answer == [True, True, True, [True, True, False], False, 3, True]
 
 
-def test_a_view_comes_back_as_the_senders_own(device: str, get: Serve, elsewhere: Elsewhere) -> None:
-    """Sent to a child and back, in messages of their own, views are views of the storage that is there already."""
+def test_returned_views_share_the_senders_storage(device: str, get: Serve, elsewhere: Elsewhere) -> None:
+    """Sent to a child and back, in separate messages, they are views of the existing storage."""
     get(matrix(device))
     answer = elsewhere(
         """
@@ -157,8 +157,8 @@ def test_a_view_comes_back_as_the_senders_own(device: str, get: Serve, elsewhere
 
 
 @pytest.mark.parametrize("kind", ["Pool", *deep("torch.Pool", "ProcessPoolExecutor")])
-def test_pools(device: str, get: Serve, elsewhere: Elsewhere, kind: str) -> None:
-    """Arguments and results of a pool are the memory itself, which its workers write to."""
+def test_pool_workers_share_the_memory(device: str, get: Serve, elsewhere: Elsewhere, kind: str) -> None:
+    """Arguments and results of a pool are the memory itself."""
     get(matrix(device))
     answer = elsewhere(
         """
@@ -181,8 +181,8 @@ def test_pools(device: str, get: Serve, elsewhere: Elsewhere, kind: str) -> None
     assert answer == [0, 40, [0, 10, 20, 7]]
 
 
-def test_more_segments_than_a_child_inherits(device: str, provider: Provider, serve: Serve, elsewhere: Elsewhere) -> None:
-    """260 objects of their own arrive in one child; a fork server takes fewer than 256 descriptors."""
+def test_many_segments_arrive_in_a_child(device: str, provider: Provider, serve: Serve, elsewhere: Elsewhere) -> None:
+    """260 separate objects arrive in one child; a fork server takes fewer than 256 descriptors."""
     provider.share("number")(lambda number: torch.full((2,), float(number), device=device))
     serve()
     answer = elsewhere(
@@ -201,8 +201,8 @@ def test_more_segments_than_a_child_inherits(device: str, provider: Provider, se
 # Kinds of tensors.
 
 
-def test_what_lies_elsewhere_is_sent_as_ever(device: str, get: Serve, elsewhere: Elsewhere) -> None:
-    """Tensors of the process's own beside shared ones are torch's: shared with the child, empty ones included."""
+def test_other_tensors_are_sent_by_torch(device: str, get: Serve, elsewhere: Elsewhere) -> None:
+    """Tensors of the process's own, including empty ones, are shared with the child as usual."""
     get(matrix(device))
     answer = elsewhere(
         """
@@ -218,8 +218,8 @@ def test_what_lies_elsewhere_is_sent_as_ever(device: str, get: Serve, elsewhere:
 # What is shared already.
 
 
-def test_sharing_what_is_shared_leaves_it(device: str, get: Serve, elsewhere: Elsewhere) -> None:
-    """``share_memory_()`` of a tensor, a storage and a module moves nothing, and all say that they are shared."""
+def test_sharing_shared_memory_moves_nothing(device: str, get: Serve, elsewhere: Elsewhere) -> None:
+    """``share_memory_()`` of a tensor, a storage and a module moves nothing, and all report that they are shared."""
     get(nn.ParameterDict({"matrix": matrix(device)}))
     answer = elsewhere(
         """
@@ -239,8 +239,8 @@ def test_sharing_what_is_shared_leaves_it(device: str, get: Serve, elsewhere: El
 
 
 @pytest.mark.parametrize("device", ["cpu"])
-def test_results_of_one_call_are_torchs_to_move(provider: Provider, serve: Serve, elsewhere: Elsewhere) -> None:
-    """A result in a pool is its caller's own: it is moved, and later calls, which use the chunk again, do not change it."""
+def test_pooled_results_are_moved_by_torch(provider: Provider, serve: Serve, elsewhere: Elsewhere) -> None:
+    """A result in a pool is its caller's own: later calls, which reuse the chunk, do not change the moved one."""
     provider.share("new", cache=False)(lambda value: torch.full((1000,), float(value)))
     serve()
     answer = elsewhere(
@@ -260,8 +260,8 @@ def test_results_of_one_call_are_torchs_to_move(provider: Provider, serve: Serve
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda"])
-def test_results_of_one_call_stay_with_their_caller(provider: Provider, serve: Serve, elsewhere: Elsewhere) -> None:
-    """On a GPU torch cannot move them, and the error says what to do."""
+def test_pooled_results_on_a_gpu_cannot_be_sent(provider: Provider, serve: Serve, elsewhere: Elsewhere) -> None:
+    """torch cannot move them, and the error gives the remedy."""
     provider.share("new", cache=False)(lambda value: torch.full((1000,), float(value), device="cuda"))
     serve()
     problem = elsewhere(
@@ -276,8 +276,8 @@ def test_results_of_one_call_stay_with_their_caller(provider: Provider, serve: S
 
 
 @pytest.mark.parametrize("device", ["cpu"])
-def test_an_argument_that_an_endpoint_shares_and_returns(provider: Provider, serve: Serve, elsewhere: Elsewhere) -> None:
-    """Torch moves it out of the caller's pool, and the result is what lies in the new place."""
+def test_moved_arguments_can_be_returned(provider: Provider, serve: Serve, elsewhere: Elsewhere) -> None:
+    """torch moves the argument out of the caller's pool, and the result is at the new place."""
 
     @provider.share(cache=False)
     def share(value: torch.Tensor) -> torch.Tensor:
@@ -289,8 +289,8 @@ def test_an_argument_that_an_endpoint_shares_and_returns(provider: Provider, ser
 
 
 @pytest.mark.parametrize("device", ["cpu"])
-def test_copies_leave_the_sender_alone(device: str, get: Serve, elsewhere: Elsewhere) -> None:
-    """Whatever copies by value makes a copy, and the original stays shared."""
+def test_copies_are_independent_of_the_sender(device: str, get: Serve, elsewhere: Elsewhere) -> None:
+    """Every copy by value leaves the original shared."""
     get(matrix(device))
     answer = elsewhere(
         """
@@ -310,7 +310,7 @@ def test_copies_leave_the_sender_alone(device: str, get: Serve, elsewhere: Elsew
 
 
 def test_read_only_memory_stays_read_only(device: str, get: Serve, elsewhere: Elsewhere) -> None:
-    """A child that writes ends, and nothing was written; a child that reads sees what the server writes."""
+    """A child that writes ends, and nothing was written; a child that reads sees the server's writes."""
     get(matrix(device), access="read")
     answer = elsewhere(
         """
@@ -333,7 +333,7 @@ def test_read_only_memory_stays_read_only(device: str, get: Serve, elsewhere: El
 
 @pytest.mark.parametrize("device", ["cpu"])
 def test_the_seal_holds_in_a_child(device: str, get: Serve, elsewhere: Elsewhere) -> None:
-    """The descriptor that it was sent maps for reading only."""
+    """The received descriptor can only be mapped read-only."""
     get(matrix(device), access="read")
     answer = elsewhere(
         """
@@ -348,8 +348,8 @@ def test_the_seal_holds_in_a_child(device: str, get: Serve, elsewhere: Elsewhere
     assert answer.startswith("CapabilityError: the segment is shared read-only")
 
 
-def test_a_maker_gets_its_own_read_only_memory_back(device: str, base_path: str, children: list[Child]) -> None:
-    """What a server shares for reading and sends to a child is read-only there, and comes back as the server's own."""
+def test_read_only_memory_returns_to_its_maker(device: str, base_path: str, children: list[Child]) -> None:
+    """It is read-only in the child, and comes back as the server's own."""
     server = python(
         f"""
         import torch
@@ -377,8 +377,8 @@ def test_a_maker_gets_its_own_read_only_memory_back(device: str, base_path: str,
 # Lifetimes.
 
 
-def test_nothing_is_left_when_all_is_gone(device: str, get: Serve, elsewhere: Elsewhere) -> None:
-    """Mappings and descriptors go with the last tensor, in the child and in the sender."""
+def test_nothing_is_left_after_the_last_tensor(device: str, get: Serve, elsewhere: Elsewhere) -> None:
+    """Neither mappings nor descriptors, in the child and in the sender."""
     get(nn.Parameter(matrix(device), requires_grad=False))  # in a segment of its own
     answer = elsewhere(
         """
@@ -406,7 +406,7 @@ def test_nothing_is_left_when_all_is_gone(device: str, get: Serve, elsewhere: El
 
 
 def test_a_child_outlives_its_parent_and_the_server(device: str, no_leaks: None, base_path: str, provider: Provider) -> None:
-    """The memory is there as long as somebody has it: both are gone, and a child still reads and computes."""
+    """The memory exists while any process has it: after both ends the child still reads and computes."""
     provider.share("get")(lambda: matrix(device))
     with Server(provider):
         parent = python(
@@ -434,10 +434,10 @@ def test_a_child_outlives_its_parent_and_the_server(device: str, no_leaks: None,
 # Clients and servers of one family.
 
 
-def test_a_child_hands_it_to_the_server_by_name(
+def test_children_pass_the_memory_to_the_server_by_name(
     device: str, provider: Provider, serve: Serve, elsewhere: Elsewhere, base_path: str
 ) -> None:
-    """As an argument of a call it is named, not copied; the child has a lease of its own."""
+    """As an argument of a call it is named, not copied; the child has its own lease."""
     provider.share("get", managed=True)(lambda: torch.arange(4.0, device=device))
     provider.share("where", cache=False)(lambda value: torch.tensor([value.data_ptr()], device=device))
 
@@ -454,10 +454,10 @@ def test_a_child_hands_it_to_the_server_by_name(
     assert (found, copied, sorted(leased)) == (at, 0, sorted(pids))
 
 
-def test_an_endpoint_sends_what_is_published_to_a_child(
+def test_endpoints_can_send_published_objects_to_children(
     device: str, base_path: str, tmp_path: Path, children: list[Child], elsewhere: Elsewhere
 ) -> None:
-    """The server's own object stays where its clients have it, and what a child of the server writes is seen by all."""
+    """The server's object stays in place, and writes of the server's child are visible to all."""
     (tmp_path / "app.py").write_text(APP)
     server = Child("-m", "shared_rpc.cli", "serve", str(tmp_path / "app.py"), environ={"DEVICE": device})
     children.append(server)
@@ -476,10 +476,10 @@ def test_an_endpoint_sends_what_is_published_to_a_child(
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda"])
 @pytest.mark.parametrize("mechanism", ["vmm", "ipc", "pool"])
-def test_every_mechanism(
+def test_every_mechanism_works_in_children(
     device: str, base_path: str, tmp_path: Path, children: list[Child], elsewhere: Elsewhere, mechanism: str
 ) -> None:
-    """Memory that belongs to its maker is opened once more in the child, and let go there before its maker frees it."""
+    """Memory that belongs to its maker is opened once in the child, and closed there before its maker frees it."""
     (tmp_path / "app.py").write_text(APP)
     environ = {"DEVICE": device, "MECHANISM": mechanism}
     server = Child("-m", "shared_rpc.cli", "serve", str(tmp_path / "app.py"), "--in-process", environ=environ)
@@ -500,8 +500,8 @@ def test_every_mechanism(
 
 
 @pytest.mark.parametrize("device", ["cpu"])
-def test_a_receiver_that_cannot_map_says_why(get: Serve, elsewhere: Elsewhere) -> None:
-    """The memory is refused with the reason, and no descriptor is left."""
+def test_receivers_that_cannot_map_report_the_reason(get: Serve, elsewhere: Elsewhere) -> None:
+    """The memory is refused, and no descriptor is left."""
     get(torch.ones(64 << 20))
     answer = elsewhere(
         """

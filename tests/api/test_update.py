@@ -79,7 +79,7 @@ def peer(server: Server, children: list[Child]) -> Child:
 
 
 def test_an_update_is_the_next_even_revision(app: App) -> None:
-    """Odd in the block; the value is what is written to, and all handles of the object see the same number."""
+    """It is odd in the block; the value is the writable memory, and all handles of the object see the same number."""
     app.share("load", managed=True)(weights)
     one, other = app.provider.call("load"), app.provider.call("load")
     assert (one.revision, other.revision) == (0, 0)
@@ -93,8 +93,8 @@ def test_an_update_is_the_next_even_revision(app: App) -> None:
         assert (one.revision, new.revision, one.wait_revision(4)) == (4, 1, 4)
 
 
-def test_a_released_handle_has_no_revision(app: App) -> None:
-    """Also if it was looked at before; and nothing is written through it."""
+def test_released_handles_have_no_revision(app: App) -> None:
+    """Even after an earlier access; nothing can be written through them."""
     app.share("load", managed=True)(weights)
     handle = app.provider.call("load")
     assert handle.revision == 0
@@ -106,8 +106,8 @@ def test_a_released_handle_has_no_revision(app: App) -> None:
         pass
 
 
-def test_a_block_that_raises(app: App) -> None:
-    """What was written stays and is told as such, until another update ends."""
+def test_a_failing_block_leaves_the_update_interrupted(app: App) -> None:
+    """Its writes stay, and are reported as such, until another update ends."""
     app.share("load", managed=True)(weights)
     handle = app.provider.call("load")
     with pytest.raises(ZeroDivisionError), app.provider.update(handle) as value:
@@ -123,8 +123,8 @@ def test_a_block_that_raises(app: App) -> None:
     assert handle.wait_revision(2) == 4
 
 
-def test_waiting_for_oneself(app: App) -> None:
-    """In the block another update, or a wait, would never end; other objects are no matter."""
+def test_nested_updates_and_waits_are_refused(app: App) -> None:
+    """Within the block they would never end; other objects are unaffected."""
     app.share("load", managed=True)(weights)
     handle, again, other = app.provider.call("load", 4), app.provider.call("load", 4), app.provider.call("load", 5)
     with app.provider.update(handle):
@@ -138,7 +138,7 @@ def test_waiting_for_oneself(app: App) -> None:
 
 
 def test_writers_take_turns(app: App) -> None:
-    """Threads of one process, each with a handle of its own."""
+    """Threads of one process, each with its own handle."""
     app.share("load", managed=True)(weights)
     inside = []
 
@@ -156,8 +156,8 @@ def test_writers_take_turns(app: App) -> None:
     assert (handle.revision, handle.value.unique().tolist()) == (300, [150])
 
 
-def test_another_writer_is_waited_for(app: App, go: threading.Event, begun: threading.Event) -> None:
-    """For so long and no longer; the error says who writes."""
+def test_waiting_for_another_writer_times_out(app: App, go: threading.Event, begun: threading.Event) -> None:
+    """The error names the writer."""
     app.share("load", managed=True)(weights)
     one, other = app.provider.call("load"), app.provider.call("load")
 
@@ -188,8 +188,8 @@ def test_another_writer_is_waited_for(app: App, go: threading.Event, begun: thre
 # Between processes.
 
 
-def test_an_update_is_seen_by_another_process(client: Client, peer: Child) -> None:
-    """In both directions; who waits is woken, and sees all that was written."""
+def test_updates_are_seen_by_another_process(client: Client, peer: Child) -> None:
+    """In both directions; waiters are woken, and see all writes."""
     with client.call("load") as handle:
         peer.tell("print('revision', handle.wait_revision(1), *value.unique().tolist(), flush=True)")
         with client.update(handle) as value:
@@ -200,8 +200,8 @@ def test_an_update_is_seen_by_another_process(client: Client, peer: Child) -> No
         assert handle.value.unique().tolist() == [6]
 
 
-def test_a_look_asks_nobody(server: Server, client: Client, peer: Child) -> None:
-    """But the first one: it goes on when the server has gone, between the processes that are left."""
+def test_revisions_are_read_without_the_server(server: Server, client: Client, peer: Child) -> None:
+    """Except the first time: it works after the server's end, between the remaining processes."""
     handle = client.call("load")
     assert handle.revision == 0
     assert ask(peer, "print('at', handle.revision, flush=True)", "at") == "0"
@@ -215,8 +215,8 @@ def test_a_look_asks_nobody(server: Server, client: Client, peer: Child) -> None
     handle.release()
 
 
-def test_the_server_writes_what_others_only_read(server: Server, provider: Provider, client: Client, peer: Child) -> None:
-    """The numbers are theirs to read as well, and a client's update is refused."""
+def test_the_server_updates_objects_shared_for_reading(server: Server, provider: Provider, client: Client, peer: Child) -> None:
+    """Clients read the revisions, and their updates are refused."""
     ask(peer, "handle = client.call('sealed'); value = handle.value; print('sealed', handle.revision, flush=True)", "sealed")
     with client.call("sealed") as handle, provider.call("sealed") as own:
         with pytest.raises(CapabilityError, match="shared with access='read'"), client.update(handle):
@@ -229,8 +229,8 @@ def test_the_server_writes_what_others_only_read(server: Server, provider: Provi
         assert ask(peer, "print('now', handle.wait_revision(2), value.unique().tolist(), flush=True)", "now") == "2 [3.0]"
 
 
-def test_readers_never_see_half(client: Client, peer: Child) -> None:
-    """While another process writes without a pause, what is read is of one revision, though most reads meet an update."""
+def test_readers_never_see_half_an_update(client: Client, peer: Child) -> None:
+    """While another process writes continuously, each read is of one revision, though most reads overlap with an update."""
     run(peer, "while True:\n  with client.update(handle):\n    for part in value.view(10, 100): part.add_(1)")
     with client.call("load") as handle:
         seen, tries = [], []
@@ -250,8 +250,8 @@ def test_readers_never_see_half(client: Client, peer: Child) -> None:
     peer.kill()
 
 
-def test_a_reader_s_own_error(client: Client) -> None:
-    """Counts if nobody wrote meanwhile; else it met what was half-written, and is tried again."""
+def test_errors_of_readers_are_retried_after_a_write(client: Client) -> None:
+    """Without a concurrent write the error is raised."""
     with client.call("load") as handle, client.call("load") as writer:
         with pytest.raises(ZeroDivisionError):
             handle.read_consistent(lambda value: 1 / int(value[0]))
@@ -268,8 +268,8 @@ def test_a_reader_s_own_error(client: Client) -> None:
         assert (handle.read_consistent(read), len(calls)) == (2, 2)
 
 
-def test_a_killed_writer(client: Client, peer: Child) -> None:
-    """Readers that wait are told at once, those that look see an odd revision; the next writer goes on from there."""
+def test_a_killed_writer_is_reported(client: Client, peer: Child) -> None:
+    """To waiting readers at once, to others by an odd revision; the next writer continues from there."""
     with client.call("load") as handle:
         order = "update = client.update(handle); update.__enter__().fill_(8); print('writing', flush=True)"
         ask(peer, order, "writing")
@@ -290,8 +290,8 @@ def test_a_killed_writer(client: Client, peer: Child) -> None:
         assert handle.wait_revision(2) == 4
 
 
-def test_a_forked_child_that_leaves_the_block(client: Client, peer: Child) -> None:
-    """Ends nobody's update but its own: the parent's goes on."""
+def test_forked_children_end_only_their_own_updates(client: Client, peer: Child) -> None:
+    """The parent's update continues."""
     code = """
 import math
 import os
@@ -319,8 +319,8 @@ print('after it', handle.revision, flush=True)
 
 
 @pytest.mark.anyio
-async def test_updating_in_coroutines(server: Server, client: Client) -> None:
-    """The same names; the loop goes on while a coroutine waits, and one that is cancelled waits no more."""
+async def test_coroutines_can_update(server: Server, client: Client) -> None:
+    """With the same names; the loop continues while a coroutine waits, and a cancelled one stops waiting."""
     from anyio import create_task_group, fail_after, move_on_after
 
     async with AsyncClient(socket_path=server.socket_path) as other, await other.call("load") as handle:
@@ -371,8 +371,8 @@ def on_gpu(base_path: str, children: list[Child]) -> Iterator[tuple[Server, Prov
 
 
 @pytest.mark.gpu
-def test_queued_work_is_done_when_the_revision_is_seen(on_gpu: tuple[Server, Provider, Handle[torch.Tensor], Child]) -> None:
-    """Also that of a side stream, which the writer did not wait for; the reader waits for nothing but the number."""
+def test_queued_work_is_complete_at_the_revision(on_gpu: tuple[Server, Provider, Handle[torch.Tensor], Child]) -> None:
+    """Including a side stream that the writer did not wait for; the reader only waits for the number."""
     _, provider, handle, peer = on_gpu
     for number in range(1, 21):
         peer.tell(f"r = handle.wait_revision({2 * number - 1}); print('all', int((value == {number}).all()), r, flush=True)")
@@ -387,7 +387,7 @@ def test_queued_work_is_done_when_the_revision_is_seen(on_gpu: tuple[Server, Pro
 
 @pytest.mark.gpu
 def test_an_update_cannot_end_in_a_capture(on_gpu: tuple[Server, Provider, Handle[torch.Tensor], Child]) -> None:
-    """It is refused and left as interrupted, and the capture is not broken; afterwards it can be done again."""
+    """It is refused and left interrupted, without breaking the capture; afterwards it can be repeated."""
     _, provider, handle, _ = on_gpu
     static = torch.zeros(4, device="cuda")
     with provider.update(handle):

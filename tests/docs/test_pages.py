@@ -41,15 +41,15 @@ COMMANDS = {**typer.main.get_command(program).commands, "cluster": typer.main.ge
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", FOLLOWED, ids=lambda page: page.path.stem)
 def test_a_page_can_be_followed(page: Page, tmp_path: Path) -> None:
-    """Its files are written, its commands run by real processes, and they print what it says."""
+    """Its files are written, and its commands, run by real processes, print the documented output."""
     if page.missing:
         pytest.skip(f"{', '.join(page.missing)} cannot be imported")
     with Walk(page, tmp_path) as walk:
         walk.follow()
 
 
-def test_what_is_said_of_shared_tensor() -> None:
-    """The page about moving from it begins with what it does, in a process without a GPU and without a server."""
+def test_statements_about_shared_tensor_hold() -> None:
+    """The migration page begins with its behaviour, in a process without a GPU and without a server."""
     pytest.importorskip("shared_tensor")
     peer = python(
         """
@@ -87,15 +87,15 @@ def _page(folder: Path, console: str) -> Page:
         ("$ seq 3\n1\n…\n4\n", "expected: 4"),
     ],
 )
-def test_a_page_that_is_wrong_is_told(console: str, what: str, tmp_path: Path) -> None:
-    """What is printed otherwise, too much or too little fails, with the page's line."""
+def test_a_wrong_page_is_reported(console: str, what: str, tmp_path: Path) -> None:
+    """Output that differs, or is too long or too short, fails with the page's line."""
     with Walk(_page(tmp_path, console), tmp_path) as walk, pytest.raises(AssertionError, match=r"page\.md, line 7") as raised:
         walk.follow()
     assert what in str(raised.value)
 
 
-def test_what_differs_from_run_to_run_may_differ(tmp_path: Path) -> None:
-    """Times, ids and sockets may; a pid of the page is that of the run, also in a command; Ctrl-C ends what goes on."""
+def test_variable_output_may_differ(tmp_path: Path) -> None:
+    """Times, ids and sockets; a pid of the page is replaced by the run's, even in a command; Ctrl-C ends running commands."""
     page = _page(
         tmp_path,
         "$ echo took 3 ms, pid 1, 0123abcd4567-8, at /run/s-cpu.sock\ntook 1.5 s, pid 4711, fedcba9876-1, at /tmp/x.sock\n"
@@ -125,7 +125,7 @@ def test_every_public_name_has_its_place(name: str) -> None:
     ],
 )
 def test_every_public_module_has_its_page(name: str) -> None:
-    """It is named for it, and shows every class and function, by itself or as a member of the module."""
+    """With the module's name and every class and function, by itself or as a member of the module."""
     page = (DOCS / "reference" / "api" / f"{name.rpartition('.')[2].replace('_', '-')}.md").read_text()
     shown = set(re.findall(rf"^\.\. auto\w+:: shared_rpc\.{name}\.(\w+)$", page, re.MULTILINE))
     module = importlib.import_module(f"shared_rpc.{name}")
@@ -139,28 +139,28 @@ def test_every_public_module_has_its_page(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(errors.__all__) - {"SharedRPCError", "RemoteTraceback"}))
-def test_every_error_says_what_to_do(name: str) -> None:
+def test_every_error_has_a_remedy(name: str) -> None:
     """The table of docs/reference/errors.md has a row for it."""
     assert f"\n| `{name}`" in (DOCS / "reference" / "errors.md").read_text()
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
-def test_every_command_is_told_of(name: str) -> None:
+def test_every_command_is_documented(name: str) -> None:
     """The overview of docs/reference/command-line.md has it."""
     overview = (DOCS / "reference" / "command-line.md").read_text().partition("\n## Output")[0]
     assert re.search(rf"`{name}\b", overview)
 
 
 @pytest.mark.parametrize("picture", sorted((DOCS / "_static" / "cli").glob("*.svg")), ids=lambda picture: picture.stem)
-def test_a_picture_is_shown_and_fetches_nothing(picture: Path) -> None:
-    """A page has it, with a text for those who do not see it, and it is whole by itself."""
+def test_pictures_are_shown_and_self_contained(picture: Path) -> None:
+    """A page has each, with an alternative text, and it loads nothing."""
     pages = "".join(path.read_text() for path in DOCS.rglob("*.md"))
     assert re.search(rf"_static/cli/{picture.stem}\.svg\n:alt: .+", pages)
     assert set(re.findall(r"https?://[^\"< ]*", picture.read_text())) == {"http://www.w3.org/2000/svg"}
 
 
-def test_python_on_a_page_names_what_there_is() -> None:
-    """Also where it is a piece that nobody can run: it parses, and what it asks of this library is there."""
+def test_python_on_a_page_uses_existing_names() -> None:
+    """Even in fragments that cannot run: they parse, and their names of this library exist."""
     for path, language, block in BLOCKS:
         if language != "python":
             continue
@@ -174,8 +174,8 @@ def test_python_on_a_page_names_what_there_is() -> None:
                 assert node.attr in there, f"{path.name}: {ast.unparse(node)}"
 
 
-def test_commands_on_a_page_have_their_options() -> None:
-    """Every ``shared-rpc …`` of every page is a command that there is, with options that it has."""
+def test_commands_on_a_page_have_existing_options() -> None:
+    """Every ``shared-rpc …`` on every page is an existing command with existing options."""
     for path, language, block in BLOCKS:
         if language not in ("bash", "console", "ini"):
             continue

@@ -37,12 +37,12 @@ def anew(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", TAKEN)
-def test_a_picture_shows_what_the_command_shows(name: str, anew: Path) -> None:
-    """Titles, columns and rows: where they have changed, 'nox -s pictures' takes it anew."""
+def test_a_picture_shows_the_commands_output(name: str, anew: Path) -> None:
+    """Titles, columns and rows: after a change, 'nox -s pictures' takes it again."""
     assert words(anew / f"{name}.svg") == words(pictures.HERE.parent / "_static" / "cli" / f"{name}.svg")
 
 
 def test_every_picture_can_be_taken_again() -> None:
-    """None is there that no line of the program makes, and none is missing."""
+    """Each existing one is made by the program, and none is missing."""
     kept = (pictures.HERE.parent / "_static" / "cli").glob("*.svg")
     assert {path.stem for path in kept} == {picture.name for picture in pictures.PICTURES}
