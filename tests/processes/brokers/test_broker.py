@@ -20,7 +20,7 @@ from tests.kit.raw import Raw
 
 
 def test_a_broker_loads_neither_torch_nor_cuda(app: BrokerApp) -> None:
-    """With objects, a buffer, a task and a pooled result it has mapped no library of either; its memory is that of Python."""
+    """With objects, a buffer, a task and a pooled result it has loaded no library of either; its memory is that of Python."""
     broker = app.start(fresh=True)
     client = app.connect()
     for size in range(1, 101):
@@ -53,8 +53,8 @@ def test_objects_are_shared_between_clients(app: BrokerApp, children: list[Child
     assert client.call("read", 4)[1, 1] == 3
 
 
-def test_calls_of_endpoints(app: BrokerApp) -> None:
-    """An endpoint that waits for another one gives its thread up for it, and one that would wait for itself is refused."""
+def test_nested_endpoint_calls_work_or_are_refused(app: BrokerApp) -> None:
+    """An endpoint that waits for another one lends its thread, and one that would wait for itself is refused."""
     client = app.serve(
         """
         @provider.share(cache=False)
@@ -82,7 +82,7 @@ def test_calls_of_endpoints(app: BrokerApp) -> None:
 
 
 def test_an_async_endpoint_must_not_block_its_loop(app: BrokerApp) -> None:
-    """A call that does not await is refused at once, as in a server of one process: the loop would wait for itself."""
+    """A call without await is refused at once, as in a server of one process: the loop would wait for itself."""
     app.write("""
         @provider.share(cache=False)
         async def outer():
@@ -93,8 +93,8 @@ def test_an_async_endpoint_must_not_block_its_loop(app: BrokerApp) -> None:
         app.connect().call("outer")
 
 
-def test_endpoints_that_wait_for_tasks_and_refreshes(app: BrokerApp) -> None:
-    """They give their thread up as for a call, and one that would wait for itself is refused."""
+def test_endpoints_can_wait_for_tasks_and_refreshes(app: BrokerApp) -> None:
+    """They lend their thread as for a call, and one that would wait for itself is refused."""
     client = app.serve(
         """
         @provider.share(execution="task", cache=False)
@@ -117,8 +117,8 @@ def test_endpoints_that_wait_for_tasks_and_refreshes(app: BrokerApp) -> None:
         client.call("again")
 
 
-def test_many_async_endpoints_that_wait(app: BrokerApp, tmp_path: Path) -> None:
-    """More of them than a loop has threads for, each two deep: none waits for a thread that another one has."""
+def test_many_async_endpoints_can_wait(app: BrokerApp, tmp_path: Path) -> None:
+    """More than a loop has threads, each two deep: none waits for a thread that another one has."""
     client = app.serve("""
         import asyncio
 
@@ -143,8 +143,8 @@ def test_many_async_endpoints_that_wait(app: BrokerApp, tmp_path: Path) -> None:
         assert {call.result(20).item() for call in calls} == {3.0}
 
 
-def test_calls_while_the_app_is_loaded(app: BrokerApp) -> None:
-    """A script that warms its cache at the top finds it warm, and the object is the one that clients get."""
+def test_calls_while_the_app_is_loaded_fill_the_cache(app: BrokerApp) -> None:
+    """A script that warms its cache at the top level finds it warm, with the same object as clients."""
     client = app.serve("""
         warm = model(6)
         warm.weight.data.fill_(2)
@@ -154,8 +154,8 @@ def test_calls_while_the_app_is_loaded(app: BrokerApp) -> None:
     assert client.get_server_info()["builds"] == 1
 
 
-def test_an_endpoint_that_only_a_dead_worker_had(app: BrokerApp) -> None:
-    """It was shared by a call, and the next worker does not know it: an error, and no further crash."""
+def test_endpoints_of_a_dead_worker_are_reported(app: BrokerApp) -> None:
+    """Such an endpoint was registered during a call, and the next worker lacks it: an error, and no further crash."""
     client = app.serve("""
         @provider.share(cache=False)
         def add(name):
@@ -174,8 +174,8 @@ def test_an_endpoint_that_only_a_dead_worker_had(app: BrokerApp) -> None:
     assert worker_pids(client) == [second]
 
 
-def test_several_providers(app: BrokerApp) -> None:
-    """Each has its socket; one worker runs the endpoints of all."""
+def test_several_providers_have_their_sockets(app: BrokerApp) -> None:
+    """One worker runs the endpoints of all."""
     other = f"{app.base_path}-other"
     app.write(f"""
         second = Provider({other!r}, device="cpu")
@@ -192,8 +192,10 @@ def test_several_providers(app: BrokerApp) -> None:
         assert worker_pids(client) == worker_pids(app.connect())
 
 
-def test_several_workers(app: BrokerApp, threads: concurrent.futures.ThreadPoolExecutor, tmp_path: Path) -> None:
-    """Calls go to the one that has the least to do; each one's results stay valid, and go back where they came from."""
+def test_calls_go_to_the_least_busy_worker(
+    app: BrokerApp, threads: concurrent.futures.ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    """Results of each worker stay valid, and their chunks return to it."""
     client = app.serve(options=["--workers", "3"])
     pids = set(worker_pids(client))
     assert len(pids) == 3
@@ -214,8 +216,8 @@ def test_several_workers(app: BrokerApp, threads: concurrent.futures.ThreadPoolE
     eventually(lambda: client.get_server_info()["pools"]["chunks"] <= 1)
 
 
-def test_errors_of_endpoints(app: BrokerApp) -> None:
-    """They arrive with their type, and the traceback of the worker."""
+def test_errors_of_endpoints_keep_their_type(app: BrokerApp) -> None:
+    """And have the traceback of the worker."""
     client = app.serve("""
         class Mine(Exception):
             pass
@@ -239,8 +241,8 @@ def test_errors_of_endpoints(app: BrokerApp) -> None:
     assert client.call("model").weight[0, 0] == 4
 
 
-def test_tasks_with_progress_and_an_end(app: BrokerApp) -> None:
-    """What the endpoint says reaches who waits; asked to stop, it is asked in the worker."""
+def test_tasks_report_progress_and_can_be_stopped(app: BrokerApp) -> None:
+    """Progress reaches the waiters; a request to stop reaches the worker."""
     client = app.serve("""
         import shared_rpc
 
@@ -269,10 +271,10 @@ def test_tasks_with_progress_and_an_end(app: BrokerApp) -> None:
         client.wait_for_task(task, 20)
 
 
-def test_memory_of_a_call_that_was_given_up_comes_back(
+def test_memory_of_abandoned_calls_is_freed(
     app: BrokerApp, threads: concurrent.futures.ThreadPoolExecutor, tmp_path: Path
 ) -> None:
-    """Handed over and not begun, or begun and then not wanted: the chunks of its arguments, and those of its result."""
+    """Sent and not begun, or begun and then abandoned: the chunks of its arguments, and those of its result."""
     app.write("""
         @provider.share(cache=False)
         def late(path, x):
@@ -301,8 +303,8 @@ def test_memory_of_a_call_that_was_given_up_comes_back(
     eventually(settled)
 
 
-def test_a_pool_that_is_full(app: BrokerApp) -> None:
-    """Results wait for room that their client gives back, arguments for what the worker does; held for good, it is told."""
+def test_full_pools_block_until_memory_is_returned(app: BrokerApp) -> None:
+    """Results wait for the client's chunks, arguments for the worker's; if these are kept, the error names the holders."""
     client = app.serve(
         "provider.pool = __import__('shared_rpc').PoolOptions(initial=1 << 16, limit=1 << 18)",
         pool=PoolOptions(initial=1 << 16, limit=1 << 18),
@@ -320,8 +322,8 @@ def test_a_pool_that_is_full(app: BrokerApp) -> None:
     assert client.call("echo", x).sum() == 1 << 13
 
 
-def test_results_go_back_as_arguments(app: BrokerApp) -> None:
-    """By reference, of objects and of the pool: the worker finds its own memory."""
+def test_results_can_be_arguments(app: BrokerApp) -> None:
+    """By reference, for objects and for the pool: the worker finds its own memory."""
     client = app.serve("""
         @provider.share(cache=False)
         def where(x):
@@ -336,7 +338,7 @@ def test_results_go_back_as_arguments(app: BrokerApp) -> None:
     assert client.call("echo", kept + 1).tolist() == [2] * 50
 
 
-def test_buffers(app: BrokerApp) -> None:
+def test_buffers_are_shared(app: BrokerApp) -> None:
     """Two clients read and write one."""
     app.start()
     client, other = app.connect(), app.connect()
@@ -346,8 +348,8 @@ def test_buffers(app: BrokerApp) -> None:
     assert [device["id"] for device in client.list_devices()] == ["cpu"]
 
 
-def test_generations(app: BrokerApp) -> None:
-    """Refreshed by a client or by an endpoint, told to who listens, kept by who holds the old one, updated in place."""
+def test_generations_can_be_refreshed_and_updated(app: BrokerApp) -> None:
+    """By a client or an endpoint; subscribers are notified, holders keep the old one, and it is updated in place."""
     client = app.serve("""
         count = 0
 
@@ -384,8 +386,8 @@ def test_a_worker_for_each_device(app: BrokerApp) -> None:
     assert client.call("model").weight[0, 0] == 4
 
 
-def test_a_thousand_calls_leave_nothing(app: BrokerApp) -> None:
-    """Descriptors of broker and worker are as after the first hundred, but for a second connection of the client's."""
+def test_a_thousand_calls_leak_nothing(app: BrokerApp) -> None:
+    """Broker and worker have the same descriptors as after the first hundred, except a second connection of the client."""
     broker = app.start("--no-preload")  # a zygote comes late, and has descriptors
     client = app.connect()
     worker = worker_pids(client)[0]
@@ -400,7 +402,7 @@ def test_a_thousand_calls_leave_nothing(app: BrokerApp) -> None:
 
 
 def test_in_process_serves_without_workers(app: BrokerApp) -> None:
-    """``--in-process`` is one process, and has nothing to reload."""
+    """``--in-process`` is one process, and cannot be reloaded."""
     broker = app.start("--in-process")
     client = app.connect()
     assert client.call("pid") == broker.pid
@@ -409,8 +411,8 @@ def test_in_process_serves_without_workers(app: BrokerApp) -> None:
         client.reload()
 
 
-def test_a_worker_started_by_hand_says_how_it_is_started() -> None:
-    """It is of no use without its broker."""
+def test_a_worker_started_by_hand_explains_itself() -> None:
+    """It is useless without its broker: the message has the command to use."""
     ran = subprocess.run(
         [sys.executable, "-m", "shared_rpc.worker"], capture_output=True, text=True, cwd=ROOT, env=os.environ, check=False
     )
@@ -429,8 +431,8 @@ UNREADABLE = {
 }
 
 
-def test_arguments_that_cannot_be_read_cost_no_worker(app: BrokerApp) -> None:
-    """Nothing reads them before the worker: it answers with the error, and both processes go on."""
+def test_malformed_arguments_do_not_end_the_worker(app: BrokerApp) -> None:
+    """The worker, which decodes them first, answers with the error, and both processes continue."""
     client = app.serve()
     (worker,) = worker_pids(client)
     with Raw(client.socket_path) as raw:

@@ -61,8 +61,8 @@ def copied_once(buffer: MovedBuffer) -> int:
     return copy
 
 
-def test_an_object_keeps_the_memory_of_its_copy(start: Start, app: BrokerApp) -> None:
-    """What was written since is in it after the next eviction; while the object is in use it is no copy."""
+def test_copies_reuse_their_memory(start: Start, app: BrokerApp) -> None:
+    """The next eviction copies the writes since; while the object is in use the memory is no valid copy."""
     start()
     buffer = MovedBuffer(app, GPUS[0])
     copy = copied_once(buffer)
@@ -87,8 +87,8 @@ def held(app: BrokerApp, tmp_path: Path) -> Iterator[Path]:
     path.unlink(missing_ok=True)
 
 
-def test_kept_memory_is_no_copy_while_it_is_written(start: Start, app: BrokerApp, held: Path) -> None:
-    """Though it was a good one before: of an eviction that was refused, after the bytes were copied."""
+def test_reused_memory_is_invalid_while_it_is_written(start: Start, app: BrokerApp, held: Path) -> None:
+    """Even if it was a good copy before: here the eviction was refused after the bytes were copied."""
     app.file.write_text(APP.format(watching=HELD.format(held=str(held))))
     start()
     buffer = MovedBuffer(app, GPUS[0])
@@ -127,8 +127,8 @@ def test_kept_memory_is_no_copy_while_it_is_written(start: Start, app: BrokerApp
     assert buffer.has_its_bytes()
 
 
-def test_kept_memory_is_freed_when_the_object_moves_to_a_file(app: BrokerApp, tmp_path: Path) -> None:
-    """Host memory is what is to be spared then."""
+def test_reused_memory_is_freed_with_a_move_to_a_file(app: BrokerApp, tmp_path: Path) -> None:
+    """Host memory is scarce then."""
     app.start_program(app.program(HOST, spill_dir=str(tmp_path)))
     buffer = MovedBuffer(app, GPUS[0])
     copied_once(buffer)
@@ -139,8 +139,8 @@ def test_kept_memory_is_freed_when_the_object_moves_to_a_file(app: BrokerApp, tm
     assert not buffer.is_copied
 
 
-def test_a_copy_that_failed_leaves_it_to_nobody(start: Start, app: BrokerApp) -> None:
-    """Who was to write there may do so still: the memory goes, and the object stays where it is."""
+def test_a_failed_copy_frees_the_memory(start: Start, app: BrokerApp) -> None:
+    """A pending writer may still write to it: the memory is freed, and the object stays in place."""
     app.file.write_text(APP.format(watching=FAILING))
     start()
     buffer = MovedBuffer(app, GPUS[0])

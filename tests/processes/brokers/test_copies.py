@@ -195,8 +195,8 @@ def settled(before: int) -> None:
 
 
 @pytest.mark.parametrize("to", ["host", "file"])
-def test_bytes_come_back(copier: Copier, filled: Filled, spill: SpillDirectory, to: str) -> None:
-    """By way of a worker, with progress; nothing is left in the broker."""
+def test_copies_round_trip(copier: Copier, filled: Filled, spill: SpillDirectory, to: str) -> None:
+    """By a worker, with progress; nothing is left in the broker."""
     segments = [filled(2 * MIB), filled(6 * MIB), filled(4 * MIB)]
     expected = [bytes_of(segment) for segment in segments]
     before = descriptors()
@@ -212,7 +212,7 @@ def test_bytes_come_back(copier: Copier, filled: Filled, spill: SpillDirectory, 
     settled(before)
 
 
-def test_more_segments_than_one_request_takes(copier: Copier, filled: Filled, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_segments_take_several_requests(copier: Copier, filled: Filled, monkeypatch: pytest.MonkeyPatch) -> None:
     """A frame has a limited number of descriptors."""
     monkeypatch.setattr(broker_memory, "_SEGMENTS", 2)
     segments = [filled() for _ in range(5)]
@@ -223,8 +223,8 @@ def test_more_segments_than_one_request_takes(copier: Copier, filled: Filled, mo
         one.close()
 
 
-def test_host_memory_of_the_object_stays_with_the_broker(copier: Copier, filled: Filled, spill: SpillDirectory) -> None:
-    """Only what is on the GPU goes to a worker."""
+def test_host_memory_of_an_object_stays_in_the_broker(copier: Copier, filled: Filled, spill: SpillDirectory) -> None:
+    """Only segments on the GPU are copied by a worker."""
     with closing(backend_for("cpu").create(4096)) as on_host:
         write(on_host, b"host")
         segments = [on_host, filled()]
@@ -235,7 +235,7 @@ def test_host_memory_of_the_object_stays_with_the_broker(copier: Copier, filled:
             one.close()
 
 
-def test_a_copy_outlives_the_worker_that_made_it(copier: Copier, filled: Filled) -> None:
+def test_a_copy_outlives_its_worker(copier: Copier, filled: Filled) -> None:
     """A broker without CUDA keeps the host memory by its descriptor; the next worker makes a segment of it."""
     segment = filled()
     [copy] = copier.memory.lower([segment], "host")
@@ -252,7 +252,7 @@ def test_a_copy_outlives_the_worker_that_made_it(copier: Copier, filled: Filled)
 
 
 def test_a_closed_copy_is_unmapped(driver: str, copier: Copier, filled: Filled) -> None:
-    """In the worker, so that the host has its memory back."""
+    """In the worker, so that the memory is returned to the host."""
     if driver != "fake":
         pytest.skip("the kernel does not list mappings of CUDA's by their memory")
     with closing(filled()) as segment:
@@ -269,7 +269,9 @@ def test_a_closed_copy_is_unmapped(driver: str, copier: Copier, filled: Filled) 
     eventually(lambda: mappings() == 0, what="no mapping of the copy")
 
 
-def test_a_worker_that_is_killed(copier: Copier, filled: Filled, held: Path, driver: str, threads: ThreadPoolExecutor) -> None:
+def test_a_killed_worker_is_replaced(
+    copier: Copier, filled: Filled, held: Path, driver: str, threads: ThreadPoolExecutor
+) -> None:
     """Another process makes its copies, nothing is left of it, and the next worker copies."""
     segments = [filled() for _ in range(4)]
     before = descriptors()
@@ -291,13 +293,13 @@ def test_a_worker_that_is_killed(copier: Copier, filled: Filled, held: Path, dri
         copy.close()
 
 
-def test_memory_that_one_who_was_given_up_may_write_to_is_left_alone(
+def test_memory_of_a_failed_attempt_is_not_reused(
     serve: Callable[..., Copier],
     filled: Filled,
     monkeypatch: pytest.MonkeyPatch,
     threads: ThreadPoolExecutor,
 ) -> None:
-    """The second attempt is written to new memory."""
+    """The failed worker may still write to it, so the second attempt uses new memory."""
     copier = serve(workers=2)
     segment = filled()
     [earlier] = copier.memory.lower([segment], "host")
@@ -335,10 +337,10 @@ def test_a_cancelled_copy_stops_its_worker(copier: Copier, filled: Filled, held:
         copy.close()
 
 
-def test_a_worker_that_makes_no_step(
+def test_a_stalled_worker_times_out(
     copier: Copier, filled: Filled, held: Path, monkeypatch: pytest.MonkeyPatch, driver: str
 ) -> None:
-    """Whoever waits is told, and does not wait for ever."""
+    """The waiting request fails instead of waiting without limit."""
     if driver != "fake":
         pytest.skip("a GPU copies")
     monkeypatch.setattr(broker_memory, "_STEP_PATIENCE", 0.3)
@@ -349,8 +351,8 @@ def test_a_worker_that_makes_no_step(
     held.unlink()
 
 
-def test_a_full_gpu_is_told(copier: Copier, filled: Filled) -> None:
-    """The worker's error is the broker's, and the copy stays good."""
+def test_a_full_gpu_is_reported(copier: Copier, filled: Filled) -> None:
+    """With the worker's error, and the copy stays valid."""
     segment = filled()
     [copy] = copier.memory.lower([segment], "host")
     large = msgspec.structs.replace(segment.info, id="0", nbytes=1 << 50)
@@ -362,8 +364,8 @@ def test_a_full_gpu_is_told(copier: Copier, filled: Filled) -> None:
 
 
 @pytest.mark.parametrize("mechanism", ["host_vmm", *deep("memfd")])
-def test_a_copy_that_cannot_be_mapped_is_lost(copier: Copier, filled: Filled, mechanism: Mechanism) -> None:
-    """Its descriptor is that of no such memory: an object is dropped for that, so that it can be built again."""
+def test_an_unmappable_copy_is_lost(copier: Copier, filled: Filled, mechanism: Mechanism) -> None:
+    """Its descriptor is of the wrong kind: the object is dropped, so that it can be built again."""
     segment = filled()
     [copy] = copier.memory.lower([segment], "host")
     info = msgspec.structs.replace(copy.segment.info, id="strange", mechanism=mechanism)
@@ -385,7 +387,7 @@ def bare(copier: Copier, monkeypatch: pytest.MonkeyPatch) -> Copier:
 
 @pytest.mark.parametrize("to", ["file", *deep("host")])
 def test_a_bare_worker_copies(bare: Copier, filled: Filled, spill: SpillDirectory, to: str) -> None:
-    """As any worker does, and it is none of those that serve the app."""
+    """Like any worker, but it does not serve the app."""
     serving, segments = bare.workers, [filled(2 * MIB), filled(6 * MIB)]
     before = descriptors()
     copies = bare.memory.lower(segments, to, spill)
@@ -402,20 +404,20 @@ def test_a_bare_worker_copies(bare: Copier, filled: Filled, spill: SpillDirector
 
 
 def test_a_bare_worker_allocates(bare: Copier, driver: str, filled: Filled) -> None:
-    """Memory of a GPU, while no worker of the app can."""
+    """Memory of a GPU, while the app has no worker."""
     device = filled().info.device
     with bare.memory.allocate(device, 2 * MIB) as segment:
         assert (segment.info.device, bytes_of(segment)) == (device, bytes(2 * MIB))
 
 
-def test_no_worker_is_started_to_be_asked_for_free_memory(bare: Copier, driver: str) -> None:
-    """Who lists the devices does not start a process."""
+def test_listing_devices_starts_no_worker(bare: Copier, driver: str) -> None:
+    """Free memory of a GPU is unknown then."""
     assert bare.memory.free("GPU-0") is None
     assert bare.bare is None
 
 
-def test_a_bare_worker_that_is_not_used_ends(bare: Copier, filled: Filled, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the next order starts another one."""
+def test_an_idle_bare_worker_ends(bare: Copier, filled: Filled, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next order starts another one."""
     monkeypatch.setattr(supervisor, "_UNUSED", 0.2)
     bare.memory.lower([filled()], "host")[0].close()
     first = bare.bare
@@ -450,10 +452,8 @@ def test_a_bare_worker_in_use_does_not_end(
 
 
 @pytest.mark.deep
-def test_bare_workers_that_end_at_once_are_not_started_without_a_pause(
-    bare: Copier, filled: Filled, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each order starts two, each after a longer pause, and fails with how the last one ended."""
+def test_crashing_bare_workers_are_restarted_with_pauses(bare: Copier, filled: Filled, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each order starts two, each after a longer pause, and fails with the exit status of the last one."""
     pauses: list[int] = []
     monkeypatch.setattr(Backoff, "pause", property(lambda self: pauses.append(self._in_succession) or 0.0))
     monkeypatch.setattr(WorkerCommand, "bare", property(lambda command: WorkerCommand("--no-such-option", command.options)))
@@ -464,7 +464,7 @@ def test_bare_workers_that_end_at_once_are_not_started_without_a_pause(
 
 
 def test_a_bare_worker_imports_no_torch(bare: Copier, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So it begins in the time that a worker's import of the app takes, and costs as little."""
+    """So it starts faster and uses less memory than a worker of the app."""
     monkeypatch.setattr(WorkerCommand, "bare", property(lambda command: WorkerCommand(BARE, command.options)))
     monkeypatch.setenv("PYTHONHASHSEED", "1")  # a new process: a fork of these tests' zygote has torch
     _, fds = asyncio.run_coroutine_threadsafe(bare.broker._memory.ask(w.Allocate("cpu", 4096)), bare.broker._loop).result(60)

@@ -30,8 +30,8 @@ def goes_on(broker: Child, seconds: float = 1.0) -> bool:
     return False
 
 
-def test_a_broker_that_nobody_uses_ends(app: BrokerApp) -> None:
-    """And its worker and its socket with it; it says why. A client that is connected and does nothing uses it."""
+def test_an_unused_broker_ends(app: BrokerApp) -> None:
+    """With its worker and its socket; it reports the reason. An idle connected client counts as use."""
     broker = app.start("--idle-exit", IDLE)
     with app.connect() as client:
         (worker,) = worker_pids(client)
@@ -42,8 +42,8 @@ def test_a_broker_that_nobody_uses_ends(app: BrokerApp) -> None:
     assert not Path(f"{app.base_path}-cpu.sock").exists()
 
 
-def test_a_broker_whose_output_is_not_read_ends(app: BrokerApp) -> None:
-    """The reader has gone: it cannot say why it ends, and ends all the same."""
+def test_a_broker_with_unread_output_ends(app: BrokerApp) -> None:
+    """It cannot print the reason, and ends nevertheless."""
     read, write = os.pipe()
     with open(app.file.parent / "errors", "w+b") as log:
         words = [sys.executable, "-m", "shared_rpc.cli", "serve", str(app.file), "--idle-exit", IDLE]
@@ -63,8 +63,8 @@ def test_a_broker_whose_output_is_not_read_ends(app: BrokerApp) -> None:
             os.close(write)
 
 
-def test_a_task_keeps_it(app: BrokerApp, tmp_path: Path) -> None:
-    """Though whoever submitted it has gone; and its result, for as long as somebody may fetch it."""
+def test_tasks_keep_a_broker_running(app: BrokerApp, tmp_path: Path) -> None:
+    """Even after the submitter's end; and so does an unfetched result."""
     broker = app.start("--idle-exit", IDLE, "--result-ttl", "3")
     with app.connect() as client:
         task = client.submit("slow", str(tmp_path / "go"))
@@ -81,8 +81,8 @@ def test_a_task_keeps_it(app: BrokerApp, tmp_path: Path) -> None:
     assert broker.close()[0] == 0
 
 
-def test_a_call_that_was_given_up_keeps_it(app: BrokerApp, tmp_path: Path) -> None:
-    """Until its run has ended, whose result others may want."""
+def test_abandoned_calls_keep_a_broker_running(app: BrokerApp, tmp_path: Path) -> None:
+    """Until the run has ended, since its result is cached."""
     broker = app.start("--idle-exit", IDLE)
     with app.connect(timeout=0.3) as client, pytest.raises(DeadlineExceeded):
         client.call("slow", str(tmp_path / "go"))
@@ -92,8 +92,8 @@ def test_a_call_that_was_given_up_keeps_it(app: BrokerApp, tmp_path: Path) -> No
     assert broker.close()[0] == 0
 
 
-def test_its_own_workers_do_not_keep_it(app: BrokerApp) -> None:
-    """Neither their connections nor what they hold."""
+def test_its_own_workers_do_not_keep_a_broker_running(app: BrokerApp) -> None:
+    """Neither their connections nor their leases."""
     app.write("mine = held()\n")
     broker = app.start("--idle-exit", IDLE)
     with app.connect() as client:
@@ -103,7 +103,7 @@ def test_its_own_workers_do_not_keep_it(app: BrokerApp) -> None:
 
 
 def test_stop_ends_a_broker(app: BrokerApp) -> None:
-    """It is gone when the command returns, which tells what it held; a client keeps its memory."""
+    """It has exited when the command returns, which prints what it held; clients keep their memory."""
     broker = app.start()
     client = app.connect()
     model, handle = client.call("model"), client.call("held")
@@ -127,8 +127,8 @@ def stopped(app: BrokerApp, *options: str) -> Child:
 
 
 @pytest.mark.parametrize("which", ["", *deep("-3")])
-def test_stop_of_a_base_path(app: BrokerApp, tmp_path: Path, which: str) -> None:
-    """The server of that base path is meant, whatever else lies beside its socket; the other one goes on."""
+def test_stop_selects_by_base_path(app: BrokerApp, tmp_path: Path, which: str) -> None:
+    """Regardless of other sockets in the directory; the other server continues."""
     mine, other = f"{app.base_path}{which}", f"{app.base_path}{'' if which else '-3'}"
     children = {}
     for base in (mine, other):
@@ -173,8 +173,8 @@ def test_stop_counts_memory_once(app: BrokerApp) -> None:
     assert broker.close()[0] == 0
 
 
-def test_stop_if_idle(app: BrokerApp) -> None:
-    """One that is in use is not ended, and who uses it is told; when they have gone it is."""
+def test_stop_if_idle_refuses_a_used_broker(app: BrokerApp) -> None:
+    """The error names its users; it ends after they have left."""
     broker = app.start()
     client = app.connect()
     handle = client.call("held")
@@ -186,8 +186,8 @@ def test_stop_if_idle(app: BrokerApp) -> None:
     assert broker.close()[0] == 0
 
 
-def test_stop_all(app: BrokerApp, tmp_path: Path, base_path: str) -> None:
-    """Every server of the directory. One that is a part of another process is left, and told; the exit code says so."""
+def test_stop_all_ends_every_server(app: BrokerApp, tmp_path: Path, base_path: str) -> None:
+    """Of the directory. A server within another program is left and reported; the exit code shows that."""
     broker = app.start()
     other = Child("-m", "shared_rpc.cli", "serve", str(app.file), "--socket", f"{base_path}-other.sock", cwd=tmp_path)
     app._children.append(other)
@@ -202,8 +202,8 @@ def test_stop_all(app: BrokerApp, tmp_path: Path, base_path: str) -> None:
     assert [broker.close()[0], other.close()[0]] == [0, 0]
 
 
-def test_a_server_in_a_process_of_its_own_is_not_ended(base_path: str, children: list[Child]) -> None:
-    """The process may do more than serve: the error names it, and how it is ended."""
+def test_a_server_within_a_program_is_not_stopped(base_path: str, children: list[Child]) -> None:
+    """The process may do more than serve: the error names it, and how to end it."""
     child = python("""
         from shared_rpc import Provider
         provider = Provider(device="cpu", execution_mode="server")
@@ -219,7 +219,7 @@ def test_a_server_in_a_process_of_its_own_is_not_ended(base_path: str, children:
 
 @pytest.mark.anyio
 async def test_the_asynchronous_client_stops_a_server(app: BrokerApp) -> None:
-    """As the blocking one does: busy it is not, with nobody but the asker."""
+    """Like the blocking one; the asker alone does not count as use."""
     broker = app.start()
     async with AsyncClient(app.base_path, device="cpu") as client, AsyncClient(app.base_path, device="cpu") as other:
         await other.ping()
@@ -231,7 +231,7 @@ async def test_the_asynchronous_client_stops_a_server(app: BrokerApp) -> None:
     assert not is_running(broker.pid)
 
 
-def test_in_process_does_not_end_by_itself(app: BrokerApp) -> None:
+def test_in_process_servers_have_no_idle_exit(app: BrokerApp) -> None:
     """The option is refused."""
     child = Child("-m", "shared_rpc.cli", "serve", str(app.file), "--in-process", "--idle-exit", "1", cwd=app.file.parent)
     app._children.append(child)

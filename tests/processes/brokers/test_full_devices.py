@@ -89,8 +89,8 @@ def tell(child: Child, what: str) -> None:
     child.expect("done")
 
 
-def test_many_processes_wake_two_models_in_turns(one_of_two: Client, children: list[Child]) -> None:
-    """With memory for one: all of them get on, and each time they find the bytes of the model that they woke."""
+def test_many_processes_take_turns_on_two_models(one_of_two: Client, children: list[Child]) -> None:
+    """With memory for one: all make progress, and find the right bytes each time."""
     count = repetitions(6, 50)
     for number in range(count):
         order = "1" if number % 2 else "-1"
@@ -108,8 +108,10 @@ def test_many_processes_wake_two_models_in_turns(one_of_two: Client, children: l
     assert one_of_two.list_devices()[0]["used"] == MIB
 
 
-def test_a_killed_user_gives_way(one_of_two: Client, holder: Callable[[int], Child], threads: ThreadPoolExecutor) -> None:
-    """Its leases end with it, and who waits gets the memory."""
+def test_memory_of_a_killed_user_is_reused(
+    one_of_two: Client, holder: Callable[[int], Child], threads: ThreadPoolExecutor
+) -> None:
+    """Its leases end with it, and a waiter gets the memory."""
     first = holder(1)
     first.expect("holds")
     answer = threads.submit(one_of_two.call, "weights", 2)
@@ -119,8 +121,10 @@ def test_a_killed_user_gives_way(one_of_two: Client, holder: Callable[[int], Chi
         assert handle.value[0].item() == 2
 
 
-def test_a_killed_waiter_holds_nobody_up(one_of_two: Client, holder: Callable[[int], Child], broker_app: BrokerApp) -> None:
-    """The next one's turn comes."""
+def test_a_killed_waiter_is_removed_from_the_queue(
+    one_of_two: Client, holder: Callable[[int], Child], broker_app: BrokerApp
+) -> None:
+    """The next one is served."""
     first = holder(1)
     first.expect("holds")
     waiting = holder(2)

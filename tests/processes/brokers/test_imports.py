@@ -29,25 +29,25 @@ def loaded_by(code: str) -> set[str]:
     ],
 )
 def test_importing_loads_no_torch(code: str) -> None:
-    """Sharing a function and asking a server start at once; torch takes seconds."""
+    """Sharing a function and connecting to a server start at once; torch takes seconds."""
     assert not {"torch", "shared_rpc.codec", "shared_rpc.memory.backends.vmm"} & loaded_by(code)
 
 
 def test_a_blocking_client_loads_no_server_and_no_event_loop() -> None:
-    """A process that only calls has what a call needs."""
+    """A process that only calls loads only the modules for that."""
     loaded = loaded_by("from shared_rpc import Client; Client().close()")
     rooms = {".".join(name.split(".")[:2]) for name in loaded if name.startswith("shared_rpc.")}
     assert not {f"shared_rpc.{room}" for room in ("server", "broker", "observability", "execution", "provider")} & rooms
     assert not {"anyio", "asyncio", "shared_rpc.operations.channels"} & loaded
 
 
-def test_naming_modules_that_travel_as_code_loads_no_torch() -> None:
-    """An app that is loaded is named so before it has imported anything."""
+def test_registering_modules_by_value_loads_no_torch() -> None:
+    """An app being loaded is registered before its imports."""
     assert "torch" not in loaded_by("import shared_rpc.codec.by_value")
 
 
-def test_importing_the_package_loads_nothing_of_it() -> None:
-    """Every name comes when it is used."""
+def test_importing_the_package_loads_no_submodules() -> None:
+    """Every name is loaded on first use."""
     assert {name for name in loaded_by("import shared_rpc") if name.startswith("shared_rpc")} == {"shared_rpc"}
 
 

@@ -33,8 +33,8 @@ def attached(client: Client) -> int:
     return int(source_of(client)["pid"])
 
 
-def test_a_brokers_joiner(app: BrokerApp, program: str) -> None:
-    """It is a client of the broker's socket, and its lines are in the broker's log."""
+def test_a_joiner_is_a_client_of_its_broker(app: BrokerApp, program: str) -> None:
+    """Its output is in the broker's log."""
     broker = app.start("--cluster-program", program, "--source-grace", "600")
     broker.expect_error(f"the joiner of {app.connect().socket_path} client")
     client = app.connect()
@@ -44,7 +44,7 @@ def test_a_brokers_joiner(app: BrokerApp, program: str) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, *deep(signal.SIGTERM, signal.SIGINT)])
 def test_a_joiner_ends_with_its_broker(app: BrokerApp, faithless: str, number: signal.Signals) -> None:
-    """Whatever ends that: the kernel sees to it."""
+    """However that ends: the kernel enforces it."""
     broker = app.start("--cluster-program", faithless)
     pid = attached(app.connect())
     broker.process.send_signal(number)
@@ -52,8 +52,8 @@ def test_a_joiner_ends_with_its_broker(app: BrokerApp, faithless: str, number: s
     eventually(lambda: not is_running(pid))
 
 
-def test_a_joiner_that_ends_is_started_again(app: BrokerApp, program: str) -> None:
-    """The broker says how it ended; calls of the meantime wait for the next one."""
+def test_an_ended_joiner_is_restarted(app: BrokerApp, program: str) -> None:
+    """The broker reports its exit status; calls in between wait for the next one."""
     broker = app.start("--cluster-program", program, "--source-grace", "600")
     client = app.connect()
     first = attached(client)
@@ -66,14 +66,14 @@ def test_a_joiner_that_ends_is_started_again(app: BrokerApp, program: str) -> No
     assert client.get_statistics()["held"]["builds"] == 1
 
 
-def test_a_broker_with_a_joiner_is_idle(app: BrokerApp, program: str) -> None:
-    """The source of its records is no user of it."""
+def test_a_joiner_does_not_keep_its_broker_running(app: BrokerApp, program: str) -> None:
+    """The source of records does not count as a user."""
     broker = app.start("--cluster-program", program, "--idle-exit", "1")
     assert broker.close()[0] == 0
 
 
-def test_a_cluster_that_is_named_in_the_app(app: BrokerApp, program: str) -> None:
-    """Provider(cluster=...) is as good as the option, which beats it."""
+def test_the_app_can_name_the_cluster(app: BrokerApp, program: str) -> None:
+    """Provider(cluster=...) has the same effect as the option, which takes precedence."""
     source = app.file.read_text()
     app.file.write_text(source.replace('Provider(device="cpu")', f'Provider(device="cpu", cluster={program!r})'))
     broker = app.start("--source-grace", "600")
@@ -84,8 +84,8 @@ def test_a_cluster_that_is_named_in_the_app(app: BrokerApp, program: str) -> Non
     assert app.connect().get_server_info()["source"] is None
 
 
-def test_a_cluster_of_the_environment(app: BrokerApp, program: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SHARED_TENSOR_CLUSTER is for those that name none; what is no program is an error at the start."""
+def test_the_environment_can_name_the_cluster(app: BrokerApp, program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SHARED_TENSOR_CLUSTER applies if none is given; an invalid program is an error at the start."""
     monkeypatch.setenv("SHARED_TENSOR_CLUSTER", program)
     broker = app.start()
     attached(app.connect())

@@ -128,8 +128,8 @@ def connect(system: System) -> Iterator[Callable[[], Client]]:
         client.close()
 
 
-def test_the_first_client_starts_it(system: System, connect: Callable[[], Client]) -> None:
-    """The socket is the manager's; the service is up when the app is loaded, and stops as told."""
+def test_the_first_client_starts_the_service(system: System, connect: Callable[[], Client]) -> None:
+    """The socket is the manager's; the service is ready when the app is loaded, and stops on request."""
     assert system.run("is-active", "shared-rpc@app.service") == "inactive"
     client = connect()
     assert client.call("model").weight[0, 0] == 4
@@ -143,8 +143,8 @@ def test_the_first_client_starts_it(system: System, connect: Callable[[], Client
         late.ping()
 
 
-def test_killed_again_and_again(system: System, connect: Callable[[], Client]) -> None:
-    """Objects, handles, buffers, what was written, and revisions: all is there, and one memory for all."""
+def test_objects_survive_repeated_kills(system: System, connect: Callable[[], Client]) -> None:
+    """With handles, buffers, writes and revisions, over one memory."""
     client = connect()
     handle, model = client.call("held"), client.call("model")
     buffer = client.create_buffer((4,), "float32", keep=True)

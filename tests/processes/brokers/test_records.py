@@ -89,8 +89,8 @@ def same(one: torch.nn.Module, other: torch.nn.Module) -> bool:
 
 
 @pytest.mark.parametrize("endpoint", ["sealed", *deep("net")])
-def test_an_object_goes_from_broker_to_broker(places: list[Place], endpoint: str) -> None:
-    """Built once, of the app's own class; and reading stays reading."""
+def test_an_object_moves_between_brokers(places: list[Place], endpoint: str) -> None:
+    """Built once, of the app's own class; read-only memory stays read-only."""
     here, there = places
     handle = here.client.call(endpoint, 100)
     with here.client.export(handle) as record:
@@ -138,7 +138,7 @@ def test_a_client_copies_records_without_torch(tmp_path: Path, children: list[Ch
     ],
 )
 def test_a_killed_client_leaves_nothing(places: list[Place], children: list[Child], code: str) -> None:
-    """Neither objects nor memory nor descriptors, of either broker."""
+    """Neither objects nor memory nor descriptors, in either broker."""
     here, there = places
     for place in places:
         place.client.call("held").release()
@@ -160,10 +160,10 @@ def test_a_killed_client_leaves_nothing(places: list[Place], children: list[Chil
         assert place.client.get_server_info()["leases"] == 0
 
 
-def test_a_client_that_is_killed_while_its_candidate_is_built(
+def test_a_client_killed_while_its_candidate_is_built_leaves_nothing(
     places: list[Place], children: list[Child], tmp_path: Path
 ) -> None:
-    """The build ends, and nobody keeps what it brings."""
+    """The build ends, and its result is dropped."""
     here, there = places
     path = tmp_path / "go"
     holder = python(
@@ -177,7 +177,7 @@ def test_a_client_that_is_killed_while_its_candidate_is_built(
     eventually(lambda: here.client.list_objects() == [])
 
 
-def test_many_records_leave_no_descriptors(places: list[Place]) -> None:
+def test_many_records_leak_no_descriptors(places: list[Place]) -> None:
     """Neither the broker's nor this process's: adopted, refused, dropped."""
     here, there = places
     handle = here.client.call("net", 10)
@@ -214,8 +214,8 @@ def manager(broker_app: BrokerApp, tmp_path: Path, children: list[Child]) -> Ite
     manager.close()
 
 
-def test_an_adopted_object_outlives_its_broker(places: list[Place], broker_app: BrokerApp, manager: ServiceManager) -> None:
-    """Like a built one: the next broker has it, with its generation, sealed as it was."""
+def test_an_adopted_object_survives_its_broker(places: list[Place], broker_app: BrokerApp, manager: ServiceManager) -> None:
+    """Like a built one: the next broker has it, with its generation and its seals."""
     here, _ = places
     broker_app.write(MODEL)
     broker = manager.start()
@@ -242,7 +242,7 @@ def test_an_adopted_object_outlives_its_broker(places: list[Place], broker_app: 
 
 
 def test_a_promoted_candidate_is_stored(places: list[Place], broker_app: BrokerApp, manager: ServiceManager) -> None:
-    """From its promotion on, and the one before it no more."""
+    """From its promotion on, while the previous one is removed."""
     broker = manager.start()
     client: Any = broker_app.connect()
     client.call("held").release()
@@ -258,8 +258,8 @@ def test_a_promoted_candidate_is_stored(places: list[Place], broker_app: BrokerA
 
 
 @pytest.mark.parametrize("what", ["allocated", *deep("record")])
-def test_a_broker_that_is_killed_before_an_adoption(places: list[Place], what: str) -> None:
-    """What this process has mapped is still there: the next broker gets a copy of it."""
+def test_a_broker_killed_before_an_adoption(places: list[Place], what: str) -> None:
+    """This process's mapping stays valid: the next broker gets a copy of it."""
     here, there = places
     with here.client.export(here.client.call("net", 100)) as record:
         allocated = there.client.allocate(record.header)

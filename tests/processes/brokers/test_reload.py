@@ -31,7 +31,7 @@ def app(broker_app: BrokerApp) -> BrokerApp:
 
 
 def test_results_of_changed_endpoints_are_rebuilt(app: BrokerApp) -> None:
-    """Objects of other endpoints stay; who holds an old one keeps it, and it says that it is stale."""
+    """Objects of other endpoints stay; holders keep an old one, which reports that it is stale."""
     client = app.serve()
     model, old, handle, earlier = client.call("model"), client.call("answer"), client.call("held"), worker_pids(client)
     app.write(NEW)
@@ -46,8 +46,8 @@ def test_results_of_changed_endpoints_are_rebuilt(app: BrokerApp) -> None:
 
 
 @pytest.mark.deep
-def test_a_change_within_a_second(app: BrokerApp, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file of the same size and time is not taken for the one that was compiled before."""
+def test_a_change_within_a_second_is_detected(app: BrokerApp, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of the same size and time does not match the cached bytecode."""
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     app.start(fresh=True)
     client = app.connect()
@@ -62,7 +62,7 @@ def test_a_change_within_a_second(app: BrokerApp, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(("objects", "value", "left"), [("none", 1.0, 2), ("all", 2.0, 0), ("changed", 2.0, 1)])
 def test_reload_drops_all_changed_or_no_objects(app: BrokerApp, objects: str, value: float, left: int) -> None:
-    """All, none, or those that the new code would make otherwise."""
+    """All, none, or those of changed endpoints."""
     client = app.serve()
     client.call("model")
     client.call("answer")
@@ -74,8 +74,8 @@ def test_reload_drops_all_changed_or_no_objects(app: BrokerApp, objects: str, va
     assert client.call("answer").tolist() == [value, value]
 
 
-def test_code_that_does_not_load(app: BrokerApp) -> None:
-    """The old workers stay, the error says why, and the next attempt succeeds."""
+def test_code_that_does_not_load_changes_nothing(app: BrokerApp) -> None:
+    """The old workers stay, the error gives the reason, and the next attempt succeeds."""
     client = app.serve()
     earlier = worker_pids(client)
     app.write("raise LookupError('no such checkpoint')")
@@ -88,8 +88,8 @@ def test_code_that_does_not_load(app: BrokerApp) -> None:
     assert client.call("answer").tolist() == [2, 2]
 
 
-def test_calls_go_on_during_a_reload(app: BrokerApp) -> None:
-    """Attaches, builds and echoes all the time: none fails, whichever worker has them."""
+def test_calls_succeed_during_a_reload(app: BrokerApp) -> None:
+    """Continuous attaches, builds and echoes: none fails, in old or new workers."""
     app.start()
     stop, failures = threading.Event(), []
 
@@ -118,10 +118,8 @@ def test_calls_go_on_during_a_reload(app: BrokerApp) -> None:
     assert failures == []
 
 
-def test_old_workers_end_what_they_began(
-    app: BrokerApp, threads: concurrent.futures.ThreadPoolExecutor, tmp_path: Path
-) -> None:
-    """A run of old code ends well, and its worker ends after it; what it made of changed code is not cached."""
+def test_old_workers_finish_their_runs(app: BrokerApp, threads: concurrent.futures.ThreadPoolExecutor, tmp_path: Path) -> None:
+    """A run of old code completes, and its worker ends afterwards; results of changed code are not cached."""
     source = """
         @provider.share
         def slowly(path):
@@ -141,8 +139,8 @@ def test_old_workers_end_what_they_began(
     assert client.call("slowly", str(tmp_path / "go")) == 2
 
 
-def test_an_endpoint_that_has_gone(app: BrokerApp) -> None:
-    """It cannot be called any more, and its objects go; a new one can."""
+def test_removed_endpoints_are_unavailable(app: BrokerApp) -> None:
+    """They cannot be called, and their objects are dropped; new ones can be called."""
     client = app.serve()
     client.call("answer")
     app.write(OLD.replace("answer", "reply"))
@@ -154,7 +152,7 @@ def test_an_endpoint_that_has_gone(app: BrokerApp) -> None:
 
 
 def test_a_hangup_reloads(app: BrokerApp) -> None:
-    """SIGHUP, which service managers send; the broker says on its output what came of it."""
+    """SIGHUP, which service managers send; the broker prints the result."""
     broker = app.start()
     client = app.connect()
     client.call("answer")
@@ -168,8 +166,8 @@ def test_a_hangup_reloads(app: BrokerApp) -> None:
     assert client.call("answer").tolist() == [2, 2]
 
 
-def test_the_command(app: BrokerApp, children: list[Child]) -> None:
-    """``shared-rpc reload``, with what to do with objects."""
+def test_the_reload_command(app: BrokerApp, children: list[Child]) -> None:
+    """``shared-rpc reload``, with the policy for objects."""
     client = app.serve()
     client.call("answer")
     app.write(NEW)
@@ -187,8 +185,8 @@ def test_the_command(app: BrokerApp, children: list[Child]) -> None:
     assert reload("--drop-objects", "--keep-objects")[0] == 2
 
 
-def test_a_new_provider_that_has_no_place(app: BrokerApp) -> None:
-    """Another server has its socket: that is told, the rest is new, and the old workers end."""
+def test_a_new_provider_without_a_socket_is_reported(app: BrokerApp) -> None:
+    """Another server has its socket: the rest is reloaded, and the old workers end."""
     other = f"{app.base_path}-other"
     client = app.serve()
     client.call("answer")

@@ -17,8 +17,8 @@ from tests.kit.brokers import BrokerApp, begun
 from tests.kit.processes import eventually, sigstop
 
 
-def test_a_client_that_waits_sees_no_gap(app: BrokerApp, threads: concurrent.futures.ThreadPoolExecutor) -> None:
-    """With a ``connect_timeout``, a call that begins while there is no broker is answered by the next one."""
+def test_waiting_clients_see_no_gap(app: BrokerApp, threads: concurrent.futures.ThreadPoolExecutor) -> None:
+    """With a ``connect_timeout``, a call that begins without a broker is answered by the next one."""
     broker = app.start()
     client = app.connect(connect_timeout=20)
     client.ping()
@@ -34,8 +34,8 @@ async def _call_async(base_path: str) -> Any:
         return await client.call("model", 9)
 
 
-def test_a_request_that_was_not_sent(app: BrokerApp) -> None:
-    """The broker ended before a byte was written: whatever was asked goes to the next one, memory in arguments too."""
+def test_unsent_requests_go_to_the_next_broker(app: BrokerApp) -> None:
+    """The broker ended before a byte was written: any request is repeated, including memory in arguments."""
     broker = app.start()
     client = app.connect()
     x = torch.arange(5000.0)
@@ -47,8 +47,8 @@ def test_a_request_that_was_not_sent(app: BrokerApp) -> None:
     assert torch.equal(client.call("echo", x), x)
 
 
-def test_a_call_that_was_sent(app: BrokerApp, threads: concurrent.futures.ThreadPoolExecutor, tmp_path: Path) -> None:
-    """It may have been carried out: its caller is told, and it is not asked for again."""
+def test_sent_calls_are_not_repeated(app: BrokerApp, threads: concurrent.futures.ThreadPoolExecutor, tmp_path: Path) -> None:
+    """It may have been executed, so its caller gets an error."""
     broker = app.start()
     client = app.connect(connect_timeout=20)
     calls = [
@@ -71,8 +71,8 @@ async def _slow_async(base_path: str, path: str) -> Any:
 
 
 @pytest.mark.asyncio
-async def test_a_question_that_was_sent(app: BrokerApp, threads: concurrent.futures.ThreadPoolExecutor) -> None:
-    """What only asks is asked again of the next broker: nothing is done twice by that."""
+async def test_sent_queries_are_repeated(app: BrokerApp, threads: concurrent.futures.ThreadPoolExecutor) -> None:
+    """They change nothing, so the next broker answers them."""
     broker = app.start()
     clients = [app.connect(connect_timeout=20) for _ in range(3)]
     answers: list[Any] = []
@@ -104,8 +104,8 @@ async def test_a_question_that_was_sent(app: BrokerApp, threads: concurrent.futu
 
 
 @pytest.mark.asyncio
-async def test_handles_of_the_broker_that_was(app: BrokerApp) -> None:
-    """They are stale, with the reason; what was taken from them stays, and giving them back harms nobody."""
+async def test_handles_of_an_earlier_broker_are_stale(app: BrokerApp) -> None:
+    """With the reason; their tensors stay valid, and releasing them is harmless."""
     broker = app.start()
     client = app.connect()
     async with AsyncClient(app.base_path, device="cpu") as other:

@@ -65,7 +65,7 @@ def taken(children: list[Child], kinds: str, pid: str = "", path: str = "") -> C
 
 
 def test_inherited_sockets_and_descriptors_are_taken(children: list[Child], tmp_path: Path) -> None:
-    """Sockets by their path, what is stored by name; none of it goes on to children, and neither do the variables."""
+    """Sockets by their path, stored descriptors by name; children inherit neither them nor the variables."""
     path = str(tmp_path / "socket")
     child = taken(children, "listens memory memory", path=path)
     assert child.expect("took") == f"took [{path!r}] [Passed(name='memory', fd=4), Passed(name='memory', fd=5)]"
@@ -90,19 +90,19 @@ def test_descriptors_for_another_pid_are_left_alone(children: list[Child], tmp_p
     ],
 )
 def test_unusable_descriptors_are_configuration_errors(children: list[Child], kinds: str, why: str) -> None:
-    """It is an error of the configuration, which names it."""
+    """The error names the socket or descriptor."""
     assert why in taken(children, kinds).expect("refused")
 
 
-def test_without_a_manager() -> None:
-    """Nothing is inherited, and telling nobody is no error."""
+def test_without_a_manager_nothing_is_inherited() -> None:
+    """And notifications are no error."""
     inherited = inherit({})
     assert (inherited.listeners, inherited.stored, inherited.capacity, inherited.notifier.there) == ({}, [], None, False)
     inherited.notifier.ready("well")
 
 
-def test_the_variables_are_taken_out() -> None:
-    """A process that is started later must not take them for its own."""
+def test_the_variables_are_removed() -> None:
+    """A process started later must not inherit them."""
     environ = {"LISTEN_FDS": "1", "LISTEN_PID": "7", "LISTEN_FDNAMES": "a", "NOTIFY_SOCKET": "@x", "FDSTORE": "9", "HOME": "/"}
     assert len(take_service_variables(environ)) == 5
     assert environ == {"HOME": "/"}
@@ -138,14 +138,14 @@ def received(sock: socket.socket) -> tuple[list[str], list[int]]:
 def test_notifications_follow_sd_notify(
     notified: tuple[socket.socket, Notifier], tell: Callable[[Notifier], None], lines: list[str]
 ) -> None:
-    """As sd_notify(3) has it, one message each."""
+    """One message each, in the format of sd_notify(3)."""
     sock, notifier = notified
     tell(notifier)
     assert received(sock) == (lines, [])
 
 
-def test_a_descriptor_to_store(notified: tuple[socket.socket, Notifier]) -> None:
-    """It goes with its name, stays the teller's too, and is not watched for a hang-up."""
+def test_descriptors_are_stored_by_name(notified: tuple[socket.socket, Notifier]) -> None:
+    """The sender keeps its copy, and the manager does not poll it for a hang-up."""
     sock, notifier = notified
     fd = os.memfd_create("memory", os.MFD_CLOEXEC)
     notifier.store("segment-0a", fd)
@@ -156,8 +156,8 @@ def test_a_descriptor_to_store(notified: tuple[socket.socket, Notifier]) -> None
         os.close(one)
 
 
-def test_a_manager_that_is_stuck(notified: tuple[socket.socket, Notifier], caplog: pytest.LogCaptureFixture) -> None:
-    """Its queue is full: what it is not told is logged after a moment, and the broker goes on."""
+def test_a_stuck_manager_does_not_block(notified: tuple[socket.socket, Notifier], caplog: pytest.LogCaptureFixture) -> None:
+    """Its queue is full: lost messages are logged after a moment, and the broker continues."""
     _, notifier = notified
     notifier._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, b"\0" * 8 + (10_000).to_bytes(8, sys.byteorder))
     for _ in range(5000):
@@ -167,7 +167,7 @@ def test_a_manager_that_is_stuck(notified: tuple[socket.socket, Notifier], caplo
     assert "cannot send STATUS=again to the service manager" in caplog.text
 
 
-def test_an_address_that_is_not_known() -> None:
+def test_unknown_addresses_are_refused() -> None:
     """``vsock:`` is for virtual machines."""
     with pytest.raises(ConfigurationError, match="vsock:2:1234"):
         Notifier("vsock:2:1234")

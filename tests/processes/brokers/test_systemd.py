@@ -106,15 +106,15 @@ def ids(client: Any) -> dict[str, str]:
     return {str(info["cache_key"]): info["object_id"] for info in client.list_objects()}
 
 
-def test_a_broker_that_is_told_to_end(app: BrokerApp, manager: ServiceManager) -> None:
-    """The end of its own process is waited for, not that of the manager, which listens."""
+def test_stopping_a_broker_waits_for_its_process(app: BrokerApp, manager: ServiceManager) -> None:
+    """Rather than for the manager, which listens."""
     broker = manager.start()
     app.connect().stop_server()
     assert broker.process.wait(20) == 0
 
 
-def test_a_broker_that_is_killed(app: BrokerApp, manager: ServiceManager, gate: Path) -> None:
-    """The next one hands the same memory out before any worker has loaded the app, under the same ids, and builds nothing."""
+def test_objects_survive_a_killed_broker(app: BrokerApp, manager: ServiceManager, gate: Path) -> None:
+    """The next one sends the same memory before any worker has loaded the app, under the same ids, without builds."""
     broker = manager.start()
     client = app.connect()
     model, before = client.call("model"), client.get_server_info()
@@ -154,8 +154,8 @@ def test_a_broker_that_is_killed(app: BrokerApp, manager: ServiceManager, gate: 
     assert [info["generation"] for info in other.list_objects() if info["cache_key"] == facts["cache_key"]] == [2]
 
 
-def test_killed_again_and_again(manager: ServiceManager, broker: Child, client: Client) -> None:
-    """What was recovered is kept as what was made; and nothing piles up, in the store or among descriptors."""
+def test_objects_survive_repeated_kills(manager: ServiceManager, broker: Child, client: Client) -> None:
+    """Recovered objects are stored like new ones, and neither the store nor the descriptors grow."""
     client.call("model")
     client.call("model", 9)
     counts = []
@@ -173,10 +173,10 @@ def _memfds(pid: int) -> int:
 
 
 @pytest.mark.asyncio
-async def test_handles_and_their_leases(
+async def test_handles_and_leases_survive_a_restart(
     app: BrokerApp, manager: ServiceManager, gate: Path, broker: Child, client: Client
 ) -> None:
-    """A client that meets the next broker takes its leases again: handles stay live, and go back as ever."""
+    """A client of the next broker takes its leases again: handles stay valid, and are released as usual."""
     async with AsyncClient(app.base_path, device="cpu", connect_timeout=20) as other:
         mine, again, theirs = client.call("held"), client.call("held"), await other.call("held", 5)
         await anyio.Path(gate).touch()
@@ -192,8 +192,8 @@ async def test_handles_and_their_leases(
         assert client.get_server_info()["leases"] == 0
 
 
-def test_a_handle_of_what_was_not_listed(manager: ServiceManager, broker: Child, client: Client) -> None:
-    """Only what the cache lists is stored: an object that handles alone kept went with the broker, and says so."""
+def test_handles_of_unlisted_objects_do_not_survive(manager: ServiceManager, broker: Child, client: Client) -> None:
+    """Only objects listed by the cache are stored: the error of a handle of any other one says that it was dropped."""
     handle = client.call("held")
     manager.expect(lambda: len(manager.objects()) == 1)
     client.invalidate_endpoint_cache("held")
@@ -206,8 +206,8 @@ def test_a_handle_of_what_was_not_listed(manager: ServiceManager, broker: Child,
     assert handle.value.sum() == 28
 
 
-def test_tasks_of_the_broker_that_was(manager: ServiceManager, broker: Child, client: Client) -> None:
-    """Tasks are not stored. Their ids never come again, though the server's does."""
+def test_task_ids_are_not_reused_after_a_restart(manager: ServiceManager, broker: Child, client: Client) -> None:
+    """Tasks are not stored, but the server's id is."""
     earlier = client.submit("model")
     client.wait_for_task(earlier)
     restart(broker, manager)
@@ -222,10 +222,10 @@ def test_tasks_of_the_broker_that_was(manager: ServiceManager, broker: Child, cl
     assert unknown.value.reason == "unknown"
 
 
-def test_clients_wait_in_the_queue(
+def test_clients_wait_in_the_sockets_queue(
     app: BrokerApp, manager: ServiceManager, threads: concurrent.futures.ThreadPoolExecutor
 ) -> None:
-    """Who connects while no broker runs is not turned away, and answered by the next one."""
+    """Clients that connect while no broker runs are answered by the next one."""
     broker = manager.start()
     app.connect().call("model")
     manager.expect(lambda: len(manager.objects()) == 1)
@@ -244,7 +244,7 @@ def _queued(path: str) -> int:
 
 
 def test_dropped_objects_leave_the_store(app: BrokerApp, manager: ServiceManager) -> None:
-    """By invalidation, by its ``idle_ttl``, and for the budget; what stays is there after a restart, and no more."""
+    """By invalidation, by ``idle_ttl``, and for the budget; exactly the others exist after a restart."""
     app.write("""
         @provider.share(idle_ttl=0.2)
         def brief():
@@ -270,8 +270,8 @@ def test_dropped_objects_leave_the_store(app: BrokerApp, manager: ServiceManager
     assert ids(client) == kept
 
 
-def test_revisions_across_restarts(app: BrokerApp, manager: ServiceManager, broker: Child, client: Client) -> None:
-    """Handles of before and after have one page over one memory: one writes at a time, and each sees what the other wrote."""
+def test_revisions_survive_restarts(app: BrokerApp, manager: ServiceManager, broker: Child, client: Client) -> None:
+    """Earlier and later handles have one page over one memory: writers take turns, and see each other's writes."""
     before = client.call("held")
     with client.update(before) as value:
         value.fill_(1.0)
@@ -295,8 +295,8 @@ def test_revisions_across_restarts(app: BrokerApp, manager: ServiceManager, brok
     manager.expect(lambda: not manager.names("page-"))
 
 
-def test_memory_that_objects_share(app: BrokerApp, manager: ServiceManager) -> None:
-    """A segment is stored once, and stays until the last object that lies in it is dropped."""
+def test_shared_segments_are_stored_once(app: BrokerApp, manager: ServiceManager) -> None:
+    """Until the last object that uses the segment is dropped."""
     app.write("""
         @provider.share
         def both():
@@ -316,8 +316,8 @@ def test_memory_that_objects_share(app: BrokerApp, manager: ServiceManager) -> N
     manager.expect(lambda: not manager.names("segment-"))
 
 
-def test_buffers(app: BrokerApp, manager: ServiceManager, gate: Path, broker: Child, client: Client) -> None:
-    """They are recovered with what is left of their terms, and leave the store when nobody can get them any more."""
+def test_buffers_survive_a_restart(app: BrokerApp, manager: ServiceManager, gate: Path, broker: Child, client: Client) -> None:
+    """With the rest of their terms; they leave the store once they are unavailable."""
     plain, counted = client.create_buffer(8, "uint8"), client.create_buffer((2, 2), "float32", max_accesses=3)
     brief = client.create_buffer(16, ttl=3600)
     gone = client.create_buffer(16)
@@ -343,8 +343,8 @@ def test_buffers(app: BrokerApp, manager: ServiceManager, gate: Path, broker: Ch
     manager.expect(lambda: len(manager.objects()) == len(manager.names("segment-")) == 1)
 
 
-def test_a_ttl_that_passes_while_no_broker_runs(app: BrokerApp, manager: ServiceManager, broker: Child, client: Client) -> None:
-    """It counts from the buffer's making: the next broker has it no more."""
+def test_a_ttl_continues_without_a_broker(app: BrokerApp, manager: ServiceManager, broker: Child, client: Client) -> None:
+    """It counts from the buffer's creation: the next broker lacks an expired one."""
     buffer = client.create_buffer(16, ttl=0.5)
     manager.expect(lambda: len(manager.objects()) == 1)
     sigstop(broker.pid)
@@ -358,8 +358,8 @@ def test_a_ttl_that_passes_while_no_broker_runs(app: BrokerApp, manager: Service
 
 
 @pytest.mark.parametrize("how", ["its value is cut off", "its segment is not there", "its page is not there", "no provider"])
-def test_an_object_that_cannot_be_recovered(manager: ServiceManager, how: str, broker: Child, client: Client) -> None:
-    """It is logged and leaves the store; the rest is as ever."""
+def test_an_unrecoverable_object_is_removed(manager: ServiceManager, how: str, broker: Child, client: Client) -> None:
+    """It is logged and leaves the store; the rest is unaffected."""
     with client.call("held") as handle, client.call("held", 1 << 19):
         assert handle.revision == 0  # now it has a page
     manager.expect(lambda: len(manager.objects()) == 2 and len(manager.names("page-")) == 1)
@@ -391,8 +391,8 @@ def _memfd(data: bytes) -> int:
     return fd
 
 
-def test_a_state_of_another_version(manager: ServiceManager, broker: Child, client: Client) -> None:
-    """It is logged, and leaves the store with all that it named, and with what another program stored."""
+def test_a_state_of_another_version_is_removed(manager: ServiceManager, broker: Child, client: Client) -> None:
+    """With a log line, together with everything it named, and descriptors of other programs."""
     client.call("model")
     manager.expect(lambda: len(manager.objects()) == 1)
     broker.kill()
@@ -405,11 +405,8 @@ def test_a_state_of_another_version(manager: ServiceManager, broker: Child, clie
     assert client.get_server_info()["builds"] == 1
 
 
-def test_a_store_that_is_full(app: BrokerApp, make_manager: Callable[..., ServiceManager]) -> None:
-    """The manager says nothing; where it told its capacity the broker does. What was stored whole is recovered.
-
-    The broker binds its socket itself here.
-    """
+def test_a_full_store_is_reported(app: BrokerApp, make_manager: Callable[..., ServiceManager]) -> None:
+    """If the manager has reported its capacity. Complete objects are recovered. The broker binds its socket itself here."""
     manager = make_manager(capacity=5, listen=False)
     manager.environ["FDSTORE"] = "5"
     broker = manager.start()
@@ -423,8 +420,8 @@ def test_a_store_that_is_full(app: BrokerApp, make_manager: Callable[..., Servic
     assert client.call("model", 3).weight[0, 0] == 3
 
 
-def test_when_it_is_ready(app: BrokerApp, manager: ServiceManager, gate: Path) -> None:
-    """The first time when the app is loaded; with something recovered as soon as that can be attached."""
+def test_readiness_is_reported_to_the_manager(app: BrokerApp, manager: ServiceManager, gate: Path) -> None:
+    """The first time when the app is loaded; with recovered objects as soon as these can be attached."""
     gate.touch()
     broker = manager.start(wait_for="")
     waiting = app.connect(connect_timeout=30)
@@ -446,8 +443,8 @@ def test_when_it_is_ready(app: BrokerApp, manager: ServiceManager, gate: Path) -
     manager.expect(lambda: manager.was_told("STATUS=1 objects can be attached; the app is loaded"))
 
 
-def test_an_app_that_cannot_be_loaded_any_more(manager: ServiceManager, gate: Path, broker: Child, client: Client) -> None:
-    """The next broker attaches what there is, and says why nothing is built; a reload mends it."""
+def test_a_broken_app_does_not_prevent_attaching(manager: ServiceManager, gate: Path, broker: Child, client: Client) -> None:
+    """The next broker serves existing objects, and reports why nothing is built; a reload repairs it."""
     client.call("model")
     manager.expect(lambda: len(manager.objects()) == 1)
     broken = Path(f"{gate}-broken")
@@ -462,8 +459,8 @@ def test_an_app_that_cannot_be_loaded_any_more(manager: ServiceManager, gate: Pa
     assert client.get_server_info()["builds"] == 1
 
 
-def test_code_that_changed_meanwhile(app: BrokerApp, manager: ServiceManager) -> None:
-    """As after a reload: results of an endpoint that changed are dropped, those of the others stay."""
+def test_code_changed_before_a_restart_is_detected(app: BrokerApp, manager: ServiceManager) -> None:
+    """As after a reload: results of changed endpoints are dropped, those of the others stay."""
     source = """
         model(2)  # from here on the broker hears of each endpoint by itself
 
@@ -489,8 +486,10 @@ def test_code_that_changed_meanwhile(app: BrokerApp, manager: ServiceManager) ->
 
 
 @pytest.mark.parametrize("how", ["by the manager", *deep("by a client")])
-def test_a_reload(app: BrokerApp, manager: ServiceManager, how: str, broker: Child, client: Client) -> None:
-    """The manager is told of its begin and its end, and the endpoints as they are now are those that a restart knows."""
+def test_a_reload_is_reported_to_the_manager(
+    app: BrokerApp, manager: ServiceManager, how: str, broker: Child, client: Client
+) -> None:
+    """Its beginning and its end; a restart recovers the new endpoints."""
     client.call("model")
     manager.expect(lambda: manager.was_told("READY=1") and len(manager.objects()) == 1)
     manager.told.clear()
@@ -514,8 +513,8 @@ def test_a_reload(app: BrokerApp, manager: ServiceManager, how: str, broker: Chi
     assert client.get_server_info()["builds"] == 0
 
 
-def test_a_reload_that_fails(app: BrokerApp, manager: ServiceManager, gate: Path) -> None:
-    """The manager is told that the service is ready all the same: the old code serves."""
+def test_a_failed_reload_is_reported_as_ready(app: BrokerApp, manager: ServiceManager, gate: Path) -> None:
+    """The old code continues to serve."""
     manager.start()
     client = app.connect(connect_timeout=20)
     manager.expect(lambda: manager.was_told("READY=1"))
@@ -527,8 +526,8 @@ def test_a_reload_that_fails(app: BrokerApp, manager: ServiceManager, gate: Path
     assert client.call("model").weight[0, 0] == 4
 
 
-def test_a_broker_that_is_stopped(manager: ServiceManager, gate: Path, broker: Child, client: Client) -> None:
-    """The manager is told, the socket stays its own, and what is stored stays for the next start."""
+def test_stopping_is_reported_to_the_manager(manager: ServiceManager, gate: Path, broker: Child, client: Client) -> None:
+    """The socket stays the manager's, and the stored state stays for the next start."""
     client.call("model")
     buffer = client.create_buffer(16)
     manager.expect(lambda: len(manager.objects()) == 2)
@@ -544,8 +543,8 @@ def test_a_broker_that_is_stopped(manager: ServiceManager, gate: Path, broker: C
     assert not buffer.is_stale()
 
 
-def test_a_socket_that_the_app_does_not_serve(app: BrokerApp, manager: ServiceManager) -> None:
-    """Its clients would wait for ever, so it is an error that names both."""
+def test_a_socket_without_a_provider_is_an_error(app: BrokerApp, manager: ServiceManager) -> None:
+    """Its clients would wait without end, so the error names both."""
     broker = manager.start("--base-path", f"{app.base_path}-other", wait_for="")
     code, stderr = broker.close()
     assert code == 1
@@ -563,10 +562,10 @@ OTHERS = {
     ("other", "listen"),
     [("another base path", False), *deep(("another base path", True), ("another device", False), ("another device", True))],
 )
-def test_a_socket_that_another_provider_takes_over(
+def test_another_provider_can_take_over_a_socket(
     app: BrokerApp, make_manager: Callable[..., ServiceManager], gate: Path, other: str, listen: bool
 ) -> None:
-    """It is served there, after what was kept for the earlier one is dropped."""
+    """It is served there, after the stored objects of the earlier one are dropped."""
     manager = make_manager(listen=listen)
     broker = manager.start("--socket", manager.path)
     client = app.connect(connect_timeout=20)
@@ -595,8 +594,8 @@ def new():
     manager.expect(lambda: kinds(manager) == ["state"])
 
 
-def test_a_provider_that_is_served_no_more(app: BrokerApp, manager: ServiceManager) -> None:
-    """The app has lost it: its results go, and with nothing left it does, too; a buffer keeps it there."""
+def test_removed_providers_are_not_recovered(app: BrokerApp, manager: ServiceManager) -> None:
+    """Results of a provider that the app lacks are dropped, and so is the provider unless it has a buffer."""
     second = """
         second = Provider(os.environ["SHARED_TENSOR_BASE_PATH"] + "-2", device="cpu")
 
@@ -628,8 +627,8 @@ def test_a_provider_that_is_served_no_more(app: BrokerApp, manager: ServiceManag
 
 
 @pytest.mark.deep
-def test_an_idle_ttl(app: BrokerApp, manager: ServiceManager) -> None:
-    """It is recovered, and begins anew: the time without a broker was no idle time."""
+def test_idle_ttls_restart(app: BrokerApp, manager: ServiceManager) -> None:
+    """The time without a broker does not count as idle."""
     app.write("""
         @provider.share(idle_ttl=2)
         def brief():
@@ -649,8 +648,8 @@ def test_an_idle_ttl(app: BrokerApp, manager: ServiceManager) -> None:
     manager.expect(lambda: not manager.objects() and not manager.names("segment-"))
 
 
-def test_workers_are_not_told(app: BrokerApp, manager: ServiceManager) -> None:
-    """What the manager says is for the broker: an app that looks for a service manager of its own finds none."""
+def test_workers_do_not_inherit_the_managers_variables(app: BrokerApp, manager: ServiceManager) -> None:
+    """An app that looks for its own service manager finds none."""
     app.write("""
         @provider.share
         def told():
@@ -675,8 +674,8 @@ def weights():
 
 
 @pytest.mark.gpu
-def test_gpu_memory(app: BrokerApp, make_manager: Callable[..., ServiceManager]) -> None:
-    """The manager needs no CUDA to hold it: with the broker, its worker and all clients gone, the next ones read every byte."""
+def test_gpu_memory_survives(app: BrokerApp, make_manager: Callable[..., ServiceManager]) -> None:
+    """The manager holds it without CUDA: after the end of broker, worker and all clients, every byte is intact."""
     app.file.write_text(GPU_APP)
     manager = make_manager(listen=False)
     broker = manager.start()
@@ -699,10 +698,8 @@ def test_gpu_memory(app: BrokerApp, make_manager: Callable[..., ServiceManager])
         assert client.get_server_info()["builds"] == 0
 
 
-def test_a_cold_object_survives_a_broker_that_is_killed(
-    app: BrokerApp, manager: ServiceManager, gate: Path, tmp_path: Path
-) -> None:
-    """It comes back cold, without a worker; the next call has the same object and the same bytes."""
+def test_a_cold_object_survives_a_killed_broker(app: BrokerApp, manager: ServiceManager, gate: Path, tmp_path: Path) -> None:
+    """It is cold, without a worker; the next call has the same object and the same bytes."""
     broker = manager.start("--spill-dir", str(tmp_path))
     client = app.connect()
     with client.call("held") as handle:

@@ -98,7 +98,7 @@ def app(tmp_path: Path, base_path: str, children: list[Child]) -> Iterator[Impat
     app.close()
 
 
-def test_the_next_workers_are_forks(app: ImpatientApp) -> None:
+def test_later_workers_are_forks(app: ImpatientApp) -> None:
     """After a reload and after a crash; the first ones are new processes, and tell what to import.
 
     Each fork has random numbers of its own, no descriptor of the broker's or of another worker, and its own end of the link.
@@ -140,7 +140,7 @@ def test_the_next_workers_are_forks(app: ImpatientApp) -> None:
 
 
 def test_the_exit_of_a_fork_is_reported(app: ImpatientApp) -> None:
-    """Its signal, and what it wrote last, as those of a new process."""
+    """Its signal, and its last output, like those of a new process."""
     client = app.serve()
     zygote_ready(client)
     pid = replaced(client)
@@ -149,8 +149,8 @@ def test_the_exit_of_a_fork_is_reported(app: ImpatientApp) -> None:
     assert "its last words" in crash.value.stderr
 
 
-def test_without(app: ImpatientApp) -> None:
-    """``--no-preload``: there is none, and every worker is a new process."""
+def test_no_preload_disables_the_zygote(app: ImpatientApp) -> None:
+    """With ``--no-preload`` every worker is a new process."""
     broker = app.start("--no-preload")
     client = app.connect()
     assert zygote_of(client) == {"state": "off", "why": "--no-preload"}
@@ -159,8 +159,8 @@ def test_without(app: ImpatientApp) -> None:
     assert not [pid for pid in children if b"shared_rpc.zygote" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-def test_a_watcher_that_is_killed(app: ImpatientApp) -> None:
-    """The kernel ends its worker, and another one takes the worker's place."""
+def test_a_killed_watcher_ends_its_worker(app: ImpatientApp) -> None:
+    """The kernel kills the worker, which is replaced."""
     client = app.serve()
     zygote_ready(client)
     pid = replaced(client)
@@ -173,8 +173,8 @@ def test_a_watcher_that_is_killed(app: ImpatientApp) -> None:
 # When something happens to the zygote.
 
 
-def test_a_zygote_that_is_killed(app: ImpatientApp) -> None:
-    """The workers stay, a worker that is needed now is a new process, and there is another zygote."""
+def test_a_killed_zygote_is_replaced(app: ImpatientApp) -> None:
+    """The workers stay, and a worker needed in between is a new process."""
     client = app.serve()
     zygote = zygote_ready(client)
     worker = replaced(client)
@@ -187,8 +187,8 @@ def test_a_zygote_that_is_killed(app: ImpatientApp) -> None:
     assert is_fork(replaced(client))
 
 
-def test_a_zygote_that_is_stopped(app: ImpatientApp) -> None:
-    """It is waited for for a moment; it ends, and attaching goes on meanwhile."""
+def test_a_stopped_zygote_is_replaced(app: ImpatientApp) -> None:
+    """After a short wait; attaching continues meanwhile."""
     broker = app.start()
     client = app.connect()
     client.call("model")
@@ -202,8 +202,8 @@ def test_a_zygote_that_is_stopped(app: ImpatientApp) -> None:
     eventually(lambda: not is_running(zygote), what="it has been ended")
 
 
-def test_a_broker_ends_soon_with_a_zygote_that_is_stopped(app: ImpatientApp) -> None:
-    """And while it waits for a fork."""
+def test_a_broker_ends_despite_a_stopped_zygote(app: ImpatientApp) -> None:
+    """Quickly, and even while it waits for a fork."""
     broker = app.start()
     client = app.connect()
     zygote = zygote_ready(client)
@@ -214,8 +214,8 @@ def test_a_broker_ends_soon_with_a_zygote_that_is_stopped(app: ImpatientApp) -> 
     eventually(lambda: not is_running(zygote))
 
 
-def test_a_broker_that_is_killed_leaves_nothing(app: ImpatientApp) -> None:
-    """Neither zygote nor forks, though nobody tells them."""
+def test_a_killed_broker_leaves_nothing(app: ImpatientApp) -> None:
+    """Neither zygote nor forks, although they are not notified."""
     broker = app.start("--workers", "2")
     client = app.connect()
     zygote = zygote_ready(client)
@@ -241,8 +241,8 @@ def start_with(app: ImpatientApp, site: Path, *options: str) -> Child:
     return app.start(*options, PYTHONPATH=f"{PYTHONPATH}{os.pathsep}{site}")
 
 
-def test_a_package_that_starts_a_thread(app: ImpatientApp, site: Path) -> None:
-    """It is left out, by name; what else the app imports is not."""
+def test_packages_that_start_threads_are_excluded(app: ImpatientApp, site: Path) -> None:
+    """By name; the app's other imports are not."""
     (site / "threaded.py").write_text(
         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
     )
@@ -256,8 +256,8 @@ def test_a_package_that_starts_a_thread(app: ImpatientApp, site: Path) -> None:
     assert client.call("model").weight[0, 0] == 4
 
 
-def test_a_package_that_changes_on_disk(app: ImpatientApp, site: Path) -> None:
-    """The next worker has what is there now, and then there is another zygote."""
+def test_packages_that_change_on_disk_are_reloaded(app: ImpatientApp, site: Path) -> None:
+    """The next worker has the new version, followed by a new zygote."""
     (site / "versioned.py").write_text("VERSION = 1\n")
     app.write(SAYS, "import versioned\n@provider.share(cache=False)\ndef version(): return told(versioned.VERSION)")
     start_with(app, site)
@@ -271,8 +271,8 @@ def test_a_package_that_changes_on_disk(app: ImpatientApp, site: Path) -> None:
     assert text(client, "version") == "22"
 
 
-def test_the_persons_own_modules_are_never_imported(app: ImpatientApp, tmp_path: Path) -> None:
-    """A fork reads them as they are now."""
+def test_the_users_own_modules_are_never_preloaded(app: ImpatientApp, tmp_path: Path) -> None:
+    """A fork reads their present version."""
     (tmp_path / "own.py").write_text("VALUE = 1\n")
     client = app.serve(SAYS, "import own\n@provider.share(cache=False)\ndef value(): return told(own.VALUE)")
     zygote = zygote_ready(client)
@@ -283,8 +283,8 @@ def test_the_persons_own_modules_are_never_imported(app: ImpatientApp, tmp_path:
     assert text(client, "value") == "22"
 
 
-def test_a_module_of_the_persons_that_hides_an_imported_one(app: ImpatientApp, tmp_path: Path) -> None:
-    """The file is new beside the app: a worker imports it, as a new process does."""
+def test_a_users_module_that_shadows_a_package_is_imported(app: ImpatientApp, tmp_path: Path) -> None:
+    """A new file next to the app: a worker imports it, like a new process."""
     client = app.serve(SAYS, "import tabnanny\n@provider.share(cache=False)\ndef place(): return told(tabnanny.__file__)")
     zygote_ready(client)
     assert not text(client, "place").startswith(str(tmp_path))
@@ -293,8 +293,8 @@ def test_a_module_of_the_persons_that_hides_an_imported_one(app: ImpatientApp, t
     assert text(client, "place") == str(tmp_path / "tabnanny.py")
 
 
-def test_imports_that_change(app: ImpatientApp, site: Path) -> None:
-    """The next zygote has what the app imports since a reload."""
+def test_changed_imports_replace_the_zygote(app: ImpatientApp, site: Path) -> None:
+    """The next zygote has the app's imports since a reload."""
     for name in ("one", "two"):
         (site / f"{name}.py").write_text(f"def function(): return {name!r}\n")
     is_there = "\n@provider.share(cache=False)\ndef loaded(): return told([name in sys.modules for name in ('one', 'two')])"
@@ -327,8 +327,8 @@ def reads(site: Path) -> None:
 
 
 @pytest.mark.usefixtures("reads")
-def test_an_app_that_sets_a_variable_has_new_processes(app: ImpatientApp, site: Path) -> None:
-    """Its imports read the variable; the server says which one it is. Forks have the variables that packages set."""
+def test_apps_that_set_variables_have_new_processes(app: ImpatientApp, site: Path) -> None:
+    """Imports may depend on the variable, which the server names. Forks have the variables set by packages."""
     app.write(SAYS, LEVEL)
     start_with(app, site)
     client = app.connect()
@@ -342,8 +342,8 @@ def test_an_app_that_sets_a_variable_has_new_processes(app: ImpatientApp, site: 
     assert "the app sets LEVEL while it is loaded" in zygote_of(client)["why"]
 
 
-def test_a_fork_that_cannot_load_the_app(app: ImpatientApp) -> None:
-    """Where a new process can, the app is served by one, and no fork is tried for ever."""
+def test_apps_that_fail_in_forks_have_new_processes(app: ImpatientApp) -> None:
+    """After a new process has loaded the app, no further forks are tried."""
     client = app.serve("""
         if "--forked" in sys.argv:
             os.kill(os.getpid(), 11)

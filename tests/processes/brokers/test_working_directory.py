@@ -54,8 +54,8 @@ def zygote_ready(app: BrokerApp) -> None:
 
 
 @pytest.mark.deep
-def test_a_broker_its_zygote_and_its_workers(broker_app: BrokerApp, hostile: Path, children: list[Child]) -> None:
-    """None of them imports from there: not the first worker, nor a fork, nor one that begins again for a variable's sake."""
+def test_brokers_zygotes_and_workers_do_not_import_from_it(broker_app: BrokerApp, hostile: Path, children: list[Child]) -> None:
+    """Neither the first worker, nor a fork, nor one that restarts for an environment variable."""
     broker_app.write("import colorsys")
     serve(hostile, children, str(broker_app.file))
     zygote_ready(broker_app)
@@ -69,27 +69,27 @@ def test_a_broker_its_zygote_and_its_workers(broker_app: BrokerApp, hostile: Pat
 
 
 @pytest.mark.deep
-def test_a_module_that_is_installed(base_path: str, hostile: Path, children: list[Child]) -> None:
-    """An app that is found elsewhere does not bring the working directory along."""
+def test_installed_apps_do_not_add_it(base_path: str, hostile: Path, children: list[Child]) -> None:
+    """An app found elsewhere does not bring the working directory along."""
     serve(hostile, children, "shared_rpc.extras.verification.app")
     assert imported(hostile) == ""
 
 
-def test_a_module_in_the_working_directory(base_path: str, tmp_path: Path, children: list[Child]) -> None:
+def test_apps_are_found_in_it_as_a_fallback(base_path: str, tmp_path: Path, children: list[Child]) -> None:
     """An app that is found nowhere else is looked for there."""
     (tmp_path / "here_alone.py").write_text("from shared_rpc import Provider\nprovider = Provider(device='cpu')\n")
     serve(tmp_path, children, "here_alone")
 
 
-def test_a_hook_beside_the_app(broker_app: BrokerApp, hostile: Path, children: list[Child]) -> None:
-    """It is found wherever the command was given."""
+def test_hooks_next_to_the_app_are_found(broker_app: BrokerApp, hostile: Path, children: list[Child]) -> None:
+    """In any working directory."""
     broker_app.file.with_name("my_hooks.py").write_text("import sys\ndef hook(event): print('event', file=sys.stderr)\n")
     serve(hostile, children, str(broker_app.file), "--hook", "my_hooks:hook").expect_error("event")
     assert imported(hostile) == ""
 
 
 @pytest.mark.deep
-def test_a_joiner(broker_app: BrokerApp, hostile: Path, tmp_path: Path, children: list[Child]) -> None:
+def test_joiners_do_not_import_from_it(broker_app: BrokerApp, hostile: Path, tmp_path: Path, children: list[Child]) -> None:
     """The program that joins a cluster begins without it."""
     serve(hostile, children, str(broker_app.file), "--cluster-program", command_of(tmp_path, PROGRAM))
     eventually(lambda: source_of(broker_app.connect())["session"] is not None, 40.0, "a source", every=0.05)
@@ -97,8 +97,8 @@ def test_a_joiner(broker_app: BrokerApp, hostile: Path, tmp_path: Path, children
 
 
 @pytest.mark.deep
-def test_a_server_that_a_script_starts(broker_app: BrokerApp, hostile: Path, children: list[Child]) -> None:
-    """The role spawn adds nothing to where the script looks for modules."""
+def test_servers_of_scripts_do_not_import_from_it(broker_app: BrokerApp, hostile: Path, children: list[Child]) -> None:
+    """The role spawn adds nothing to the script's module path."""
     script = broker_app.file
     script.write_text(f"{script.read_text()}\nif __name__ == '__main__':\n    print('model', model().weight.shape)\n")
     child = Child(str(script), cwd=hostile, environ={"SHARED_TENSOR_ROLE": "spawn"}, fresh=True)
@@ -110,7 +110,7 @@ def test_a_server_that_a_script_starts(broker_app: BrokerApp, hostile: Path, chi
     assert imported(hostile) == ""
 
 
-def test_a_zygote_of_scripts(base_path: str, hostile: Path, tmp_path: Path, children: list[Child]) -> None:
+def test_zygotes_of_scripts_do_not_import_from_it(base_path: str, hostile: Path, tmp_path: Path, children: list[Child]) -> None:
     """Nor does shared-rpc run."""
     script = tmp_path / "script.py"
     script.write_text("import msgspec, torch\nprint('ran', msgspec.__file__)\n")

@@ -52,8 +52,8 @@ def with_torch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
 # What a fork is.
 
 
-def test_its_command_line_is_seen_by_others(zygote: Zygote) -> None:
-    """Tools that list processes name it by what it does, and not by the zygote's."""
+def test_command_lines_of_forks_are_visible(zygote: Zygote) -> None:
+    """Tools that list processes show it instead of the zygote's."""
     zygote.write("wait", "from tell import say; say(1); import signal; signal.pause()")
     zygote.prepare()
     fork = zygote.fork("wait", "some", "word")
@@ -64,7 +64,7 @@ def test_its_command_line_is_seen_by_others(zygote: Zygote) -> None:
     assert fork.close() == (-signal.SIGTERM, "")
 
 
-def test_random_numbers_differ(with_torch: Zygote) -> None:
+def test_random_states_differ(with_torch: Zygote) -> None:
     """Those of the standard library, of numpy and of torch, names of temporary files, and the keys of multiprocessing."""
     with_torch.write(
         "draw",
@@ -83,7 +83,7 @@ def test_random_numbers_differ(with_torch: Zygote) -> None:
     assert [fork.close() for fork in forks] == [(0, "")] * 3
 
 
-def test_a_fork_computes_with_threads_of_its_own(with_torch: Zygote) -> None:
+def test_forks_compute_with_their_own_threads(with_torch: Zygote) -> None:
     """Python's, and those of native libraries."""
     with_torch.write(
         "compute",
@@ -104,7 +104,7 @@ def test_a_fork_computes_with_threads_of_its_own(with_torch: Zygote) -> None:
 
 
 def test_atexit_callbacks_of_imports_run_once_per_fork(zygote: Zygote, tmp_path: Path) -> None:
-    """Each fork does it once; the zygote, which is none of those that imported it, does not."""
+    """Each fork runs them once; the zygote does not."""
     zygote.write(
         "registers",
         f"""
@@ -123,7 +123,7 @@ def test_atexit_callbacks_of_imports_run_once_per_fork(zygote: Zygote, tmp_path:
 
 
 def test_descriptors_of_libraries_stay_open(make: Callable[..., Zygote], tmp_path: Path) -> None:
-    """libffi maps a file that it opened when ctypes was imported, by its number: no fork has another file in its place."""
+    """libffi maps a file that it opened when ctypes was imported, by number: no fork has another file there."""
     library = importlib.import_module("_ctypes").__file__
     early = tmp_path / "early"
     early.mkdir()
@@ -143,8 +143,8 @@ def test_descriptors_of_libraries_stay_open(make: Callable[..., Zygote], tmp_pat
 # What makes a process unfit to be forked.
 
 
-def test_an_import_that_raises_is_left_out(zygote: Zygote) -> None:
-    """By its name, with the reason; SystemExit is one too."""
+def test_failing_imports_are_left_out(zygote: Zygote) -> None:
+    """By name, with the reason, even for SystemExit."""
     zygote.write("raises", "raise LookupError('no such thing')")
     zygote.write("leaves", "raise SystemExit(3)")
     ready = zygote.prepare("raises", "leaves", "no_such_module", "colorsys")
@@ -171,8 +171,8 @@ def test_an_import_that_raises_is_left_out(zygote: Zygote) -> None:
     ],
     ids=["thread", "low-level thread", "socket", "file", "process", "CUDA"],
 )
-def test_an_import_that_spoils_the_process(zygote: Zygote, code: str, why: str) -> None:
-    """It is named, and nothing is forked."""
+def test_imports_that_prevent_forks_are_named(zygote: Zygote, code: str, why: str) -> None:
+    """And nothing is forked."""
     zygote.write("spoils", code)
     answer = zygote.ask("colorsys", "spoils")
     assert (answer["type"], answer["module"]) == ("Unfit", "spoils")
@@ -181,15 +181,15 @@ def test_an_import_that_spoils_the_process(zygote: Zygote, code: str, why: str) 
 
 
 @pytest.mark.gpu
-def test_an_import_that_initialises_cuda(zygote: Zygote) -> None:
+def test_imports_that_initialise_cuda_are_detected(zygote: Zygote) -> None:
     """By torch, or by the driver's library alone."""
     zygote.write("spoils", "import torch; torch.zeros(1, device='cuda')")
     answer = zygote.ask("spoils")
     assert (answer["type"], answer["module"], "CUDA" in answer["why"]) == ("Unfit", "spoils", True)
 
 
-def test_whether_cuda_has_been_initialised(tmp_path: Path) -> None:
-    """Its library is asked, which answers without being initialised by that; where nobody has loaded it, it has not."""
+def test_cuda_initialisation_is_detected(tmp_path: Path) -> None:
+    """Its library is queried, without initialising it; if it is not loaded, CUDA is not initialised."""
     source, library = tmp_path / "cuda.c", tmp_path / "libcuda.so.1"
     source.write_text(
         "static int begun; int cuInit(unsigned flags) { begun = 1; return 0; }"
@@ -212,8 +212,8 @@ def test_whether_cuda_has_been_initialised(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_an_import_that_asks_whether_there_is_a_gpu(zygote: Zygote) -> None:
-    """It leaves a process that can be forked; each fork has the devices that it is allowed to see."""
+def test_imports_that_check_for_a_gpu_are_harmless(zygote: Zygote) -> None:
+    """The process can be forked; each fork sees its own devices."""
     zygote.write("asks", "import torch; available = torch.cuda.is_available()")
     zygote.write(
         "uses",
@@ -232,8 +232,8 @@ def test_an_import_that_asks_whether_there_is_a_gpu(zygote: Zygote) -> None:
     assert [fork.close() for fork in forks] == [(0, "")] * 2
 
 
-def test_an_import_that_computes(make: Callable[..., Zygote]) -> None:
-    """OpenMP would wait in a fork for threads that are not there: that is found out before anybody needs one."""
+def test_imports_that_compute_are_detected(make: Callable[..., Zygote]) -> None:
+    """OpenMP would wait in a fork for missing threads: the check detects that in time."""
     zygote = make(environ={"OMP_NUM_THREADS": "2"})
     zygote.write(
         "computes",
@@ -251,7 +251,7 @@ def test_an_import_that_computes(make: Callable[..., Zygote]) -> None:
     assert "a fork of it cannot compute" in answer["why"]
 
 
-def test_a_module_that_has_the_name_of_the_persons(zygote: Zygote) -> None:
+def test_modules_that_shadow_the_users_are_refused(zygote: Zygote) -> None:
     """The app would get the wrong one."""
     answer = zygote.ask("colorsys", own=["colorsys"])
     assert answer["type"] == "Unfit"
@@ -261,8 +261,8 @@ def test_a_module_that_has_the_name_of_the_persons(zygote: Zygote) -> None:
 # Whether what it has imported is still right.
 
 
-def test_forks_have_the_variables_that_an_import_sets(make: Callable[..., Zygote]) -> None:
-    """But not where the requested process has another value of its own."""
+def test_forks_have_the_variables_set_by_imports(make: Callable[..., Zygote]) -> None:
+    """Unless the requested process has its own value."""
     zygote = make(environ={"KEPT": "as it was"})
     zygote.write("looks", "import os; os.environ['MADE'] = 'by an import'")
     zygote.write(
@@ -285,8 +285,8 @@ def test_forks_have_the_variables_that_an_import_sets(make: Callable[..., Zygote
 
 @pytest.mark.parametrize("error", ["OSError(12, 'Cannot allocate memory')", *deep("MemoryError()")])
 @pytest.mark.parametrize("which", [2, 3], ids=["the first of the two", "the second"])
-def test_no_memory_for_a_fork(zygote: Zygote, error: str, which: int) -> None:
-    """The request is refused, and the zygote is there for the next one."""
+def test_failed_forks_are_refused(zygote: Zygote, error: str, which: int) -> None:
+    """The zygote serves the next request."""
     zygote.write(
         "limits",
         f"""
@@ -311,8 +311,8 @@ def test_no_memory_for_a_fork(zygote: Zygote, error: str, which: int) -> None:
         assert zygote.fork("says").told() == 1
 
 
-def test_nothing_is_left_of_forks(zygote: Zygote) -> None:
-    """Neither processes nor descriptors of theirs stay with the zygote."""
+def test_forks_leave_nothing_in_the_zygote(zygote: Zygote) -> None:
+    """Neither processes nor descriptors."""
     zygote.write("says", "from tell import say; say(1)")
     zygote.prepare()
     before = len(os.listdir(f"/proc/{zygote.process.pid}/fd"))
