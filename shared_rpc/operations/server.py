@@ -166,6 +166,12 @@ class ChannelOperations:
             try:
                 return (yield from open_once(ctx, name))
             except BufferNotFound as error:
-                if error.reason != "unknown" or time.monotonic() >= until:
+                if error.reason != "unknown":
                     raise
+                if time.monotonic() >= until:
+                    raise BufferNotFound(
+                        f"there is no channel {name[:200]!r} at {ctx.socket_path}: none was created, all sides have closed it, "
+                        f"or the server has restarted (open channels go on, but their names are gone): create it",
+                        reason="unknown",
+                    ) from None
             yield Work(lambda: time.sleep(0.02))

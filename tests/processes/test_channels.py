@@ -356,7 +356,7 @@ def test_names(client: Client) -> None:
         with pytest.raises(ConfigurationError, match="'c' already"):
             client.create_channel("c", 100)
         assert len(client.list_objects()) == 2
-    with pytest.raises(BufferNotFound, match="'c' is not available"):
+    with pytest.raises(BufferNotFound, match="there is no channel 'c' at"):
         client.open_channel("c")
     made: list[TensorChannel] = []
     timer = threading.Timer(0.1, lambda: made.append(client.create_channel("c", 100)))

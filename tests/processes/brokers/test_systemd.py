@@ -22,7 +22,7 @@ from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import tiers as t
 from tests.kit.brokers import APP, BrokerApp
 from tests.kit.deep import deep
-from tests.kit.processes import Child, eventually, links_of, sigstop
+from tests.kit.processes import Child, eventually, links_of, python, sigstop
 from tests.kit.raw import Raw
 from tests.kit.service_manager import ServiceManager
 
@@ -34,6 +34,15 @@ while os.path.exists({gate!r}):
     time.sleep(0.005)
 if os.path.exists({gate!r} + "-broken"):
     raise LookupError("no such checkpoint")
+"""
+
+#: A process that has a channel open, and prints what messages say.
+READER = """
+    from shared_rpc import Client
+
+    with Client(device="cpu") as client, client.open_channel("c") as channel:
+        for message in channel:
+            print("received", message.meta, flush=True)
 """
 
 
@@ -341,6 +350,34 @@ def test_buffers_survive_a_restart(app: BrokerApp, manager: ServiceManager, gate
         other.get_buffer(gone.object_id)
     other.free_buffer(plain)
     manager.expect(lambda: len(manager.objects()) == len(manager.names("segment-")) == 1)
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_an_open_channel_survives_a_restart_without_its_name(
+    app: BrokerApp, request: pytest.FixtureRequest, children: list[Child], stored: bool
+) -> None:
+    """With and without a service manager: its processes use it, no other one opens it, and a new channel may have the name."""
+    manager: ServiceManager | None = request.getfixturevalue("manager") if stored else None
+    broker = manager.start() if manager is not None else app.start()
+    channel = app.connect().create_channel("c", 4096)
+    reader = python(READER)
+    children.append(reader)
+    channel.send({}, "before")
+    reader.expect("received before")
+    if manager is not None:
+        restart(broker, manager, 2)
+    else:
+        broker.kill()
+        app.start()
+    channel.send({}, "after")
+    reader.expect("received after")
+    with pytest.raises(errors.BufferNotFound, match=r"restarted .*: create it"):
+        app.connect().open_channel("c")
+    with app.connect().create_channel("c", 4096):
+        channel.send({}, "beside another")
+        reader.expect("received beside another")
+    channel.close()
+    assert reader.close()[0] == 0
 
 
 def test_a_ttl_continues_without_a_broker(app: BrokerApp, manager: ServiceManager, broker: Child, client: Client) -> None:
