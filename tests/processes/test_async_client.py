@@ -74,8 +74,8 @@ async def until(condition: Callable[[], bool]) -> None:
     await anyio.to_thread.run_sync(eventually, condition)
 
 
-async def test_a_handle_as_an_async_context(client: AsyncClient, server: Server) -> None:
-    """Its lease goes back at the end of the block, whatever it was left by."""
+async def test_handles_are_async_context_managers(client: AsyncClient, server: Server) -> None:
+    """The lease is released at the end of the block, however it ends."""
     async with await client.call("load", 3) as handle:
         assert isinstance(handle, AsyncHandle)
         assert handle.value.tolist() == [1, 1, 1]
@@ -92,15 +92,15 @@ async def test_a_handle_as_an_async_context(client: AsyncClient, server: Server)
 
 
 async def test_a_blocking_client_s_handle_as_an_async_context(server: Server) -> None:
-    """An ``async def`` endpoint in the client role gives such handles."""
+    """An ``async def`` endpoint in the client role returns such handles."""
     with Client(socket_path=server.socket_path) as client:
         async with await anyio.to_thread.run_sync(client.call, "load", 3) as handle:
             assert handle.value.tolist() == [1, 1, 1]
         assert server.info()["leases"] == 0
 
 
-async def test_a_handle_that_is_garbage(client: AsyncClient, server: Server) -> None:
-    """Its lease goes back too, away from the loop."""
+async def test_collected_handles_are_released(client: AsyncClient, server: Server) -> None:
+    """Outside of the loop."""
     handle = await client.call("load", 3)
     del handle
     gc.collect()
@@ -108,8 +108,8 @@ async def test_a_handle_that_is_garbage(client: AsyncClient, server: Server) -> 
     assert await client.ping() < 5
 
 
-async def test_calls_at_once_over_one_connection(client: AsyncClient, server: Server, go: threading.Event) -> None:
-    """None waits for another; a ping goes past those that do."""
+async def test_calls_are_concurrent_over_one_connection(client: AsyncClient, server: Server, go: threading.Event) -> None:
+    """None waits for another; a ping overtakes pending ones."""
     results: dict[int, float] = {}
 
     async def one(value: int) -> None:
@@ -125,8 +125,8 @@ async def test_calls_at_once_over_one_connection(client: AsyncClient, server: Se
     assert results == {value: value for value in range(5)}
 
 
-async def test_arguments_and_errors(client: AsyncClient) -> None:
-    """Tensors go as arguments; an endpoint's exception arrives with its own type, and the library's as such."""
+async def test_arguments_and_errors_arrive(client: AsyncClient) -> None:
+    """Tensors as arguments; an endpoint's exception with its own type, and the library's as such."""
     assert (await client.call("add", torch.ones(3), y=2)).tolist() == [3, 3, 3]
     with pytest.raises(KeyError, match="missing"):
         await client.call("fail")
@@ -137,8 +137,8 @@ async def test_arguments_and_errors(client: AsyncClient) -> None:
     assert await client.ping() < 5
 
 
-async def test_cancelling_the_one_who_reads(client: AsyncClient, server: Server, go: threading.Event) -> None:
-    """Another one who waits reads in its place."""
+async def test_cancelling_the_reader_passes_the_reading_on(client: AsyncClient, server: Server, go: threading.Event) -> None:
+    """Another waiting coroutine reads in its place."""
     results = []
 
     async def wait() -> None:
@@ -156,10 +156,10 @@ async def test_cancelling_the_one_who_reads(client: AsyncClient, server: Server,
     assert results == [7]
 
 
-async def test_cancelling_at_the_moment_of_the_reply(
+async def test_cancelling_at_the_reply_releases_the_lease(
     client: AsyncClient, server: Server, go: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A lease that came too late for its caller goes back, and so do its descriptors."""
+    """And closes its descriptors."""
     go.set()
     await (await client.call("hold_managed")).release()  # the server has a segment for small results now
     await until(lambda: server.info()["objects"] == 0)
@@ -184,8 +184,8 @@ async def test_cancelling_at_the_moment_of_the_reply(
     await until(lambda: open_fds() <= before)
 
 
-async def test_the_loop_goes_on_while_a_value_is_rebuilt(client: AsyncClient) -> None:
-    """A large module is rebuilt in a thread; one that lives in this process already is at hand."""
+async def test_rebuilding_does_not_block_the_loop(client: AsyncClient) -> None:
+    """A large module is rebuilt in a thread; an existing one is returned at once."""
     ticks = 0
 
     async def tick() -> None:
@@ -203,7 +203,7 @@ async def test_the_loop_goes_on_while_a_value_is_rebuilt(client: AsyncClient) ->
     assert await client.call("deep", 1500) is model
 
 
-async def test_tasks(client: AsyncClient, go: threading.Event) -> None:
+async def test_tasks_work_in_coroutines(client: AsyncClient, go: threading.Event) -> None:
     """Submitted, watched by a callback that may be a coroutine function, and fetched."""
     task_id = await client.execute("build", 3, wait=False)
     seen: list[Any] = []
@@ -228,8 +228,8 @@ async def test_tasks(client: AsyncClient, go: threading.Event) -> None:
     assert (await client.execute("build", 3)).value.tolist() == [1, 1, 1]
 
 
-async def test_a_callback_that_raises(client: AsyncClient, server: Server, go: threading.Event) -> None:
-    """It ends the wait, and neither the task nor the connection."""
+async def test_a_failing_callback_ends_the_wait(client: AsyncClient, server: Server, go: threading.Event) -> None:
+    """Neither the task nor the connection."""
     task_id = await client.submit("build", 2)
 
     def stop(info: TaskInfo) -> None:
@@ -243,8 +243,8 @@ async def test_a_callback_that_raises(client: AsyncClient, server: Server, go: t
     assert server.info()["connections"] == 1
 
 
-async def test_a_callback_that_takes_its_time(client: AsyncClient, server: Server, go: threading.Event) -> None:
-    """It is not the one who is to read then: the others get their answers meanwhile."""
+async def test_a_slow_callback_does_not_block_others(client: AsyncClient, server: Server, go: threading.Event) -> None:
+    """Its coroutine is not the reader then: the others get their answers meanwhile."""
     task_id = await client.submit("build", 2)
     in_callback, others_done = anyio.Event(), anyio.Event()
 
@@ -266,8 +266,8 @@ async def test_a_callback_that_takes_its_time(client: AsyncClient, server: Serve
         others_done.set()
 
 
-async def test_a_server_that_is_restarted(provider: Provider, server: Server, client: AsyncClient) -> None:
-    """Who waits is told; the next request finds the new server, and an old handle is stale."""
+async def test_a_restarted_server_is_found(provider: Provider, server: Server, client: AsyncClient) -> None:
+    """Waiters get an error; the next request finds the new server, and an old handle is stale."""
     handle = await client.call("load", 2)
     async with anyio.create_task_group() as group:
 
@@ -290,8 +290,8 @@ async def test_a_server_that_is_restarted(provider: Provider, server: Server, cl
         assert again.generation == 1
 
 
-async def test_closing_a_client_that_waits(server: Server) -> None:
-    """Who waits is told, every later operation fails, and the leases are back."""
+async def test_closing_a_client_ends_its_waits(server: Server) -> None:
+    """Waiters get an error, every later operation fails, and the leases are released."""
     client = AsyncClient(socket_path=server.socket_path)
     handle = await client.call("load", 2)
     async with anyio.create_task_group() as group:

@@ -42,13 +42,13 @@ def surface(kind: type) -> dict[str, str]:
 
 
 def test_both_handles_have_one_surface() -> None:
-    """Every public name, parameter, default and annotation; what a coroutine returns is what the function returns."""
+    """Every public name, parameter, default and annotation; a coroutine returns the same as the function."""
     assert surface(AsyncHandle) == surface(Handle)
 
 
 @pytest.mark.anyio
-async def test_an_arena_whose_first_reply_is_taken_later() -> None:
-    """Replies are taken in whatever order their coroutines go on; descriptors came with the one that was sent first."""
+async def test_arenas_arrive_before_later_replies_are_taken() -> None:
+    """Coroutines take replies in any order; descriptors arrived with the reply sent first."""
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     channel, server, transfer = (

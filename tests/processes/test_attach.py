@@ -65,8 +65,8 @@ def process() -> Iterator[Callable[[], Interpreter]]:
 # One memory.
 
 
-def test_objects_that_share_memory_share_it_there(device: str, provider: Provider, serve: Serve, elsewhere: Elsewhere) -> None:
-    """A submodule that one endpoint returns and the whole that another does are mapped once."""
+def test_objects_that_share_memory_are_mapped_once(device: str, provider: Provider, serve: Serve, elsewhere: Elsewhere) -> None:
+    """A submodule from one endpoint and the whole module from another."""
     model = nn.Sequential(nn.Linear(2, 2, device=device), nn.Linear(2, 2, device=device))
     provider.share("whole")(lambda: model)
     provider.share("part")(lambda: model[1])
@@ -82,10 +82,10 @@ def test_objects_that_share_memory_share_it_there(device: str, provider: Provide
     assert answer == [True, 1]
 
 
-def test_more_segments_than_a_message_carries(
+def test_more_segments_than_a_message_carries_arrive(
     device: str, get: Serve, elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An object in 260 segments arrives whole; a message carries 253 descriptors at most."""
+    """An object in 260 segments; a message carries 253 descriptors at most."""
     monkeypatch.setattr(placement, "pack", partial(pack, limit=1))
     get([torch.full((2,), number, device=device) for number in range(260)])
     answer = elsewhere('answer = [tensor.unique().tolist() for tensor in client.call("get")]')
@@ -98,7 +98,7 @@ def test_more_segments_than_a_message_carries(
 @pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
 @pytest.mark.parametrize("normed", [False, *deep(True)], ids=["plain", "weight_norm"])
 def test_recurrent_layers_stay_in_shared_memory(device: str, get: Serve, elsewhere: Elsewhere, normed: bool) -> None:
-    """What torch does to have their weights in one piece on a GPU takes them out of it on neither side."""
+    """On a GPU torch would move their weights into one block, on either side."""
     model = nn.LSTM(4, 4, device=device)
     if normed:
         nn.utils.parametrizations.weight_norm(model, "weight_hh_l0")
@@ -153,8 +153,10 @@ SCRIPT = """
     """
 
 
-def test_classes_of_a_script_travel_as_code(base_path: str, device: str, elsewhere: Elsewhere, children: list[Child]) -> None:
-    """A class, functions and lambdas of the server's ``__main__`` work in a process that has none of them."""
+def test_classes_of_a_script_are_pickled_as_code(
+    base_path: str, device: str, elsewhere: Elsewhere, children: list[Child]
+) -> None:
+    """A class, functions and lambdas of the server's ``__main__`` work in a process without them."""
     server = python(SCRIPT.format(device=device))
     children.append(server)
     server.expect("serving")
@@ -177,8 +179,8 @@ def private_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     del sys.modules["only_in_the_server"]
 
 
-def test_a_module_registered_to_travel_as_code(device: str, get: Serve, private_module: Any, elsewhere: Elsewhere) -> None:
-    """What ``pickle_by_value`` was told of needs no module on the other side."""
+def test_modules_registered_by_value_are_not_needed(device: str, get: Serve, private_module: Any, elsewhere: Elsewhere) -> None:
+    """Those given to ``pickle_by_value`` need not exist in the client."""
     pickle_by_value(private_module)
     try:
         get(private_module.Net(2, 2, device=device))
@@ -190,10 +192,10 @@ def test_a_module_registered_to_travel_as_code(device: str, get: Serve, private_
 # Reading only, and dying.
 
 
-def test_writing_to_read_only_memory_ends_the_writer_alone(
+def test_writing_to_read_only_memory_ends_only_the_writer(
     device: str, get: Serve, elsewhere: Elsewhere, children: list[Child]
 ) -> None:
-    """A client that writes to what is shared for reading dies of it; server and other clients see nothing of that."""
+    """Server and other clients are unaffected."""
     value = torch.tensor([1.0, 2.0], device=device)
     get(value, access="read")
     elsewhere('kept["value"] = client.call("get")')
@@ -221,7 +223,7 @@ def test_writing_to_read_only_memory_ends_the_writer_alone(
 def test_killed_clients_leave_nothing(
     base_path: str, device: str, get: Serve, provider: Provider, process: Callable[[], Interpreter]
 ) -> None:
-    """Clients that are killed while attached leave the server with no lease and the device with no byte more in use."""
+    """Clients killed while attached leave no lease in the server and no memory in use on the device."""
     count = (256 << 20 if device == "cuda" else 1 << 20) // 4
     server = get(nn.ParameterList([torch.ones(count, device=device)]), managed=True)
     with provider.call("get"):
@@ -268,8 +270,8 @@ def settle(device: str) -> None:
 
 
 @pytest.mark.gpu
-def test_a_cuda_graph_over_shared_memory(base_path: str, process: Callable[[], Interpreter]) -> None:
-    """A graph that a client captured over mapped weights computes with what the server writes into them later."""
+def test_cuda_graphs_over_shared_memory_see_writes(base_path: str, process: Callable[[], Interpreter]) -> None:
+    """A graph captured by a client over mapped weights computes with the server's later writes."""
     provider = Provider(base_path, device="cuda")
     weight = torch.ones(4, device="cuda")
     provider.share("get")(lambda: weight)

@@ -87,16 +87,16 @@ def served(broker_app: BrokerApp) -> Iterator[Served]:
     ],
     ids=["half frames", "descriptors of half frames", "unread answers", "one unread answer", "long lists", "waiters"],
 )
-def test_a_client_beside_an_attacker(served: Served, attack: Attack) -> None:
-    """It is answered while the attack goes on, in bounded time and memory; and the broker lives."""
+def test_clients_are_served_during_an_attack(served: Served, attack: Attack) -> None:
+    """In bounded time and memory; and the broker survives."""
     with Bystander(served.client) as bystander, attack(served.path):
         served.client.ping()
         served.check(bystander)
     served.check(bystander)
 
 
-def test_a_zygote_that_is_killed_beside_an_attacker(served: Served) -> None:
-    """With all the descriptors gone that a client may take, the broker still starts processes."""
+def test_a_zygote_killed_during_an_attack_is_replaced(served: Served) -> None:
+    """With all descriptors of clients in use, the broker still starts processes."""
     with Bystander(served.client) as bystander, attacker.descriptors_of_half_frames(served.path):
         worker = worker_pids(served.client)[0]
         zygote = served.client.get_server_info()["zygote"].get("pid", 0)
@@ -106,8 +106,8 @@ def test_a_zygote_that_is_killed_beside_an_attacker(served: Served) -> None:
         served.check(bystander)
 
 
-def test_the_connection_that_takes_the_descriptors_is_told(served: Served) -> None:
-    """Its log line says which process it was."""
+def test_the_connection_that_exhausts_descriptors_is_logged(served: Served) -> None:
+    """With its process."""
     with attacker.descriptors_of_half_frames(served.path):
         line = served.broker.expect_error("closed the connection of pid")
     assert f"pid {os.getpid()}: it holds " in line

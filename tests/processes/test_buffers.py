@@ -148,8 +148,8 @@ def ask(peer: Child, order: str, answer: str) -> str:
 # One memory.
 
 
-def test_two_processes_share_a_cache(client: Client, peer: Child, device: str) -> None:
-    """Both read and write it; neither copies, and the process that made it is not needed for that."""
+def test_two_processes_share_a_buffer(client: Client, peer: Child, device: str) -> None:
+    """Both read and write it without a copy, even after the end of its creator."""
     order = "kv = client.create_buffer((2, 4, 16, 8), 'bfloat16', zero=True); print('made', kv.object_id)"
     with client.get_buffer(ask(peer, order, "made")) as buffer:
         cache = buffer.value
@@ -176,7 +176,7 @@ def test_two_processes_share_a_cache(client: Client, peer: Child, device: str) -
         ((2, 0, 3), "int64", (2, 0, 3), torch.int64),
     ],
 )
-def test_a_buffer_is_what_was_asked_for(
+def test_buffers_have_the_requested_form(
     client: Client, device: str, asked: Any, dtype: Any, shape: tuple[int, ...], expected: torch.dtype
 ) -> None:
     """A contiguous tensor of zeros on the server's device."""
@@ -192,8 +192,8 @@ def test_a_buffer_is_what_was_asked_for(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
-def test_memory_of_the_host_beside_a_gpu(client: Client, peer: Child, device: str) -> None:
-    """Raw memory has no endpoint, so a GPU's server makes it wherever it can; the GPU may be named in any way."""
+def test_gpu_servers_create_host_buffers(client: Client, peer: Child, device: str) -> None:
+    """Raw memory has no endpoint, so a GPU's server allocates it on any device; the GPU may be named in any way."""
     made = ask(peer, "b = client.create_buffer(8, 'float32', 'cpu'); b.value.fill_(4); print('made', b.object_id)", "made")
     with client.get_buffer(made) as buffer:
         assert buffer.value.tolist() == [4.0, 4.0]
@@ -208,15 +208,15 @@ def test_memory_of_the_host_beside_a_gpu(client: Client, peer: Child, device: st
 # Who may get it, and for how long.
 
 
-def test_a_ttl_that_nobody_waits_for(client: Client, device: str) -> None:
-    """The server notices by itself, and gives the memory back."""
+def test_expired_buffers_are_freed(client: Client, device: str) -> None:
+    """By the server itself."""
     client.create_buffer(100, ttl=0.1).release()
     eventually(lambda: client.get_server_info()["objects"] == 0)
     assert used(client, device) == 0
 
 
-def test_a_freed_buffer(client: Client, peer: Child, device: str) -> None:
-    """It is not to be had at once; the memory goes with the last who holds it."""
+def test_freed_buffers_are_unavailable(client: Client, peer: Child, device: str) -> None:
+    """At once; the memory is freed with the last handle."""
     buffer = client.create_buffer((2,), "int32", zero=True)
     ask(peer, f"b = client.get_buffer({buffer.object_id!r}); print('got it')", "got it")
     assert (client.free_buffer(buffer), client.free_buffer(buffer.object_id)) == (True, False)
@@ -230,7 +230,7 @@ def test_a_freed_buffer(client: Client, peer: Child, device: str) -> None:
 
 @pytest.mark.parametrize("how", ["SIGKILL", "close", "release"])
 def test_a_buffer_ends_with_its_last_holder(client: Client, peer: Child, device: str, how: str) -> None:
-    """However that ends: its memory goes, and who asks is told why. One that others hold goes with the last of them."""
+    """However that ends: its memory is freed, and the error gives the reason. A buffer with other holders stays."""
     order = "b, c = [client.create_buffer((4,), 'float32') for _ in range(2)]; print('made', b.object_id, c.object_id)"
     made, other = ask(peer, order, "made").split()
     with client.get_buffer(other) as buffer:
@@ -247,8 +247,8 @@ def test_a_buffer_ends_with_its_last_holder(client: Client, peer: Child, device:
 
 
 @pytest.mark.parametrize("option", ["keep=True", "ttl=600"])
-def test_a_buffer_outlives_its_maker(client: Client, peer: Child, option: str) -> None:
-    """Where that is asked for: SIGKILL gives the lease back and leaves the memory, until somebody frees it."""
+def test_kept_buffers_outlive_their_creator(client: Client, peer: Child, option: str) -> None:
+    """SIGKILL releases the lease and leaves the memory, until the buffer is freed."""
     made = ask(peer, f"b = client.create_buffer((4,), 'float32', {option}); print('made', b.object_id)", "made")
     ask(peer, "b.value.fill_(6); print('sum', b.value.sum().item())", "sum")
     peer.kill()
@@ -262,8 +262,8 @@ def test_a_buffer_outlives_its_maker(client: Client, peer: Child, option: str) -
 # How much.
 
 
-def test_a_quota_in_bytes(limited: Connect, device: str) -> None:
-    """Results and buffers together; the refusal names the device, the sizes, and the process that holds the most."""
+def test_quotas_limit_results_and_buffers(limited: Connect, device: str) -> None:
+    """The error names the device, the sizes, and the process that holds the most."""
     step = size(device)
     client = limited(4 * step)
     with client.call("weights", step), client.create_buffer(2 * step) as buffer:
@@ -290,16 +290,16 @@ def test_a_quota_in_bytes(limited: Connect, device: str) -> None:
     ],
     ids=str,
 )
-def test_quotas_that_cannot_be(shared: Provider, quotas: Any, text: str) -> None:
-    """The server does not start, and says which."""
+def test_impossible_quotas_are_refused(shared: Provider, quotas: Any, text: str) -> None:
+    """The server does not start, and names the quota."""
     with pytest.raises(ConfigurationError, match=text):
         Server(shared, quotas=quotas).start()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
-def test_a_gpu_that_is_full(client: Client, device: str) -> None:
-    """The driver's refusal is the asker's, and what was set aside is given back."""
+def test_a_full_gpu_is_reported(client: Client, device: str) -> None:
+    """The requester gets the driver's error, and the reservation is released."""
     facts = facts_of(device_id(device))
     almost_all = facts.total // facts.granularity * facts.granularity  # some of it is taken by this process's context
     with pytest.raises(CapabilityError, match="cannot allocate"):
@@ -310,8 +310,8 @@ def test_a_gpu_that_is_full(client: Client, device: str) -> None:
 
 
 @on_the_host
-def test_a_server_out_of_descriptors(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the system refuses is told to the asker alone."""
+def test_a_server_without_descriptors_reports_that(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only to the requester."""
 
     def refuse(*_: object) -> Segment:
         raise OSError(24, "Too many open files")
@@ -324,8 +324,8 @@ def test_a_server_out_of_descriptors(client: Client, monkeypatch: pytest.MonkeyP
     client.create_buffer(10).release()
 
 
-def test_the_devices(client: Client, device: str) -> None:
-    """What each is, what it has, and how much of it this server uses."""
+def test_devices_are_listed(client: Client, device: str) -> None:
+    """Kind, memory, and the server's use of it."""
     chosen = device_id(device)
     devices = {entry["id"]: entry for entry in client.list_devices()}
     assert set(devices) >= {chosen, "cpu"} and (device == "cuda" or set(devices) == {"cpu"})
@@ -359,8 +359,8 @@ def test_the_devices(client: Client, device: str) -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_asked_for(client: Client, arguments: tuple[Any, ...], options: dict[str, Any], text: str) -> None:
-    """The error names it, and nothing was made."""
+def test_invalid_requests_are_refused(client: Client, arguments: tuple[Any, ...], options: dict[str, Any], text: str) -> None:
+    """The error names the problem, and nothing is created."""
     with pytest.raises((ConfigurationError, CapabilityError), match=text):
         client.create_buffer(*arguments, **options)
     assert client.get_server_info()["objects"] == 0
@@ -370,8 +370,10 @@ def test_what_cannot_be_asked_for(client: Client, arguments: tuple[Any, ...], op
 
 
 @on_the_host
-def test_a_connection_that_ends_meanwhile(client: Client, slow: list[int], go: threading.Event, begun: threading.Event) -> None:
-    """What was begun is thrown away, and the rest is not begun."""
+def test_a_broken_connection_drops_its_requests(
+    client: Client, slow: list[int], go: threading.Event, begun: threading.Event
+) -> None:
+    """Active ones are undone, and the others are not begun."""
     with Raw(client.socket_path) as raw:
         for number in range(1, 20):
             raw.say(m.CreateBuffer(100), number)
@@ -383,8 +385,8 @@ def test_a_connection_that_ends_meanwhile(client: Client, slow: list[int], go: t
 
 
 @on_the_host
-def test_a_buffer_that_cannot_be_mapped_is_freed(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its maker does not get it, and nobody else ever could."""
+def test_an_unmappable_buffer_is_freed(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its creator does not get it, and no other process could."""
 
     def fail(*_: object) -> None:
         raise CodecError("no room for it here")
@@ -404,8 +406,8 @@ def test_a_buffer_that_cannot_be_mapped_is_freed(client: Client, monkeypatch: py
 
 
 @on_the_host
-def test_a_reply_that_cannot_be_sent(server: Server, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The buffer goes: its id was told to nobody."""
+def test_a_buffer_without_a_reply_is_freed(server: Server, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its id is unknown to all clients."""
     encode = socket_module.encode_frame
 
     def refuse(kind: int, number: int, body: bytes, payload: bytes = b"", fds: int = 0) -> list[bytes]:
@@ -423,8 +425,8 @@ def test_a_reply_that_cannot_be_sent(server: Server, client: Client, monkeypatch
 # Coroutines.
 
 
-def test_the_same_with_coroutines(client: Client, device: str) -> None:
-    """One operation after the other, beside a client that blocks."""
+def test_coroutines_can_use_buffers(client: Client, device: str) -> None:
+    """One operation after the other, next to a blocking client."""
 
     async def work() -> None:
         async with (
@@ -463,8 +465,8 @@ def provider(request: pytest.FixtureRequest, device: str, no_leaks: None, base_p
     owner.close()
 
 
-def test_an_answer_of_this_process_that_cannot_be_made() -> None:
-    """Where one descriptor cannot be copied, the copies of those before it are closed."""
+def test_a_failed_local_answer_closes_its_descriptors() -> None:
+    """If one descriptor cannot be copied, the earlier copies are closed."""
     caller = _LocalCaller(cast(Any, None), Request(m.Ping(), "a test"))
     fd = new_fd()
     with nothing_leaks(), pytest.raises(OSError, match="Bad file descriptor"):
@@ -472,8 +474,8 @@ def test_an_answer_of_this_process_that_cannot_be_made() -> None:
     os.close(fd)
 
 
-def test_a_buffer_in_every_role(provider: Provider, device: str) -> None:
-    """It is a tensor as it was asked for, in a handle; whoever gets it by its id gets the same one, as often as it may."""
+def test_buffers_work_in_every_role(provider: Provider, device: str) -> None:
+    """A tensor of the requested form, in a handle; each access by id returns the same one, up to the limit."""
     with provider.create_buffer((2, 3), torch.float32, zero=True, ttl=60, max_accesses=1) as buffer:
         assert isinstance(buffer, Handle)
         assert (tuple(buffer.value.shape), buffer.value.dtype, buffer.value.device.type) == ((2, 3), torch.float32, device)
@@ -490,8 +492,8 @@ def test_a_buffer_in_every_role(provider: Provider, device: str) -> None:
     eventually(lambda: used(provider, device) == 0)
 
 
-def test_a_handle_that_is_garbage_in_every_role(provider: Provider, device: str) -> None:
-    """Its lease goes back, and with a freed buffer the memory; a tensor that was taken from it keeps the mapping."""
+def test_collected_handles_release_their_buffer(provider: Provider, device: str) -> None:
+    """In every role; a tensor taken from the handle keeps the mapping."""
     buffer = provider.create_buffer((4,), "float32", zero=True)
     tensor = buffer.value
     assert (provider.free_buffer(buffer), provider.free_buffer(buffer.object_id)) == (True, False)
@@ -507,8 +509,8 @@ def settle(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def test_a_server_s_own_buffer_is_its_clients_too(server: Server, shared: Provider, client: Client, device: str) -> None:
-    """Both sides have the same memory, whoever made it."""
+def test_buffers_are_shared_by_server_and_clients(server: Server, shared: Provider, client: Client, device: str) -> None:
+    """Whichever side creates them."""
     for maker, other in ((shared, client), (client, shared)):
         with maker.create_buffer((8,), "float32") as mine, other.get_buffer(mine.object_id) as theirs:
             mine.value.fill_(3)
@@ -519,8 +521,8 @@ def test_a_server_s_own_buffer_is_its_clients_too(server: Server, shared: Provid
     eventually(lambda: client.get_server_info()["objects"] == 0)
 
 
-def test_an_endpoint_uses_its_server_s_buffers(server: Server, shared: Provider, client: Client, device: str) -> None:
-    """It gets one by its id, and may return the memory itself: what a client writes there is seen by all."""
+def test_endpoints_use_buffers_of_their_server(server: Server, shared: Provider, client: Client, device: str) -> None:
+    """They get one by its id, and may return the memory itself: a client's writes are visible to all."""
     with shared.create_buffer((8,), "float32", zero=True) as buffer:
         returned = client.call("itself", buffer.object_id)
         returned.add_(1)
@@ -534,8 +536,8 @@ def test_an_endpoint_uses_its_server_s_buffers(server: Server, shared: Provider,
 
 @on_the_host
 @pytest.mark.parametrize("provider", ["local", "server"], indirect=True)
-def test_on_the_event_loop_of_endpoints(provider: Provider) -> None:
-    """An async endpoint would wait for itself: it is told what to do."""
+def test_buffers_on_the_endpoints_loop_are_refused(provider: Provider) -> None:
+    """An async endpoint would wait for itself: the error gives the remedy."""
 
     @provider.share(cache=False)
     async def careless() -> None:

@@ -48,10 +48,10 @@ def together(count: int, call: Callable[[], object], server: Server, go: threadi
         return [future.result(timeout=20) for future in futures]
 
 
-def test_an_invalidation_copies_no_memory(
+def test_invalidations_copy_no_memory(
     provider: Provider, serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the arguments that make the key are needed, whatever the others are."""
+    """Only the arguments in the key are sent, whatever the others are."""
 
     provider.share("scaled", cache_format_key="{key}")(lambda x, model, key: x * 2)
 
@@ -78,7 +78,7 @@ def test_an_invalidation_copies_no_memory(
 def test_a_leader_that_ends_badly_releases_its_followers(
     provider: Provider, serve: Serve, connect: Connect, go: threading.Event, kind: type[BaseException], is_async: bool
 ) -> None:
-    """What would end a process reaches the callers as a RemoteError, all of them, and the server lives."""
+    """SystemExit and its like reach all callers as a RemoteError, and the server survives."""
 
     def build() -> None:
         go.wait(30)
@@ -141,7 +141,7 @@ def raiser(provider: Provider, error: Callable[[], BaseException]) -> None:
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_an_exception_arrives_with_its_own_type(provider: Provider, serve: Serve, connect: Connect, error: Exception) -> None:
+def test_exceptions_keep_their_type(provider: Provider, serve: Serve, connect: Connect, error: Exception) -> None:
     """``except ValueError`` works around a shared function, and the traceback of the server is the cause."""
     raiser(provider, lambda: error)
     serve()
@@ -164,10 +164,10 @@ def test_an_exception_arrives_with_its_own_type(provider: Provider, serve: Serve
     ],
     ids=["needs arguments", "holds a lock", "ends its pickler", "is too long"],
 )
-def test_an_exception_that_cannot_travel(
+def test_unpicklable_exceptions_become_remote_errors(
     provider: Provider, serve: Serve, connect: Connect, error: Callable[[], Exception], message: str
 ) -> None:
-    """It arrives as a RemoteError with its type's name, message and traceback."""
+    """With their type's name, message and traceback."""
     raiser(provider, error)
     serve()
     with pytest.raises(RemoteError) as caught:
@@ -205,8 +205,8 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("command", [["app.py"], ["-m", "shared_rpc.cli", "serve", "app.py"]], ids=["python", "serve"])
-def test_an_exception_of_the_script_itself(base_path: str, children: list[Child], command: list[str]) -> None:
-    """The same source in both roles: its own exception classes can be caught, and it is not run a second time."""
+def test_exceptions_of_a_script_keep_their_type(base_path: str, children: list[Child], command: list[str]) -> None:
+    """With the same source in both roles its own exception classes can be caught, and it is not run a second time."""
     directory = os.path.dirname(base_path)
     with open(f"{directory}/app.py", "w") as file:
         file.write(SCRIPT)
@@ -220,10 +220,10 @@ def test_an_exception_of_the_script_itself(base_path: str, children: list[Child]
 # Concurrency.
 
 
-def test_a_server_that_has_no_threads_for_a_while(
+def test_a_temporary_lack_of_threads_is_handled(
     provider: Provider, serve: Serve, connect: Connect, go: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Callers get the error while there is none at all, and wait for one that there is; later there are as many as ever."""
+    """Callers get an error if there is no thread at all, and else wait for one; later there are as many as before."""
 
     @provider.share(cache=False)
     def wait(number: int) -> torch.Tensor:
@@ -261,10 +261,10 @@ def test_a_server_that_has_no_threads_for_a_while(
         assert [answer.result(timeout=20).item() for answer in (first, second, third)] == [1, 2, 3]
 
 
-def test_an_async_endpoint_whose_device_cannot_be_used(
+def test_unusable_devices_fail_async_endpoints(
     provider: Provider, serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its caller gets the error, also where the arguments were loaded in a thread."""
+    """The caller gets the error, even if the arguments were loaded in a thread."""
 
     @provider.share(cache=False)
     async def load() -> torch.Tensor:
@@ -278,8 +278,8 @@ def test_an_async_endpoint_whose_device_cannot_be_used(
             call("load")
 
 
-def test_an_async_endpoint_that_stops_waiting_for_another(provider: Provider, serve: Serve, connect: Connect) -> None:
-    """The other one goes on for those to come; nobody holds a lease that nobody asked for any more."""
+def test_an_abandoned_inner_call_continues(provider: Provider, serve: Serve, connect: Connect) -> None:
+    """Its result is cached for later calls, and no lease is left."""
     ready = asyncio.Event()
 
     @provider.share(managed=True)
@@ -306,10 +306,10 @@ def test_an_async_endpoint_that_stops_waiting_for_another(provider: Provider, se
 # Waiters that leave.
 
 
-def test_queued_work_that_nobody_waits_for_never_runs(
+def test_queued_work_without_waiters_never_runs(
     provider: Provider, serve: Serve, connect: Connect, go: threading.Event, begun: threading.Event
 ) -> None:
-    """It is dropped when its last waiter leaves, cancelled or gone, and not before."""
+    """It is dropped when its last waiter leaves, by cancellation or disconnection, and not before."""
     ran = []
 
     @provider.share
@@ -341,8 +341,8 @@ def test_queued_work_that_nobody_waits_for_never_runs(
 # Endpoints and arguments.
 
 
-def test_a_fingerprint_is_the_same_in_every_process() -> None:
-    """Sets are hashed in an order of their own in each: two workers must agree."""
+def test_fingerprints_are_equal_in_all_processes() -> None:
+    """Sets have a different order in each: two workers must agree."""
     code = """
         from shared_rpc.execution.endpoints import describe
 
@@ -387,8 +387,8 @@ print(ran.stdout.decode(), flush=True)
 
 
 @pytest.mark.parametrize(("origin", "there"), [(MODULE, "__main__"), *deep(("from models import load", "models"))])
-def test_it_is_called_in_another_interpreter(tmp_path: Path, children: list[Child], origin: str, there: str) -> None:
-    """It gets there by its name if it can be imported, else as code, with a provider that has the endpoint."""
+def test_shared_functions_work_in_another_interpreter(tmp_path: Path, children: list[Child], origin: str, there: str) -> None:
+    """They are pickled by name if importable, else as code, with a provider that has the endpoint."""
     (tmp_path / "models.py").write_text(MODULE)
     path = os.pathsep.join([str(tmp_path), PYTHONPATH])
     child = python(SENDER.format(origin=origin), environ={"PYTHONPATH": path}, fresh=True)
@@ -396,8 +396,8 @@ def test_it_is_called_in_another_interpreter(tmp_path: Path, children: list[Chil
     assert child.expect("sum:").split() == ["sum:", "3.0", there]
 
 
-def test_it_is_pickled_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the standard library's pickle too: what arrives is the module's own function."""
+def test_shared_functions_are_pickled_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the standard library's pickle too: the receiver gets its module's own function."""
     (tmp_path / "models_to_pickle.py").write_text(textwrap.dedent(MODULE))
     monkeypatch.syspath_prepend(str(tmp_path))
     module = importlib.import_module("models_to_pickle")

@@ -112,8 +112,8 @@ answer = received
 
 
 @pytest.mark.parametrize("nbytes", [4096, *deep(1 << 20)])
-def test_tensors_of_every_kind(device: str, client: Client, elsewhere: Run, nbytes: int) -> None:
-    """Each message arrives whole and in order, in slots that are smaller than some of its tensors, or larger than all."""
+def test_tensors_of_every_kind_arrive(device: str, client: Client, elsewhere: Run, nbytes: int) -> None:
+    """Each message whole and in order, in slots smaller than some of its tensors, or larger than all."""
     tensors = samples(device)
     with client.create_channel("c", nbytes) as channel:
         sender = threading.Thread(target=lambda: send_all(channel, tensors))
@@ -132,8 +132,8 @@ def send_all(channel: TensorChannel, tensors: dict[str, torch.Tensor]) -> None:
     channel.close()
 
 
-def test_copies_to_the_receivers_own(client: Client) -> None:
-    """Tensors go to those of the same names, larger ones piece by piece, also where these are not contiguous."""
+def test_messages_can_be_copied_to_existing_tensors(client: Client) -> None:
+    """By name, larger ones piece by piece, even if they are not contiguous."""
     values = {"small": torch.arange(6.0).reshape(2, 3), "large": torch.arange(4000.0).reshape(40, 100), "last": torch.ones(2)}
     mine = {"small": torch.zeros(2, 3), "large": torch.zeros(100, 40).T, "last": torch.zeros(2, dtype=torch.float64)}
     with client.create_channel("c", 4096) as channel, client.open_channel("c") as reader:
@@ -147,8 +147,8 @@ def test_copies_to_the_receivers_own(client: Client) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu"])
-def test_the_receivers_tensors_have_their_places(client: Client) -> None:
-    """A target that is missing, or of another shape, is named; the message is skipped."""
+def test_mismatched_targets_are_refused(client: Client) -> None:
+    """A missing target, or one of another shape, is named; the message is skipped."""
     with client.create_channel("c", 4096) as channel, client.open_channel("c") as reader:
         for targets, why in (({}, "none of that name"), ({"x": torch.zeros(3)}, "one of shape (3,)")):
             channel.send({"x": torch.zeros(2), "y": torch.zeros(2)})
@@ -159,8 +159,8 @@ def test_the_receivers_tensors_have_their_places(client: Client) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu"])
-def test_what_is_in_a_slot_stays_until_the_block_ends(client: Client) -> None:
-    """A reader that has gone through a message has its tensors in the block, where the sender cannot fill the slot again."""
+def test_tensors_in_a_slot_are_valid_in_the_block(client: Client) -> None:
+    """After reading a message, its tensors stay valid in the block: the sender cannot refill the slot."""
     with client.create_channel("c", 4096, slots=1) as channel, client.open_channel("c") as reader:
         channel.send({"x": torch.ones(2), "y": torch.ones(2)})
         with reader.receive(timeout=5) as message:
@@ -174,8 +174,8 @@ def test_what_is_in_a_slot_stays_until_the_block_ends(client: Client) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu"])
-def test_every_reader_gets_everything(client: Client) -> None:
-    """A slot is filled again when all readers have acknowledged it; a third one is refused."""
+def test_every_reader_gets_every_message(client: Client) -> None:
+    """A slot is refilled when all readers have acknowledged it; a third reader is refused."""
     with client.create_channel("c", 4096, slots=1, readers=2) as channel:
         readers = [client.open_channel("c") for _ in range(3)]
         for number in range(20):
@@ -195,8 +195,8 @@ def test_every_reader_gets_everything(client: Client) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu"])
-def test_a_killed_reader_is_seen_within_a_second(client: Client, peer: Callable[..., Child]) -> None:
-    """The sender that waits for it gets an error with its pid, and so does every later send."""
+def test_a_killed_reader_is_detected_within_a_second(client: Client, peer: Callable[..., Child]) -> None:
+    """A waiting sender gets an error with its pid, and so does every later send."""
     with client.create_channel("c", 4096) as channel:
         reader = peer(RECEIVES, STAYS)
         channel.send({"x": torch.ones(1)})
@@ -213,8 +213,8 @@ def test_a_killed_reader_is_seen_within_a_second(client: Client, peer: Callable[
 
 
 @pytest.mark.parametrize("device", ["cpu"])
-def test_a_killed_sender_is_seen_within_a_second(client: Client, peer: Callable[..., Child]) -> None:
-    """The reader gets what was given, and then the error."""
+def test_a_killed_sender_is_detected_within_a_second(client: Client, peer: Callable[..., Child]) -> None:
+    """The reader gets the published slots, and then the error."""
     with client.create_channel("c", 4096) as channel:
         sender = peer(SENDS, STAYS)
         sender.expect("sent")
@@ -229,8 +229,8 @@ def test_a_killed_sender_is_seen_within_a_second(client: Client, peer: Callable[
 
 
 @pytest.mark.parametrize("device", ["cpu"])
-def test_closed_sides(client: Client) -> None:
-    """The end of a sender ends the iteration; that of a reader is an error of the sender; a closed channel says so."""
+def test_closing_a_side_is_visible(client: Client) -> None:
+    """The sender's end ends the iteration; a reader's is an error in the sender; a closed channel reports that."""
     with client.create_channel("c", 4096) as channel, client.open_channel("c") as reader:
         channel.send({"x": torch.ones(1)})
         with reader.receive(timeout=5) as message:
@@ -251,8 +251,8 @@ def test_closed_sides(client: Client) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu"])
-def test_waits_end_with_their_time(client: Client) -> None:
-    """Without the other side, a wait raises, and says who is waited for; a message that was given up is named."""
+def test_waits_time_out(client: Client) -> None:
+    """The error names the missing peer; an abandoned message is reported."""
     with client.create_channel("c", 4096) as channel, client.open_channel("c") as reader:
         with pytest.raises(DeadlineExceeded, match="the sender of channel 'c' has not come yet"):
             reader.receive(timeout=0.01).__enter__()
@@ -270,7 +270,7 @@ def test_waits_end_with_their_time(client: Client) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu"])
-def test_a_message_that_is_left_is_skipped(client: Client) -> None:
+def test_an_unread_message_is_skipped(client: Client) -> None:
     """A reader that leaves a message of several slots gets the next one."""
     with client.create_channel("c", 4096) as channel, client.open_channel("c") as reader:
 
@@ -291,7 +291,7 @@ def test_a_message_that_is_left_is_skipped(client: Client) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu"])
-def test_the_servers_end_is_not_the_channels(base_path: str, provider: Provider, serve: Serve, elsewhere: Run) -> None:
+def test_channels_outlive_their_server(base_path: str, provider: Provider, serve: Serve, elsewhere: Run) -> None:
     """Two sides that have the memory need no server."""
     server = serve()
     with Client(base_path, device="cpu") as client:
@@ -304,8 +304,8 @@ def test_the_servers_end_is_not_the_channels(base_path: str, provider: Provider,
 
 
 @pytest.mark.parametrize("device", ["cpu"])
-def test_many_messages_keep_nothing(client: Client) -> None:
-    """Descriptors and mappings of both sides are what they were after the first messages."""
+def test_many_messages_leak_nothing(client: Client) -> None:
+    """Both sides have the same descriptors and mappings as after the first messages."""
     tensors = {"x": torch.ones(1000), "y": torch.ones(10)}
     targets = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     counts = []
@@ -323,8 +323,8 @@ def test_many_messages_keep_nothing(client: Client) -> None:
 # Names, places, kinds.
 
 
-def test_inference_mode_and_parameters(device: str, client: Client) -> None:
-    """One side may be in inference mode; a parameter is sent and is a target, and what is received can be computed with."""
+def test_inference_mode_and_parameters_are_supported(device: str, client: Client) -> None:
+    """One side may be in inference mode; parameters can be sent and be targets, and received tensors can be computed with."""
     module = torch.nn.Linear(3, 2, device=device)
     with client.create_channel("c", 4096) as channel, client.open_channel("c") as reader:
         with torch.inference_mode():
@@ -340,8 +340,8 @@ def test_inference_mode_and_parameters(device: str, client: Client) -> None:
 
 
 @pytest.mark.parametrize("place", [(4096, 8, 0), (-8, 8, 0), (2, 8, 0), (0, 6, 0), (0, 8, 4), (0, 16, 0)])
-def test_a_header_does_not_reach_beyond_its_slot(place: tuple[int, int, int]) -> None:
-    """Neither do the elements of a piece begin or end inside of others, whatever a sender writes."""
+def test_malformed_headers_are_refused(place: tuple[int, int, int]) -> None:
+    """Pieces stay within the slot and its elements, whatever a sender writes."""
     offset, nbytes, start = place
     slot = channels._Slot(torch.zeros(4096, dtype=torch.uint8))
     with pytest.raises(ProtocolError, match=r"a channel's header (places|cuts)"):
@@ -349,8 +349,8 @@ def test_a_header_does_not_reach_beyond_its_slot(place: tuple[int, int, int]) ->
 
 
 @pytest.mark.parametrize("device", ["cpu"])
-def test_names(client: Client) -> None:
-    """A name is that of one channel at a time; one that is not there is named."""
+def test_names_are_unique(client: Client) -> None:
+    """One channel at a time has a name; a missing one is named in the error."""
     with client.create_channel("c", 100, slots=3) as channel:
         assert (channel.name, channel.nbytes, channel.slots, channel.readers) == ("c", 512, 3, 1)
         with pytest.raises(ConfigurationError, match="'c' already"):
@@ -370,8 +370,8 @@ def test_names(client: Client) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu"])
-def test_one_sender_at_a_time(client: Client) -> None:
-    """A second one is refused, as is one that receives; a third one comes after the first has closed the channel."""
+def test_there_is_one_sender_at_a_time(client: Client) -> None:
+    """A second one is refused, as is a process that receives; a third one is accepted after the first has closed."""
     with client.create_channel("c", 4096) as channel, client.open_channel("c") as other, client.open_channel("c") as third:
         channel.send({"x": torch.zeros(1)})
         with pytest.raises(ConfigurationError, match=f"a sender already, pid {os.getpid()}"):
@@ -385,8 +385,8 @@ def test_one_sender_at_a_time(client: Client) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu"])
-def test_what_no_channel_carries(client: Client) -> None:
-    """Tensors without strides, names that are none, and meta that is no plain data are named before anything is sent."""
+def test_invalid_messages_are_refused(client: Client) -> None:
+    """Tensors without strides, invalid names, and meta other than plain data are named before anything is sent."""
     with client.create_channel("c", 4096, slots=1) as channel:
         with pytest.raises(CapabilityError, match="'x' is no plain strided tensor"):
             channel.send({"x": torch.eye(2).to_sparse()})
@@ -400,8 +400,8 @@ def test_what_no_channel_carries(client: Client) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu"])
-def test_a_forked_child_opens_its_own(client: Client, elsewhere: Run) -> None:
-    """The parent's side is not the child's, which the parent's end does not outlast."""
+def test_a_forked_child_opens_its_own_channel(client: Client, elsewhere: Run) -> None:
+    """The parent's side is not the child's, and ends with the parent."""
     code = """
     from tests.kit.family import peer
     import os
@@ -421,8 +421,8 @@ def test_a_forked_child_opens_its_own(client: Client, elsewhere: Run) -> None:
 
 
 @pytest.mark.anyio
-async def test_coroutines(device: str, client: Client, base_path: str) -> None:
-    """The same channel, with one side on an event loop."""
+async def test_coroutines_can_use_channels(device: str, client: Client, base_path: str) -> None:
+    """With one side on an event loop."""
     tensors = samples(device)
     digests = {name: bits(tensor) for name, tensor in tensors.items()}
     async with AsyncClient(base_path, device=device) as other:
@@ -444,8 +444,8 @@ async def test_coroutines(device: str, client: Client, base_path: str) -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("device", ["cpu"])
-async def test_a_cancelled_coroutine(client: Client, base_path: str) -> None:
-    """A wait ends when it is cancelled, and the next message is whole."""
+async def test_cancelled_coroutines_leave_the_channel_intact(client: Client, base_path: str) -> None:
+    """The wait ends, and the next message is whole."""
     async with (
         AsyncClient(base_path, device="cpu") as other,
         await other.create_channel("c", 4096) as channel,

@@ -52,8 +52,8 @@ def test_a_child_that_does_not_end_when_asked_is_killed() -> None:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def test_the_end_is_reported_though_a_grandchild_keeps_the_output() -> None:
-    """It may write there for hours."""
+def test_the_end_is_reported_despite_an_open_pipe() -> None:
+    """A grandchild may keep writing to it for hours."""
     process = subprocess.Popen(
         ["sh", "-c", "sleep 600 & echo last words >&2"], stderr=subprocess.PIPE, bufsize=0, process_group=0
     )

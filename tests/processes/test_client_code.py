@@ -52,7 +52,7 @@ def server(provider: Provider, serve: Serve) -> Callable[[str], Server]:
 
 
 def test_no_code_is_accepted(server: Callable[[str], Server], connect: Connect) -> None:
-    """Modules and records are refused by an error that names the option; tensors and scalars are not."""
+    """Modules and records are refused by an error that names the option; tensors and scalars are accepted."""
     server("none")
     client = connect()
     assert client.call("total", [torch.ones(2), 1]).tolist() == 3.0
@@ -78,14 +78,14 @@ def test_a_source_of_records_may_send_records(server: Callable[[str], Server], c
 
 
 def test_no_record_is_accepted(server: Callable[[str], Server]) -> None:
-    """Also from a client that does not ask first whether it fits."""
+    """Even from a client that skips the check."""
     with Raw(server("none").socket_path) as raw:
         answer = raw.ask(Adopt([]))
     assert isinstance(answer, m.Error) and answer.code == CapabilityError.code
 
 
-def test_processes_that_may_send_code(server: Callable[[str], Server], provider: Provider, children: list[Child]) -> None:
-    """The server's own, and those of its pid namespace: these could as well attach a debugger to the server."""
+def test_the_own_pid_namespace_is_trusted(server: Callable[[str], Server], provider: Provider, children: list[Child]) -> None:
+    """The server's own processes, and those of its pid namespace: these could as well attach a debugger to it."""
     child = Child("-c", SEND, server("namespace").socket_path)
     children.append(child)
     assert child.expect("module") == "module 1.0"
@@ -94,16 +94,18 @@ def test_processes_that_may_send_code(server: Callable[[str], Server], provider:
 
 @needs_namespaces
 @pytest.mark.parametrize(("code", "answer"), [("all", "module 1.0"), ("namespace", "module CapabilityError the server")])
-def test_another_container(server: Callable[[str], Server], children: list[Child], code: str, answer: str) -> None:
-    """It may send code only if the server accepts it from all clients; other calls are served."""
+def test_other_containers_are_not_trusted(
+    server: Callable[[str], Server], children: list[Child], code: str, answer: str
+) -> None:
+    """They may send code only if the server accepts it from all clients; other calls are served."""
     child = in_namespaces(SEND, server(code).socket_path)
     children.append(child)
     assert child.expect("plain") == "plain 3.0"
     assert child.expect("module").startswith(answer)
 
 
-def test_an_ended_process_is_in_no_namespace(tmp_path: Path) -> None:
-    """Its pid may be another one's by now."""
+def test_an_ended_process_is_not_trusted(tmp_path: Path) -> None:
+    """Its pid may be reused."""
     path = str(tmp_path / "socket")
     with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as client:
         listener.bind(path)
@@ -118,15 +120,15 @@ def test_an_ended_process_is_in_no_namespace(tmp_path: Path) -> None:
             assert not shares_pid_namespace(accepted)
 
 
-def test_a_broker_accepts_no_code(broker_app: BrokerApp) -> None:
-    """For its workers."""
+def test_brokers_accept_no_code(broker_app: BrokerApp) -> None:
+    """On behalf of their workers."""
     broker_app.start("--client-code", "none")
     with pytest.raises(CapabilityError, match="client_code='none'"):
         broker_app.connect().call("echo", torch.nn.Linear(1, 1))
     assert broker_app.connect().call("echo", torch.ones(1)).tolist() == [1.0]
 
 
-def test_an_unknown_choice(provider: Provider) -> None:
-    """The error names the choices."""
+def test_unknown_choices_are_refused(provider: Provider) -> None:
+    """The error names the valid ones."""
     with pytest.raises(ConfigurationError, match="client_code='some': use 'all', 'namespace' or 'none'"):
         Server(provider, client_code="some").start()  # type: ignore[arg-type]

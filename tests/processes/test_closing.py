@@ -68,7 +68,7 @@ def is_open(link: str) -> bool:
 
 
 def test_large_memory_is_closed_by_another_thread(spared: None, closes: Closes) -> None:
-    """And this one goes on."""
+    """Without blocking this one."""
     with late_closings():
         number = close(LARGE)
         assert closes.threads(number) == []
@@ -78,8 +78,8 @@ def test_large_memory_is_closed_by_another_thread(spared: None, closes: Closes) 
     assert len(CLOSER) == 0
 
 
-def test_the_last_owner_decides(spared: None, closes: Closes) -> None:
-    """Memory that a reply still holds is closed by another thread when that is sent."""
+def test_the_last_owner_closes_the_memory(spared: None, closes: Closes) -> None:
+    """Memory still held by a reply is closed by another thread after that is sent."""
     segment = HOST.create(LARGE)
     reply, number = segment.duplicate(), segment.fileno()
     segment.close()
@@ -89,8 +89,8 @@ def test_the_last_owner_decides(spared: None, closes: Closes) -> None:
     assert closes.threads(number) == ["shared-rpc-closer"]
 
 
-def test_memory_is_closed_at_once_where_another_thread_is_of_no_use(closes: Closes) -> None:
-    """By a thread that may wait, and where the memory is small: waking another thread would take longer."""
+def test_other_memory_is_closed_at_once(closes: Closes) -> None:
+    """By a thread that may block, and if it is small: waking another thread would take longer."""
     numbers = [close(LARGE)]
     with CLOSER.spare_this_thread():
         numbers.append(close(LARGE - 4096))
@@ -99,8 +99,8 @@ def test_memory_is_closed_at_once_where_another_thread_is_of_no_use(closes: Clos
 
 
 @pytest.mark.parametrize("how", ["owning", "opened", "adopt"])
-def test_every_way_to_own_a_descriptor(how: str, spared: None, closes: Closes) -> None:
-    """However a segment came by it, it is memory."""
+def test_every_owner_of_a_descriptor_is_covered(how: str, spared: None, closes: Closes) -> None:
+    """However a segment got it."""
     with HOST.create(LARGE) as first:
         if how == "opened":
             segment = Segment.opened(first.info, os.dup, first.fileno())
@@ -115,8 +115,8 @@ def test_every_way_to_own_a_descriptor(how: str, spared: None, closes: Closes) -
     assert closes.threads(number) == ["shared-rpc-closer"]
 
 
-def test_all_is_closed_at_the_end_of_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that has ended has no memory."""
+def test_all_memory_is_closed_at_the_end_of_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An ended server has no memory."""
     with late_closings() as free:
         wait = CLOSER.wait
         monkeypatch.setattr(CLOSER, "wait", lambda: (free.set(), wait()))
@@ -128,8 +128,8 @@ def test_all_is_closed_at_the_end_of_a_loop(monkeypatch: pytest.MonkeyPatch) -> 
         assert not is_open(link)
 
 
-def test_a_forked_child_has_no_memory_that_is_being_closed(tmp_path: Path) -> None:
-    """It would keep it for as long as it lives; and it closes memory itself."""
+def test_a_forked_child_drops_pending_memory(tmp_path: Path) -> None:
+    """It would keep it until its end; and it closes memory itself."""
     program = """
 import os, sys
 from shared_rpc.memory.backends.host import HOST
@@ -155,8 +155,8 @@ with CLOSER.spare_this_thread(), late_closings():
     assert printed_by(program) == "[] [] 0"
 
 
-def test_a_child_leaves_a_number_alone_that_is_another_file_s(tmp_path: Path) -> None:
-    """The kernel gives the number away as soon as it begins to close, and frees the memory after that."""
+def test_a_child_does_not_close_reused_numbers(tmp_path: Path) -> None:
+    """The kernel reuses the number as soon as close(2) begins, and frees the memory afterwards."""
     program = """
 import os
 from shared_rpc.memory.backends.host import HOST
@@ -186,8 +186,8 @@ with CLOSER.spare_this_thread(), late_closings():
         ({"cpu": 1, "GPU-1": 1}, 1 << 40, True),
     ],
 )
-def test_pending_frees(left: dict[str, int], free: int, lacks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU's memory is allocated as a whole, the host's page by page: slower than it is freed."""
+def test_pending_frees_are_detected(left: dict[str, int], free: int, lacks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's memory is allocated as a whole, the host's page by page."""
 
     class Closer:
         def __len__(self) -> int:
@@ -202,7 +202,7 @@ def test_pending_frees(left: dict[str, int], free: int, lacks: bool, monkeypatch
 
 
 def test_new_memory_waits_for_pending_frees(spared: None, closes: Closes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was dropped for it is free before it is made."""
+    """Dropped memory is free before more is allocated."""
     monkeypatch.setattr(device_memory, "free_bytes", lambda device: 0)
     closed_before: list[bool] = []
 
@@ -225,8 +225,8 @@ def test_new_memory_waits_for_pending_frees(spared: None, closes: Closes, monkey
     assert closed_before == [True]
 
 
-def test_descriptors_that_are_being_closed_are_not_scarce() -> None:
-    """Or each new client would push objects out until the first ones are closed."""
+def test_descriptors_being_closed_count_as_free() -> None:
+    """Otherwise each new client would evict objects until the first ones are closed."""
     closing = [0]
     descriptors = Descriptors(lambda: 1600, closing=lambda: closing[0])
     assert not descriptors.are_scarce(1499)

@@ -137,8 +137,8 @@ WAYS += [pytest.param("cuda", to, marks=pytest.mark.gpu) for to in ("host", "fil
 
 @pytest.mark.parametrize(("devices", "to"), WAYS, indirect=["devices"])
 @pytest.mark.parametrize("nbytes", [2 * MIB, PART + 2 * MIB])
-def test_bytes_come_back(memory: BlockingMemory, filled: Filled, spill: SpillDirectory, to: str, nbytes: int) -> None:
-    """From host memory and from a file, to memory of its own, as often as they are wanted: the copy stays as it is."""
+def test_copies_round_trip(memory: BlockingMemory, filled: Filled, spill: SpillDirectory, to: str, nbytes: int) -> None:
+    """From host memory and from a file, to separate memory, repeatedly: the copy is unchanged."""
     segment = filled(nbytes)
     [copy] = memory.lower([segment], to, spill)
     expected = bytes_of(segment)
@@ -159,8 +159,8 @@ def test_bytes_come_back(memory: BlockingMemory, filled: Filled, spill: SpillDir
 
 
 @pytest.mark.parametrize(("devices", "to"), WAYS, indirect=["devices"])
-def test_many_segments(memory: BlockingMemory, filled: Filled, spill: SpillDirectory, to: str) -> None:
-    """Each comes back as itself, and progress is told in bytes of all."""
+def test_many_segments_are_copied(memory: BlockingMemory, filled: Filled, spill: SpillDirectory, to: str) -> None:
+    """Each arrives intact, and progress counts the bytes of all."""
     told: list[tuple[int, int]] = []
     segments = [filled(2 * MIB * count) for count in (1, 3, 2, 1, 4)]
     total = sum(segment.info.nbytes for segment in segments)
@@ -177,18 +177,16 @@ def test_many_segments(memory: BlockingMemory, filled: Filled, spill: SpillDirec
 
 
 @pytest.mark.parametrize(("devices", "to"), WAYS, indirect=["devices"])
-def test_a_copy_that_is_not_wanted_any_more(memory: BlockingMemory, filled: Filled, spill: SpillDirectory, to: str) -> None:
-    """It ends between two steps, and nothing is left or mapped."""
+def test_cancelled_copies_stop(memory: BlockingMemory, filled: Filled, spill: SpillDirectory, to: str) -> None:
+    """Between two steps, and nothing is left or mapped."""
     segments = [filled(2 * MIB) for _ in range(4)]
     assert memory.cancelled(segments, to, spill) == [2 * MIB]
     assert to == "file" or len(memory.gpu_copies) == 0
 
 
 @on_host
-def test_memory_that_ends_early_is_no_copy(
-    memory: BlockingMemory, filled: Filled, spill: SpillDirectory, tmp_path: Path
-) -> None:
-    """Host memory that another process handed on may have fewer bytes than it says: the error names the segment."""
+def test_short_host_memory_is_refused(memory: BlockingMemory, filled: Filled, spill: SpillDirectory, tmp_path: Path) -> None:
+    """Host memory from another process may be smaller than claimed: the error names the segment."""
     segment = filled(2 * MIB)
     segment.info = msgspec.structs.replace(segment.info, nbytes=3 * MIB)
     with pytest.raises(RecordError, match=f"segment {segment.info.id}: it ends after") as caught:
@@ -198,8 +196,8 @@ def test_memory_that_ends_early_is_no_copy(
 
 
 @pytest.mark.parametrize("place", [PART + 7, PART + 2 * MIB - 1], ids=["inside", "last-byte"])
-def test_damage_is_noticed(memory: BlockingMemory, filled: Filled, spill: SpillDirectory, place: int) -> None:
-    """The error says where; nothing is made of a damaged file."""
+def test_damage_is_detected(memory: BlockingMemory, filled: Filled, spill: SpillDirectory, place: int) -> None:
+    """The error names the place; nothing is made of a damaged file."""
     segment = filled(PART + 2 * MIB)
     [copy] = memory.lower([segment], "file", spill)
     os.pwrite(copy.segment.fileno(), bytes([os.pread(copy.segment.fileno(), 1, place)[0] ^ 1]), place)
@@ -213,10 +211,10 @@ def test_damage_is_noticed(memory: BlockingMemory, filled: Filled, spill: SpillD
 
 @on_host
 @pytest.mark.parametrize(("access", "writable"), [("read_write", True), ("read", False), ("copy", False)])
-def test_memory_is_sealed_as_it_was(
+def test_restored_memory_is_sealed(
     memory: BlockingMemory, filled: Filled, spill: SpillDirectory, access: str, writable: bool
 ) -> None:
-    """What is shared for reading cannot be mapped for writing after it has come back either."""
+    """Memory that is shared for reading cannot be mapped for writing after its restore either."""
     segment = filled(PAGE, access)
     [copy] = memory.lower([segment], "file", spill)
     [again] = memory.raise_([copy], [segment.info.incarnation(1)])
@@ -230,7 +228,7 @@ def test_memory_is_sealed_as_it_was(
 
 @on_host
 def test_host_memory_is_its_own_copy_on_the_host(memory: BlockingMemory, filled: Filled) -> None:
-    """For objects of a GPU with something in host memory: nothing is copied."""
+    """For objects of a GPU with segments in host memory: nothing is copied."""
     segment = filled(PAGE)
     [copy] = memory.lower([segment], "host")
     [again] = memory.raise_([copy], [segment.info.incarnation(1)])
@@ -241,7 +239,7 @@ def test_host_memory_is_its_own_copy_on_the_host(memory: BlockingMemory, filled:
 
 
 @on_host
-def test_a_file_that_is_too_short(memory: BlockingMemory, filled: Filled, spill: SpillDirectory) -> None:
+def test_a_short_file_is_damaged(memory: BlockingMemory, filled: Filled, spill: SpillDirectory) -> None:
     """As after an error of its disk."""
     segment = filled(2 * PAGE)
     [copy] = memory.lower([segment], "file", spill)
@@ -253,10 +251,8 @@ def test_a_file_that_is_too_short(memory: BlockingMemory, filled: Filled, spill:
 
 @on_host
 @pytest.mark.parametrize("sizes", [[2 * PAGE], [PAGE, 2 * PAGE]], ids=["first", "later"])
-def test_no_space_for_a_file(memory: BlockingMemory, filled: Filled, spill: SpillDirectory, sizes: list[int]) -> None:
-    """It is noticed before anything of a segment is copied, the copies of those before it are closed, and the error says what
-    to do.
-    """
+def test_a_full_disk_is_reported(memory: BlockingMemory, filled: Filled, spill: SpillDirectory, sizes: list[int]) -> None:
+    """Before anything of a segment is copied; earlier copies are closed, and the error gives the remedy."""
     segments = [filled(nbytes) for nbytes in sizes]
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (PAGE, hard))
@@ -268,7 +264,7 @@ def test_no_space_for_a_file(memory: BlockingMemory, filled: Filled, spill: Spil
 
 
 @on_host
-def test_no_directory(memory: BlockingMemory, filled: Filled) -> None:
+def test_a_missing_directory_is_reported(memory: BlockingMemory, filled: Filled) -> None:
     """The error names the option."""
     with pytest.raises(CapabilityError, match="--spill-dir"):
         memory.lower([filled(PAGE)], "file")
@@ -276,7 +272,7 @@ def test_no_directory(memory: BlockingMemory, filled: Filled) -> None:
 
 @on_host
 def test_files_have_no_name(memory: BlockingMemory, filled: Filled, spill: SpillDirectory, tmp_path: Path) -> None:
-    """Nobody else can open them, or give them one."""
+    """Other processes can neither open them nor link them."""
     [copy] = memory.lower([filled(PAGE)], "file", spill)
     assert os.listdir(tmp_path) == []
     fd = copy.segment.fileno()
@@ -292,8 +288,8 @@ def test_files_have_no_name(memory: BlockingMemory, filled: Filled, spill: Spill
         ("missing", "it is no directory: create it first"),
     ],
 )
-def test_a_directory_that_cannot_be_used(tmp_path: Path, path: str, why: str) -> None:
-    """It is refused at once, with the reason."""
+def test_an_unusable_directory_is_refused(tmp_path: Path, path: str, why: str) -> None:
+    """At once, with the reason."""
     with pytest.raises(ConfigurationError, match=why):
         SpillDirectory(str(tmp_path / path))
 
@@ -302,8 +298,8 @@ def test_a_directory_that_cannot_be_used(tmp_path: Path, path: str, why: str) ->
 
 
 @on_gpus
-def test_host_memory_of_an_earlier_copy_is_written_again(memory: BlockingMemory, filled: Filled) -> None:
-    """Where it is mapped: the second copy is the first one's memory, and makes none."""
+def test_memory_of_an_earlier_copy_is_reused(memory: BlockingMemory, filled: Filled) -> None:
+    """In place: the second copy allocates nothing."""
     segments = [filled(2 * MIB), filled(4 * MIB)]
     copies = memory.lower(segments, "host")
     for segment in segments:
@@ -322,8 +318,8 @@ def test_host_memory_of_an_earlier_copy_is_written_again(memory: BlockingMemory,
 
 
 @on_gpus
-def test_up_in_two_steps(memory: BlockingMemory, filled: Filled, spill: SpillDirectory) -> None:
-    """A file becomes host memory, and that a segment."""
+def test_restoring_takes_two_steps(memory: BlockingMemory, filled: Filled, spill: SpillDirectory) -> None:
+    """A file is copied to host memory, and that to a segment."""
     segment = filled(PART + 2 * MIB)
     [host] = memory.lower([segment], "host")
     [file] = memory.lower([host.segment], "file", spill)
@@ -336,10 +332,10 @@ def test_up_in_two_steps(memory: BlockingMemory, filled: Filled, spill: SpillDir
 
 
 @on_gpus
-def test_segments_of_two_gpus_and_of_the_host(
+def test_segments_of_several_devices_are_copied(
     devices: tuple[str, ...], memory: BlockingMemory, filled: Filled, spill: SpillDirectory
 ) -> None:
-    """As an object has them that is on several devices: each is copied in its own way."""
+    """Of two GPUs and of the host, as in an object that spans devices."""
     if len(devices) < 2:
         pytest.skip("needs two GPUs")
     with closing(backend_for("cpu").create(4096)) as on_host:
@@ -361,7 +357,7 @@ def mapped(memory: BlockingMemory, count: int) -> None:
 
 @on_gpus
 def test_host_memory_stays_mapped_until_its_copy_is_closed(memory: BlockingMemory, filled: Filled) -> None:
-    """Mapping takes as long as copying. Whoever else has the copy may close it before."""
+    """Mapping takes as long as copying. Other owners of the copy may close it earlier."""
     segment = filled(2 * MIB)
     [copy] = memory.lower([segment], "host")
     mapped(memory, 1)
@@ -376,8 +372,8 @@ def test_host_memory_stays_mapped_until_its_copy_is_closed(memory: BlockingMemor
 
 
 @on_gpus
-def test_a_copy_that_another_process_has_made(memory: BlockingMemory, filled: Filled) -> None:
-    """As after a restart: it is mapped when it is needed, and unmapped with the copy."""
+def test_copies_of_another_process_are_mapped(memory: BlockingMemory, filled: Filled) -> None:
+    """As after a restart: on demand, and unmapped with the copy."""
     segment = filled(2 * MIB)
     [copy] = memory.lower([segment], "host")
     kept = LowerCopy(Segment.owning(copy.segment.info, os.dup(copy.segment.fileno())), "host")
@@ -390,8 +386,8 @@ def test_a_copy_that_another_process_has_made(memory: BlockingMemory, filled: Fi
 
 
 @on_gpus
-def test_a_full_gpu(memory: BlockingMemory, filled: Filled) -> None:
-    """The copy is as it was, and the next attempt can succeed."""
+def test_a_full_gpu_leaves_the_copy_intact(memory: BlockingMemory, filled: Filled) -> None:
+    """The next attempt can succeed."""
     segment = filled(2 * MIB)
     [copy] = memory.lower([segment], "host")
     large = msgspec.structs.replace(segment.info, id="0", nbytes=1 << 50)
@@ -404,10 +400,10 @@ def test_a_full_gpu(memory: BlockingMemory, filled: Filled) -> None:
 
 @on_gpus
 @pytest.mark.parametrize("pinned", [True, False])
-def test_where_the_driver_makes_no_host_memory(
+def test_kernel_memory_replaces_missing_driver_memory(
     memory: BlockingMemory, filled: Filled, monkeypatch: pytest.MonkeyPatch, pinned: bool
 ) -> None:
-    """The kernel's is a copy like any other, also where the driver does not pin it."""
+    """It works like any other, even if the driver does not pin it."""
     from cuda.bindings import driver
 
     create = driver.cuMemCreate
@@ -438,8 +434,8 @@ def test_where_the_driver_makes_no_host_memory(
 
 
 @pytest.mark.parametrize("devices", ["fake"], indirect=True)
-def test_a_host_without_memory_is_told(fake: fake_driver.Driver, memory: BlockingMemory, filled: Filled) -> None:
-    """The kernel is not asked then: it would have to end a process for memory that is written later."""
+def test_a_host_without_memory_is_reported(fake: fake_driver.Driver, memory: BlockingMemory, filled: Filled) -> None:
+    """The kernel is not used then: it would have to kill a process later, when the memory is written."""
     segment = filled(2 * MIB)
     fake.refuses["cuMemCreate"] = fake_driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY
     with pytest.raises(CapabilityError, match=r"in host memory of GPU .*CUDA_ERROR_OUT_OF_MEMORY"):
@@ -449,8 +445,8 @@ def test_a_host_without_memory_is_told(fake: fake_driver.Driver, memory: Blockin
 
 @pytest.mark.parametrize("devices", ["fake"], indirect=True)
 @pytest.mark.parametrize("call", ["cuMemcpyAsync", "cuStreamSynchronize", "cuMemMap"])
-def test_a_driver_that_fails(fake: fake_driver.Driver, memory: BlockingMemory, filled: Filled, call: str) -> None:
-    """The error names it and the GPU; nothing is left."""
+def test_a_failing_driver_is_named(fake: fake_driver.Driver, memory: BlockingMemory, filled: Filled, call: str) -> None:
+    """With the GPU; nothing is left."""
     segment = filled(2 * MIB)
     fake.refuses[call] = fake_driver.CUresult.CUDA_ERROR_INVALID_VALUE
     with pytest.raises(CapabilityError, match=rf"{segment.info.device}.*CUDA_ERROR_INVALID_VALUE"):
@@ -480,8 +476,8 @@ def readers() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("shared-rpc-reader")]
 
 
-def test_memory_without_a_descriptor(file: int) -> None:
-    """It is written to at its address."""
+def test_memory_without_a_descriptor_is_written(file: int) -> None:
+    """At its address."""
     with closing(HOST.create(COUNT * STEP)) as segment:
         address = HOST.map(segment.fileno(), COUNT * STEP, "read_write")
         read_parts([Part(file, n * STEP, STEP, address + n * STEP) for n in range(COUNT)], host_carrier, lambda _: None)
@@ -489,8 +485,8 @@ def test_memory_without_a_descriptor(file: int) -> None:
         HOST.unmap(address, COUNT * STEP)
 
 
-def test_an_exception_of_the_progress_callback_ends_the_reading(file: int) -> None:
-    """What it raises is raised, once no thread reads any more."""
+def test_a_failing_progress_callback_ends_the_reading(file: int) -> None:
+    """Its exception is raised once no thread reads any more."""
 
     def enough(_: Part) -> None:
         raise TimeoutError
@@ -502,8 +498,8 @@ def test_an_exception_of_the_progress_callback_ends_the_reading(file: int) -> No
     assert readers() == []
 
 
-def test_memory_that_cannot_be_written_to(file: int) -> None:
-    """The error of a thread is raised."""
+def test_unwritable_memory_raises(file: int) -> None:
+    """The error of the thread."""
     with closing(HOST.create(STEP)) as segment:
         HOST.seal(segment.fileno())
         with pytest.raises(PermissionError):

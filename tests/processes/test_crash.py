@@ -35,8 +35,8 @@ def app(broker_app: BrokerApp) -> BrokerApp:
 @pytest.mark.parametrize(
     ("how", "name", "code"), [("segfault", "SIGSEGV", None), ("exit", None, 3), *deep(("kill", "SIGKILL", None))]
 )
-def test_the_error_of_a_crash(app: BrokerApp, how: str, name: str | None, code: int | None) -> None:
-    """It has the signal or the exit code, and the last output of the worker; the next call finds another worker."""
+def test_a_crash_is_described(app: BrokerApp, how: str, name: str | None, code: int | None) -> None:
+    """With the signal or the exit code, and the last output; the next call finds another worker."""
     client = app.serve()
     first = worker_pids(client)[0]
     with pytest.raises(errors.WorkerCrashed, match=rf"the worker \(pid {first}\)") as crash:
@@ -47,8 +47,8 @@ def test_the_error_of_a_crash(app: BrokerApp, how: str, name: str | None, code: 
 
 
 @pytest.mark.parametrize("short", [True, False])
-def test_a_kill_by_the_oom_killer(app: BrokerApp, children: list[Child], tmp_path: Path, short: bool) -> None:
-    """The kernel counts its kills: the error mentions them if the count has grown."""
+def test_oom_kills_are_mentioned(app: BrokerApp, children: list[Child], tmp_path: Path, short: bool) -> None:
+    """If the kernel's count of them has grown."""
     counts = tmp_path / "vmstat"
     counts.write_text("nr_free_pages 5\noom_kill 7\n")
     code = """
@@ -70,7 +70,7 @@ def test_a_kill_by_the_oom_killer(app: BrokerApp, children: list[Child], tmp_pat
 
 
 def test_objects_survive_their_worker(app: BrokerApp) -> None:
-    """So do leases, finished tasks and memory in use; clients attach before there is another worker."""
+    """As do leases, finished tasks and memory in use; clients attach before there is another worker."""
     client = app.serve()
     model, handle = client.call("model"), client.call("held")
     task = client.submit("model", 9)
@@ -88,8 +88,8 @@ def test_objects_survive_their_worker(app: BrokerApp) -> None:
     assert other.get_task_result(task).weight[0, 0] == 9
 
 
-def test_all_callers_get_the_error(app: BrokerApp, threads: concurrent.futures.ThreadPoolExecutor, tmp_path: Path) -> None:
-    """Those of three runs, the followers of one of them, and tasks."""
+def test_all_callers_get_the_crash(app: BrokerApp, threads: concurrent.futures.ThreadPoolExecutor, tmp_path: Path) -> None:
+    """Of three runs, the followers of one of them, and tasks."""
     client = app.serve(options=["--threads", "8"])
     pid = worker_pids(client)[0]
     calls = [threads.submit(client.call, "slow", str(tmp_path / "go"), key) for key in (0, 0, 0, 1, 2)]
@@ -123,8 +123,8 @@ def test_runs_that_have_not_begun_are_retried(
         assert torch.equal(call.result(20), torch.full((5000,), float(number)))
 
 
-def test_a_run_is_retried_once(app: BrokerApp, threads: concurrent.futures.ThreadPoolExecutor, tmp_path: Path) -> None:
-    """It fails if its second worker ends before it begins: it may be what kills workers."""
+def test_runs_are_retried_once(app: BrokerApp, threads: concurrent.futures.ThreadPoolExecutor, tmp_path: Path) -> None:
+    """A run fails if its second worker ends before it begins: it may be the cause."""
     client = app.serve(options=["--threads", "1"])
     blockers, first = [], worker_pids(client)[0]
     blockers.append(threads.submit(client.call, "slow", str(tmp_path / "one")))
@@ -141,8 +141,8 @@ def test_a_run_is_retried_once(app: BrokerApp, threads: concurrent.futures.Threa
             call.result(20)
 
 
-def test_a_build_timeout(app: BrokerApp, tmp_path: Path) -> None:
-    """``--build-timeout`` kills the worker, and is in the error; short calls are not affected."""
+def test_build_timeouts_kill_the_worker(app: BrokerApp, tmp_path: Path) -> None:
+    """``--build-timeout`` is named in the error; short calls are unaffected."""
     client = app.serve(options=["--build-timeout", "0.5"])
     client.call("echo", torch.ones(1))
     with pytest.raises(errors.WorkerCrashed, match="build timeout"):
@@ -150,7 +150,7 @@ def test_a_build_timeout(app: BrokerApp, tmp_path: Path) -> None:
     assert client.call("echo", torch.ones(2)).tolist() == [1, 1]
 
 
-def test_a_loop_of_crashes_fails_fast(app: BrokerApp, tmp_path: Path) -> None:
+def test_crash_loops_fail_fast(app: BrokerApp, tmp_path: Path) -> None:
     """If the app no longer loads, builds are refused with its traceback; clients attach, and a reload ends the loop."""
     broken = tmp_path / "broken"
     client = app.serve(f"""
@@ -188,8 +188,8 @@ AT = """
 """
 
 
-def test_killed_before_the_reply(app: BrokerApp, tmp_path: Path) -> None:
-    """The memory of the result is freed with the worker, and the next build allocates it again."""
+def test_memory_of_a_worker_killed_before_the_reply_is_freed(app: BrokerApp, tmp_path: Path) -> None:
+    """And the next build allocates it again."""
     trigger = tmp_path / "now"
     app.write(
         AT.format(
@@ -215,8 +215,8 @@ def test_killed_before_the_reply(app: BrokerApp, tmp_path: Path) -> None:
     assert client.call("model", 9).weight[0, 0] == 9
 
 
-def test_killed_with_half_of_the_segments_sent(app: BrokerApp, tmp_path: Path) -> None:
-    """A result of 300 segments takes two messages: the descriptors of the first one are closed."""
+def test_descriptors_of_a_partial_result_are_closed(app: BrokerApp, tmp_path: Path) -> None:
+    """A result of 300 segments takes two messages; the worker is killed after the first."""
     trigger = tmp_path / "now"
     app.write(
         """
@@ -274,8 +274,8 @@ def test_chunks_survive_their_worker(app: BrokerApp) -> None:
     eventually(lambda: client.get_server_info()["pools"]["chunks"] <= 1)
 
 
-def test_a_flood_on_standard_error(app: BrokerApp) -> None:
-    """Nobody reads that of the broker: it neither blocks an endpoint, nor makes the broker grow, nor delays restarts."""
+def test_a_flood_on_standard_error_blocks_nothing(app: BrokerApp) -> None:
+    """With unread output of the broker: it neither blocks an endpoint, nor fills memory, nor delays restarts."""
     app.write("""
         @provider.share(cache=False)
         def shout():
@@ -300,7 +300,7 @@ def test_a_flood_on_standard_error(app: BrokerApp) -> None:
 
 
 def test_a_child_of_the_worker_does_not_hide_its_end(app: BrokerApp) -> None:
-    """Though it has copies of the worker's descriptors, as the processes of a data loader have."""
+    """It has copies of the worker's descriptors, like the processes of a data loader."""
     client = app.serve("""
         @provider.share(cache=False)
         def fork(path):
@@ -324,8 +324,8 @@ def test_a_child_of_the_worker_does_not_hide_its_end(app: BrokerApp) -> None:
 
 
 @pytest.mark.parametrize("worker_first", [False, True], ids=["broker", "worker and broker"])
-def test_a_killed_broker(app: BrokerApp, worker_first: bool) -> None:
-    """No worker outlives it, not even a stopped one. Tensors stay, old handles are stale at the next broker."""
+def test_workers_end_with_a_killed_broker(app: BrokerApp, worker_first: bool) -> None:
+    """Even a stopped one. Tensors stay, and old handles are stale at the next broker."""
     broker = app.start()
     client = app.connect()
     model, handle, worker = client.call("model"), client.call("held"), worker_pids(client)[0]
@@ -346,7 +346,7 @@ def test_a_killed_broker(app: BrokerApp, worker_first: bool) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, *deep(signal.SIGINT)])
-def test_a_broker_that_is_asked_to_end(
+def test_stopping_a_broker_ends_everything(
     app: BrokerApp, threads: concurrent.futures.ThreadPoolExecutor, tmp_path: Path, number: int
 ) -> None:
     """Callers get an error, busy workers end, and the socket is removed, in little time."""
@@ -385,8 +385,8 @@ def test_an_ended_session_leaves_no_descriptors(app: BrokerApp) -> None:
     eventually(lambda: fds_of(broker.pid) <= before[0] and fds_of(worker) <= before[1], what="descriptors are closed")
 
 
-def test_no_process_can_be_started(app: BrokerApp, tmp_path: Path, children: list[Child]) -> None:
-    """The broker serves the objects that it has, reports the reason, and starts a worker as soon as it can."""
+def test_a_broker_without_processes_serves_objects(app: BrokerApp, tmp_path: Path, children: list[Child]) -> None:
+    """It reports the reason, and starts a worker as soon as possible."""
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     python.chmod(0o700)

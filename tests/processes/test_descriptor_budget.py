@@ -59,7 +59,7 @@ def client(served: Child, broker_app: BrokerApp) -> Iterator[Client]:
 
 
 def test_servers_of_one_process_share_its_descriptors(tmp_path: Path) -> None:
-    """What one server's objects have, the other's may not."""
+    """The limit applies to the objects of all servers together."""
     providers = [Provider(tmp_path / name, device="cpu", execution_mode="server") for name in ("one", "two")]
     with Server(providers[0]) as first, Server(providers[1]) as second, Client(tmp_path / "one", device="cpu") as client:
         limit = second.info()["descriptors"]["limit"]
@@ -69,8 +69,8 @@ def test_servers_of_one_process_share_its_descriptors(tmp_path: Path) -> None:
         assert second.info()["descriptors"]["limit"] == limit
 
 
-def test_more_cached_results_than_descriptors(served: Child, client: Client, broker_app: BrokerApp) -> None:
-    """All calls are served, the oldest results are evicted, and clients can connect at any time."""
+def test_cached_results_are_evicted_for_descriptors(served: Child, client: Client, broker_app: BrokerApp) -> None:
+    """All calls are served, the oldest results are evicted, and clients can always connect."""
     for n in range(2 * LIMIT):
         assert client.call("cached", n)[0] == n
         if n % LIMIT == LIMIT - 1:
@@ -85,8 +85,8 @@ def test_more_cached_results_than_descriptors(served: Child, client: Client, bro
     assert client.get_server_info()["builds"] == builds
 
 
-def test_more_held_results_than_descriptors(client: Client) -> None:
-    """The refusal names the holder of most; once some are released, calls succeed."""
+def test_held_results_exhaust_descriptors(client: Client) -> None:
+    """The error names the largest holder; after releases, calls succeed."""
     handles = [client.call("kept", n) for n in range(SHARE)]
     with pytest.raises(errors.ServerBusy) as caught:
         client.call("kept", SHARE)
@@ -96,7 +96,7 @@ def test_more_held_results_than_descriptors(client: Client) -> None:
     assert [float(client.call("kept", n).value[0]) for n in range(10)] == [float(n) for n in range(10)]
 
 
-def test_more_unfetched_results_than_descriptors(client: Client) -> None:
+def test_unfetched_results_exhaust_descriptors(client: Client) -> None:
     """The task fails with the reason, until some are fetched."""
     tasks = [client.submit("kept", n) for n in range(SHARE)]
     eventually(lambda: client.get_server_info()["tasks"]["completed"] == SHARE, 30.0)
@@ -107,7 +107,7 @@ def test_more_unfetched_results_than_descriptors(client: Client) -> None:
 
 
 def test_cached_results_are_evicted_for_held_objects(client: Client) -> None:
-    """For results as for buffers, each of which takes a descriptor."""
+    """For results as for buffers, each of which uses a descriptor."""
     for n in range(SHARE + 10):
         client.call("cached", n)
     handles = [client.call("kept", n) for n in range(SHARE // 2)]
@@ -119,8 +119,8 @@ def test_cached_results_are_evicted_for_held_objects(client: Client) -> None:
 
 
 @pytest.mark.parametrize("served", ["broker"], indirect=True)
-def test_a_worker_that_dies_with_all_in_use(client: Client) -> None:
-    """The next one can be started: the broker keeps some descriptors for that."""
+def test_a_dead_worker_is_replaced_at_the_limit(client: Client) -> None:
+    """The broker reserves some descriptors for that."""
     for n in range(2 * SHARE):
         client.call("cached", n)
     (pid,) = worker_pids(client)
@@ -129,8 +129,8 @@ def test_a_worker_that_dies_with_all_in_use(client: Client) -> None:
     assert client.call("cached", 10_000)[0] == 10_000
 
 
-def test_more_clients_than_descriptors(served: Child, client: Client, connect: Callable[..., Client]) -> None:
-    """Those beyond the limit are refused with the reason, the others are served; once some have left, new ones can connect."""
+def test_excess_clients_are_refused(served: Child, client: Client, connect: Callable[..., Client]) -> None:
+    """With the reason, and the others are served; after some have left, new ones can connect."""
     for n in range(SHARE):
         client.call("cached", n)
     others: list[Client] = []

@@ -55,7 +55,7 @@ def await_end(server: Server) -> None:
 
 
 def test_a_dropped_client_ends_its_session(server: Server, make: Callable[[], Client]) -> None:
-    """The server notices at once, and the client's descriptors and mappings go."""
+    """At once, and the client's descriptors and mappings are closed."""
     MAPPINGS.drain()
     descriptors, mappings = open_fds(), len(MAPPINGS)
     client = make()
@@ -67,8 +67,8 @@ def test_a_dropped_client_ends_its_session(server: Server, make: Callable[[], Cl
     eventually(lambda: (open_fds(), len(MAPPINGS)) == (descriptors, mappings))
 
 
-def test_pools_of_dropped_clients_go(server: Server, make: Callable[[], Client], device: str) -> None:
-    """Neither side keeps memory for calls that nobody can make any more."""
+def test_pools_of_dropped_clients_are_freed(server: Server, make: Callable[[], Client], device: str) -> None:
+    """On both sides."""
     MAPPINGS.drain()
     descriptors, mappings = open_fds(), len(MAPPINGS)
     argument = torch.arange(1000, device=device)
@@ -80,7 +80,7 @@ def test_pools_of_dropped_clients_go(server: Server, make: Callable[[], Client],
 
 
 def test_a_result_outlives_a_dropped_client(server: Server, make: Callable[[], Client], device: str) -> None:
-    """The session ends, the tensor stays valid, and its memory goes with it."""
+    """The session ends, and the tensor and its memory stay valid."""
     MAPPINGS.drain()
     mappings = len(MAPPINGS)
     result = make().call("doubled", torch.arange(1000, device=device))
@@ -92,7 +92,7 @@ def test_a_result_outlives_a_dropped_client(server: Server, make: Callable[[], C
 
 
 def test_a_handle_keeps_its_client(server: Server, make: Callable[[], Client]) -> None:
-    """What can be asked through a handle can be asked for as long as there is the handle, and then the session ends."""
+    """Its methods work while it exists, and then the session ends."""
     handle = make().call("kept")
     assert handle.get_object_info()["leases"] == 1
     assert not handle.is_stale()
@@ -101,7 +101,7 @@ def test_a_handle_keeps_its_client(server: Server, make: Callable[[], Client]) -
 
 
 def test_threads_do_not_keep_a_client(server: Server, make: Callable[[], Client]) -> None:
-    """A subscription has a thread, which ends with the client, as the subscription does."""
+    """The thread of a subscription ends with the client."""
     client = make()
     subscription = client.on_refresh(lambda generation: None)
     (thread,) = (thread for thread in threading.enumerate() if thread.name == "shared-rpc-refreshes")
@@ -114,18 +114,18 @@ def test_threads_do_not_keep_a_client(server: Server, make: Callable[[], Client]
     await_end(server)
 
 
-def test_a_client_that_could_not_be_made() -> None:
-    """Its finaliser says nothing, with warnings as errors."""
+def test_a_failed_constructor_leaves_no_warning() -> None:
+    """In its finaliser, with warnings as errors."""
     with pytest.raises(TypeError):
         Client(socket_path=3)
     with pytest.raises(TypeError):
         AsyncClient(socket_path=3)
 
 
-def test_an_async_client_that_is_dropped_on_its_loop(
+def test_an_async_client_dropped_on_its_loop_ends_its_session(
     server: Server, make_async: Callable[[], AsyncClient], anyio_backend: str, device: str
 ) -> None:
-    """The loop goes on, and the session ends beside it."""
+    """Without blocking the loop."""
 
     async def main() -> None:
         client = make_async()
@@ -141,10 +141,10 @@ def test_an_async_client_that_is_dropped_on_its_loop(
     anyio.run(main, backend=anyio_backend)
 
 
-def test_an_async_client_that_is_dropped_after_its_loop(
+def test_an_async_client_dropped_after_its_loop_ends_its_session(
     server: Server, make_async: Callable[[], AsyncClient], anyio_backend: str
 ) -> None:
-    """Nothing of a loop is needed."""
+    """The end needs no loop."""
     client = make_async()
     anyio.run(client.ping, backend=anyio_backend)
     dropped = weakref.ref(client)

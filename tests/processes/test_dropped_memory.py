@@ -64,7 +64,7 @@ def test_a_broker_s_loop_closes_no_large_memory(
     children: list[Child],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whatever drops an object, another thread closes its last descriptor there."""
+    """However an object is dropped, another thread closes its last descriptor."""
     (tmp_path / "app.py").write_text(APP)
     closings = tmp_path / "closings"
     monkeypatch.setenv(FILE, str(closings))
@@ -92,7 +92,7 @@ def memory() -> set[str]:
 
 
 def test_a_server_answers_while_memory_is_being_freed(serve: Callable[..., Server], connect: Callable[..., Client]) -> None:
-    """The object is gone for everybody, and its memory has yet to go."""
+    """The object is dropped for all clients before its memory is free."""
     before = memory()
     serve()
     client = connect()
@@ -105,7 +105,7 @@ def test_a_server_answers_while_memory_is_being_freed(serve: Callable[..., Serve
     assert memory() == before
 
 
-def test_the_local_role_frees_buffers_beside_its_loop(base_path: str) -> None:
+def test_the_local_role_frees_buffers_outside_of_its_loop(base_path: str) -> None:
     """It has the same loop."""
     before = memory()
     with closing(Provider(base_path, device="cpu")) as provider, late_closings():
@@ -118,10 +118,10 @@ def test_the_local_role_frees_buffers_beside_its_loop(base_path: str) -> None:
     assert memory() == before
 
 
-def test_a_quota_counts_dropped_memory_as_free(
+def test_quotas_count_dropped_memory_as_free(
     device: str, base_path: str, connect: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was refused because of an object is admitted as soon as that is dropped; on a GPU it is made when that is free."""
+    """A refused request is admitted once an object is dropped; on a GPU it waits for the actual free."""
     with Server(Provider(base_path, device=device), quotas={device: LARGE}):
         client = connect(device=device)
         full = client.create_buffer(LARGE)
@@ -137,13 +137,13 @@ def test_a_quota_counts_dropped_memory_as_free(
                 assert go.is_set() == (device != "cpu")
 
 
-def test_a_build_waits_for_memory_without_which_it_may_not_fit(
+def test_builds_wait_for_pending_frees(
     provider: Provider,
     serve: Callable[..., Server],
     connect: Callable[..., Client],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where the device has less than is being freed."""
+    """If the device has less free memory than is being freed."""
     left: list[int] = []
 
     @provider.share
@@ -163,10 +163,10 @@ def test_a_build_waits_for_memory_without_which_it_may_not_fit(
     assert left == [0]
 
 
-def test_a_build_that_waits_for_pending_frees_can_be_given_up(
+def test_builds_that_wait_for_pending_frees_can_be_abandoned(
     provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its endpoint does not run when the memory is free."""
+    """The endpoint does not run once the memory is free."""
     built: list[str] = []
     provider.share("weights")(lambda: built.append("weights"))
     provider.share("last")(lambda: built.append("last"))
@@ -183,8 +183,8 @@ def test_a_build_that_waits_for_pending_frees_can_be_given_up(
     assert built == ["last"]
 
 
-def test_a_stopped_server_has_closed_all(serve: Callable[..., Server], connect: Callable[..., Client]) -> None:
-    """What was being freed when it was asked to stop, and what it had then."""
+def test_a_stopped_server_has_closed_all_memory(serve: Callable[..., Server], connect: Callable[..., Client]) -> None:
+    """Both pending frees and the objects at its end."""
     before = memory()
     server = serve()
     client = connect()
