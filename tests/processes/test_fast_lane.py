@@ -121,16 +121,16 @@ def pools(server: Server) -> dict[str, int]:
 # What comes back.
 
 
-def test_one_result_is_kept_for_long(client: Client) -> None:
-    """Later results come and go in the same pool, several times round, and never where the first one lies."""
+def test_a_result_kept_for_long_is_not_overwritten(client: Client) -> None:
+    """Later results use the same pool, several times over, and never its memory."""
     first = client.call("full", 7.0, 1000)
     for value in range(1500):
         assert client.call("full", float(value), 1000)[-1] == value
     assert first.unique().tolist() == [7.0]
 
 
-def test_memory_is_used_again(server: Server, client: Client) -> None:
-    """A thousand calls later there are as many descriptors, mappings and bytes as after the first few."""
+def test_pool_memory_is_reused(server: Server, client: Client) -> None:
+    """After a thousand calls there are as many descriptors, mappings and bytes as after the first few."""
     x = torch.ones(1000, device=client.call("full", 1.0).device)
     for _ in range(100):
         client.call("doubled", x)
@@ -143,8 +143,8 @@ def test_memory_is_used_again(server: Server, client: Client) -> None:
     assert fds <= before[0] + 2  # what is given back in the background may need a connection of its own
 
 
-def test_a_result_that_cannot_be_mapped(server: Server, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its chunk goes back: that it was the first of its arena is no reason to keep it."""
+def test_an_unmappable_result_returns_its_chunk(server: Server, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if it was the first of its arena."""
 
     def fail(*_: object, **__: object) -> None:
         raise CapabilityError("no address is left")
@@ -158,7 +158,7 @@ def test_a_result_that_cannot_be_mapped(server: Server, client: Client, monkeypa
 
 
 def test_a_small_part_of_a_large_tensor(client: Client, device: str) -> None:
-    """A row of a matrix is a row: what the tensor does not use is not copied."""
+    """A row of a matrix: unused bytes of the tensor are not copied."""
     matrix = torch.arange(8.0 * MIB, device=device).view(1024, -1)
     assert torch.equal(client.call("doubled", matrix[3]), matrix[3] * 2)
     assert torch.equal(client.call("doubled", matrix[:, 5:9:3][::100].T), matrix[:, 5:9:3][::100].T * 2)
@@ -166,16 +166,16 @@ def test_a_small_part_of_a_large_tensor(client: Client, device: str) -> None:
     assert transfer.arguments.nbytes <= 8 * MIB
 
 
-def test_a_large_tensor_has_a_segment_of_its_own(server: Server, client: Client, device: str) -> None:
-    """Over a quarter of the pool: it does not use it up, and is there all the same."""
+def test_a_large_tensor_has_its_own_segment(server: Server, client: Client, device: str) -> None:
+    """Above a quarter of the pool, which it does not exhaust."""
     x = torch.arange(float(MIB), device=device)
     results = [client.call("doubled", x) for _ in range(4)]
     assert all(torch.equal(result, x * 2) for result in results)
     assert pools(server)["chunks"] == 0
 
 
-def test_a_result_goes_back_as_an_argument(client: Client) -> None:
-    """It is named: the endpoint reads it where the server has put it, and nothing is copied."""
+def test_results_are_arguments_by_reference(client: Client) -> None:
+    """The endpoint reads the result in the server's own memory, without a copy."""
     result = client.call("full", 3.0, 1000)
     pointers = {client.call("pointer", part).item() - part.storage_offset() * 4 for part in (result, result[10:], result)}
     assert len(pointers) == 1
@@ -184,8 +184,8 @@ def test_a_result_goes_back_as_an_argument(client: Client) -> None:
     assert transfer.arguments.nbytes == 0
 
 
-def test_a_result_that_came_back_is_not_overwritten_while_it_is_read(client: Client, kept: list[Any], server: Server) -> None:
-    """The endpoint keeps it, the client does not: its bytes stay as long as either does."""
+def test_a_returned_result_is_not_overwritten_while_it_is_used(client: Client, kept: list[Any], server: Server) -> None:
+    """The endpoint keeps it, the client does not: its bytes stay while either does."""
     client.call("keep", client.call("full", 5.0, 1000))
     for value in range(500):
         client.call("full", float(value), 1000)
@@ -195,8 +195,8 @@ def test_a_result_that_came_back_is_not_overwritten_while_it_is_read(client: Cli
 # Pools that are full.
 
 
-def test_a_full_pool_for_results(server: Server, client: Client) -> None:
-    """A client that keeps all it gets is told what of, in its time; others go on, and so does it once it lets go."""
+def test_a_full_pool_for_results_blocks_its_client(server: Server, client: Client) -> None:
+    """It gets an error with the holders at its deadline; others continue, and so does it after releases."""
     results = [client.call("full", 1.0, MIB // 4) for _ in range(8)]
     with Client(socket_path=server.socket_path, timeout=0.3, pool=SMALL) as hurried:
         mine = [hurried.call("in_turn", MIB // 4) for _ in range(8)]
@@ -209,8 +209,8 @@ def test_a_full_pool_for_results(server: Server, client: Client) -> None:
     assert sum(result.sum() for result in results) == 8 * MIB // 4
 
 
-def test_who_waits_gets_what_comes_back(client: Client, server: Server) -> None:
-    """A call that waits for memory of a pool has it as soon as another thread lets go."""
+def test_waiting_calls_get_released_memory(client: Client, server: Server) -> None:
+    """As soon as another thread releases it."""
     results = [client.call("full", 1.0, MIB // 4) for _ in range(8)]
     got: list[torch.Tensor] = []
     waiting = threading.Thread(target=lambda: got.append(client.call("full", 2.0, MIB // 4)))
@@ -222,8 +222,8 @@ def test_who_waits_gets_what_comes_back(client: Client, server: Server) -> None:
     assert got[0].unique().tolist() == [2.0]
 
 
-def test_a_full_pool_for_arguments(server: Server, client: Client, go: threading.Event, device: str) -> None:
-    """Who has it is told; when the calls that hold it end, there is memory again."""
+def test_a_full_pool_for_arguments_blocks_its_client(server: Server, client: Client, go: threading.Event, device: str) -> None:
+    """The error names the holders; when the calls that hold it end, there is memory again."""
     x = torch.ones(MIB // 4, device=device)
     sums: list[float] = []
     client.ping()
@@ -273,8 +273,8 @@ def test_the_client_is_killed_while_its_argument_is_read(
     assert pools(server) == {"nbytes": 0, "chunks": 0}
 
 
-def test_the_server_is_killed_while_results_are_held(device: str, base_path: str, children: list[Child]) -> None:
-    """They stay as they are; the client's next server has pools of its own."""
+def test_results_outlive_a_killed_server(device: str, base_path: str, children: list[Child]) -> None:
+    """The client's next server has its own pools."""
     code = f"""
         import torch
         from shared_rpc import Provider, Server
@@ -299,8 +299,8 @@ def test_the_server_is_killed_while_results_are_held(device: str, base_path: str
 
 
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
-def test_hundreds_of_sessions_die_holding_chunks(server: Server) -> None:
-    """Nothing of them is left: no chunk, no mapping, no descriptor."""
+def test_killed_sessions_return_their_chunks(server: Server) -> None:
+    """Nothing of hundreds of them is left: no chunk, no mapping, no descriptor."""
     fds = open_fds()
     for _ in range(300):
         with Raw(server.socket_path) as raw:
@@ -314,8 +314,8 @@ def test_hundreds_of_sessions_die_holding_chunks(server: Server) -> None:
 @pytest.mark.whole_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
-def test_an_endpoint_runs_out_of_memory(server: Server, client: Client) -> None:
-    """That call fails with torch's own error; the server lives, and the memory returns."""
+def test_endpoints_that_run_out_of_memory_fail(server: Server, client: Client) -> None:
+    """With torch's own error; the server survives, and the memory is freed."""
     free = torch.cuda.mem_get_info()[0]
     with pytest.raises(torch.cuda.OutOfMemoryError):
         client.call("full", 1.0, 1 << 42)
@@ -342,8 +342,8 @@ class TestHostile:
     """Only the session that lies is harmed by its lies."""
 
     @pytest.mark.parametrize("numbers", [[0], [1 << 62, -5], [7] * 10_000, []], ids=["zero", "absurd", "many", "none"])
-    def test_giving_back_what_it_does_not_have(self, server: Server, client: Client, numbers: list[int]) -> None:
-        """Nobody's chunks are freed by it."""
+    def test_returning_unknown_chunks_frees_nothing(self, server: Server, client: Client, numbers: list[int]) -> None:
+        """Neither of this nor of another session."""
         held = client.call("full", 5.0)
         with Raw(server.socket_path) as raw:
             assert isinstance(raw.ask(m.Free(numbers)), m.Count)
@@ -352,16 +352,16 @@ class TestHostile:
         client.call("full", 6.0)
         assert held.unique().tolist() == [5.0]
 
-    def test_giving_back_what_another_session_has(self, server: Server, client: Client) -> None:
-        """The number is no secret, and means nothing in another session."""
+    def test_returning_chunks_of_another_session_frees_nothing(self, server: Server, client: Client) -> None:
+        """The numbers are no secret, and only valid in their session."""
         with Raw(server.socket_path) as victim, Raw(server.socket_path) as raw:
             result = victim.ask(m.Call("full", [1.0], pooled=True))
             assert isinstance(result, m.Result)
             raw.ask(m.Free(result.chunks))
             assert pools(server)["chunks"] == 1
 
-    def test_an_arena_is_sent_once(self, server: Server, client: Client) -> None:
-        """It is known by its id from then on in the session, and nowhere else."""
+    def test_arenas_are_sent_once(self, server: Server, client: Client) -> None:
+        """Later messages of the session name them by id, which is valid only there."""
         fd = sealed_memory()
         with Raw(server.socket_path) as raw:
             try:
@@ -382,7 +382,7 @@ class TestHostile:
                 assert isinstance(error, m.Error)
                 assert error.code == "segment-not-found"
 
-    def test_arenas_without_end(self, server: Server, client: Client) -> None:
+    def test_arenas_are_limited(self, server: Server, client: Client) -> None:
         """A client cannot fill the server's table of descriptors with them."""
         fds = open_fds()
         with Raw(server.socket_path) as raw:
@@ -395,8 +395,8 @@ class TestHostile:
             assert [type(answer) for answer in answers] == [m.Result] * 64 + [m.Error] * 16
         eventually(lambda: open_fds() <= fds + 1)
 
-    def test_a_call_that_is_refused_gives_its_chunks_back(self, server: Server, client: Client) -> None:
-        """Whatever is wrong with it."""
+    def test_refused_calls_return_their_chunks(self, server: Server, client: Client) -> None:
+        """Whatever the reason."""
         fd = sealed_memory()
         with Raw(server.socket_path) as raw:
             message = in_arena(INFO, arenas=[0], chunks=[41, 42])
@@ -440,7 +440,7 @@ class TestStreamOrder:
 
     @pytest.mark.parametrize("aside", [False, True], ids=["default stream", "side stream"])
     def test_of_the_caller(self, client: Client, aside: bool) -> None:
-        """An argument that is written late, on whichever stream is the current one, arrives as it was to be."""
+        """An argument that is written late, on any current stream, arrives complete."""
         stream = torch.cuda.Stream() if aside else torch.cuda.current_stream()
         x = torch.zeros(1000, device="cuda")
         torch.cuda.synchronize()
@@ -452,7 +452,7 @@ class TestStreamOrder:
 
     @pytest.mark.parametrize("aside", [False, True], ids=["default stream", "side stream"])
     def test_of_the_endpoint(self, client: Client, late: None, aside: bool) -> None:
-        """A result that is written late, on whichever stream is the current one, is there when the caller has it."""
+        """A result that is written late, on any current stream, is complete when the caller has it."""
         reader = torch.cuda.Stream()
         for value in range(5):
             result = client.call("late", float(value), aside)
@@ -460,7 +460,7 @@ class TestStreamOrder:
                 assert result.unique().tolist() == [float(value)]
 
     def test_a_result_in_use_is_not_overwritten(self, client: Client) -> None:
-        """It was dropped in Python, and a stream has still to read it: its bytes stay until it has."""
+        """It was dropped in Python, and a stream has still to read it: its bytes stay until then."""
         stream = torch.cuda.Stream()
         copies = []
         for value in range(100):
@@ -473,7 +473,7 @@ class TestStreamOrder:
         torch.cuda.synchronize()
         assert [copy.unique().tolist() for copy in copies] == [[float(value)] for value in range(100)]
 
-    def test_other_work_of_the_device_is_not_waited_for(self, client: Client) -> None:
+    def test_calls_do_not_wait_for_other_streams(self, client: Client) -> None:
         """A call is answered while another stream is busy."""
         x = torch.ones(10, device="cuda")
         client.call("doubled", x)
@@ -487,8 +487,8 @@ class TestStreamOrder:
         assert not done.query()
         busy.synchronize()
 
-    def test_a_capture_in_another_thread_is_left_alone(self, client: Client) -> None:
-        """Chunks come and go while a CUDA graph is captured; the capture is not invalidated."""
+    def test_captures_in_other_threads_are_undisturbed(self, client: Client) -> None:
+        """Chunks are used and returned while a CUDA graph is captured."""
         x = torch.ones(1000, device="cuda")
         client.call("doubled", x)
         torch.cuda.synchronize()
@@ -502,8 +502,8 @@ class TestStreamOrder:
         torch.cuda.synchronize()
         assert y.unique().tolist() == [1.0]
 
-    def test_a_call_cannot_be_captured(self, client: Client) -> None:
-        """It says so."""
+    def test_calls_cannot_be_captured(self, client: Client) -> None:
+        """The error says so."""
         x = torch.ones(10, device="cuda")
         client.call("doubled", x)
         graph = torch.cuda.CUDAGraph()
@@ -522,8 +522,8 @@ class TestStreamOrder:
 # On the loop.
 
 
-def test_an_async_endpoint_runs_on_the_loop(client: Client, kept: list[Any]) -> None:
-    """In a task of its own, with its run as the current one."""
+def test_async_endpoints_run_on_the_loop(client: Client, kept: list[Any]) -> None:
+    """In a separate task, with its run as the current one."""
     for _ in range(3):
         assert client.call("where").tolist() == [1.0]
     names, runs, tasks = zip(*kept, strict=True)
@@ -533,26 +533,26 @@ def test_an_async_endpoint_runs_on_the_loop(client: Client, kept: list[Any]) -> 
 
 
 @pytest.mark.parametrize("size", [1, 1000, MIB // 4, MIB], ids=["bytes", "pooled", "over a MiB", "a segment"])
-def test_results_of_every_size(client: Client, size: int) -> None:
-    """Whether they need a thread or not; all are held, and stay as they were."""
+def test_async_results_of_every_size_arrive(client: Client, size: int) -> None:
+    """With or without a thread; all are held, and stay intact."""
     results = [client.call("full_on_the_loop", float(value), size) for value in range(3)]
     assert [result.unique().tolist() for result in results] == [[float(value)] for value in range(3)]
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("size", [8, "no number"], ids=["that succeed", "that fail"])
-async def test_a_long_line(server: Server, client: Client, size: Any) -> None:
-    """Hundreds of calls that wait for their turn end one after the other, whatever becomes of each."""
+async def test_long_queues_are_processed(server: Server, client: Client, size: Any) -> None:
+    """Hundreds of queued calls end one after the other, each in its own way."""
     async with AsyncClient(socket_path=server.socket_path, pool=SMALL) as asynchronous:
         calls = [asynchronous.call("in_turn_on_the_loop", size) for _ in range(600)]
         results = await asyncio.gather(*calls, return_exceptions=True)
     assert {type(result) for result in results} == {torch.Tensor if size == 8 else TypeError}
 
 
-def test_a_long_line_of_calls_that_cannot_be_loaded(
+def test_failures_in_a_long_queue_do_not_recurse(
     server: Server, client: Client, begun: threading.Event, go: threading.Event
 ) -> None:
-    """Each of them ends as its turn comes, and the stack is no deeper for it."""
+    """Calls that cannot be loaded fail in turn, with a bounded stack."""
     with Raw(server.socket_path) as raw:
         raw.say(m.Call("gated", [encode(DtypeRef("float32"))]), 1)
         assert begun.wait(10)
@@ -568,8 +568,8 @@ def test_a_long_line_of_calls_that_cannot_be_loaded(
 
 
 @pytest.mark.parametrize("endpoint", ["echo", "echo_on_the_loop"])
-def test_an_argument_that_comes_back_is_copied(client: Client, device: str, endpoint: str) -> None:
-    """The result is a value: neither side's other tensors share its memory."""
+def test_returned_arguments_are_copied(client: Client, device: str, endpoint: str) -> None:
+    """The result is a value: it shares no memory with the other tensors of either side."""
     x = torch.arange(float(LARGE), device=device)
     result = client.call(endpoint, x)
     x.zero_()
@@ -601,7 +601,7 @@ class TestOnTheGpu:
             kept.append(y)
             return x
 
-    def test_others_are_answered_meanwhile(self, server: Server, client: Client, busy: None) -> None:
+    def test_slow_results_do_not_block_others(self, server: Server, client: Client, busy: None) -> None:
         """The loop waits for a hundred microseconds, and a thread for the rest."""
         client.call("late", 1.0, 10)
         with Client(socket_path=server.socket_path) as other:
@@ -612,8 +612,8 @@ class TestOnTheGpu:
             call.join()
         assert sorted(times)[100] < 0.01
 
-    def test_an_argument_that_another_stream_still_reads(self, client: Client, busy: None, kept: list[Any]) -> None:
-        """The memory is not used again before it has read it, though the caller has dropped its result."""
+    def test_arguments_read_by_another_stream_are_not_overwritten(self, client: Client, busy: None, kept: list[Any]) -> None:
+        """Even if the caller has dropped its result."""
         y = torch.zeros(LARGE, device="cuda")
         for value in range(1, 4):
             x = torch.full((LARGE,), float(value), device="cuda")
@@ -650,7 +650,7 @@ def share_a_segment(client: Client, endpoint: str) -> bool:
 
 
 def test_many_cached_results_need_few_descriptors(shared: Provider, device: str) -> None:
-    """Nor does a process that has all of them need many."""
+    """In the server, and in a process that has all of them."""
     with Server(shared), Client(shared.base_path, device=device) as client:
         before, mapped = open_fds(), len(MAPPINGS)
         results = [client.call("cached", number) for number in range(600)]
@@ -672,18 +672,18 @@ def test_many_cached_results_need_few_descriptors(shared: Provider, device: str)
     ],
     ids=lambda value: value if isinstance(value, str) else "".join(value) if isinstance(value, dict) else None,
 )
-def test_what_is_counted_or_moved_has_a_segment_of_its_own(
+def test_counted_or_movable_results_have_separate_segments(
     shared: Provider, device: str, endpoint: str, options: dict[str, Any], together: bool
 ) -> None:
-    """Then a result can be dropped, or moved to another tier, without the others."""
+    """So that they can be dropped, or moved to another tier, separately."""
     if "quotas" in options:
         options = {"quotas": {device_id(device): options["quotas"]}}
     with Server(shared, **options), Client(shared.base_path, device=device) as client:
         assert share_a_segment(client, endpoint) == together
 
 
-def test_an_export_has_the_result_alone(shared: Provider, device: str, base_path: str) -> None:
-    """No other result of the slab is exported, and another server adopts the record."""
+def test_exports_exclude_other_results_of_a_slab(shared: Provider, device: str, base_path: str) -> None:
+    """And another server adopts the record."""
     other = Provider(f"{base_path}-other", device=device)
     other.share("managed", managed=True)(shared.endpoints["managed"].function)
     with Server(shared), Client(shared.base_path, device=device) as client:
@@ -697,8 +697,8 @@ def test_an_export_has_the_result_alone(shared: Provider, device: str, base_path
                 assert adopted.value.unique().tolist() == [2]
 
 
-def test_a_result_in_a_slab_is_not_evicted(shared: Provider, device: str) -> None:
-    """The error says how it can be."""
+def test_results_in_a_slab_are_not_evicted(shared: Provider, device: str) -> None:
+    """The error gives the remedy."""
     with Server(shared), Client(shared.base_path, device=device) as client:
         client.call("managed", 1).release()
         with pytest.raises(CapabilityError, match="shares a segment with other small results"):

@@ -72,8 +72,8 @@ def chunks(server: Server) -> int:
     return int(server.info()["pools"]["chunks"])
 
 
-def test_clients_that_exit_during_calls(server: Server, children: list[Child]) -> None:
-    """The server copies results into pools that are being closed; nothing of the clients is left."""
+def test_clients_that_exit_during_calls_leave_nothing(server: Server, children: list[Child]) -> None:
+    """The server copies results into pools that are being closed."""
     code = f"""
         import os, threading
         from shared_rpc import Client
@@ -94,7 +94,7 @@ def test_clients_that_exit_during_calls(server: Server, children: list[Child]) -
     eventually(lambda: server.info()["pools"] == {"nbytes": 0, "chunks": 0} and server.info()["running"] == 0)
 
 
-def test_arguments_of_calls_that_raise_come_back(client: Client, server: Server) -> None:
+def test_failing_calls_return_their_arguments(client: Client, server: Server) -> None:
     """With the next call: neither errors nor other answers return chunks."""
     for _ in range(20):
         with pytest.raises(ValueError, match="no"):
@@ -105,8 +105,10 @@ def test_arguments_of_calls_that_raise_come_back(client: Client, server: Server)
     assert client.call("full", 3.0)[0] == 3
 
 
-def test_a_result_that_is_an_argument(client: Client, server: Server, go: threading.Event, begun: threading.Event) -> None:
-    """A result that is an argument stays until its call ends; a call that waits for its memory gets it then."""
+def test_a_result_used_as_an_argument_stays_until_its_call_ends(
+    client: Client, server: Server, go: threading.Event, begun: threading.Event
+) -> None:
+    """A call that waits for its memory gets it then."""
     held = [client.call("full", 1.0, MIB // 2) for _ in range(4)]
     client._timeout = 0.2
     with pytest.raises(DeadlineExceeded):
@@ -123,7 +125,7 @@ def test_a_result_that_is_an_argument(client: Client, server: Server, go: thread
 
 @pytest.mark.asyncio
 async def test_cancelled_calls_leave_no_chunks(server: Server) -> None:
-    """At whatever moment they are cancelled, that of the reply included."""
+    """Whenever they are cancelled, even at the reply."""
     async with AsyncClient(socket_path=server.socket_path, pool=SMALL) as client:
         await client.call("many", 50)
         for number in range(60):
@@ -144,8 +146,8 @@ async def test_cancelled_calls_leave_no_chunks(server: Server) -> None:
         assert left <= 2
 
 
-def test_an_object_is_no_pool(server: Server, client: Client) -> None:
-    """The claim is refused, and the object stays as it is for all others."""
+def test_an_object_cannot_be_claimed_as_a_pool(server: Server, client: Client) -> None:
+    """The claim is refused, and the object is unaffected."""
     mine = client.call("kept")
     with Raw(server.socket_path) as raw:
         result = raw.ask(m.Call("kept"))

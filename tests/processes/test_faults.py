@@ -91,7 +91,7 @@ MORE_WRITES = {
 
 @pytest.mark.parametrize("how", [*WRITES, *deep(*MORE_WRITES)])
 def test_a_write_is_reported(run: Run, server: Server, how: str) -> None:
-    """The object, its endpoint, the place, the line and a remedy, once; the process ends as it would without the report."""
+    """Once, with the object, its endpoint, the place, the line and a remedy; then the process ends as without the report."""
     status, output, errors = run((WRITES | MORE_WRITES)[how])
     assert (status, output) == (-signal.SIGSEGV, "")
     assert errors.count(MESSAGE) == 1
@@ -103,8 +103,8 @@ def test_a_write_is_reported(run: Run, server: Server, how: str) -> None:
     assert "copy.deepcopy(module)" in errors and "read-only-weights" in errors
 
 
-def test_the_place_of_the_write(run: Run) -> None:
-    """The traceback is innermost first, as faulthandler has it; the byte is the one that was written."""
+def test_the_report_has_the_place_of_the_write(run: Run) -> None:
+    """The traceback is innermost first, like faulthandler's; the address is that of the written byte."""
     _, _, errors = run("def careless():\n    ctypes.memset(weight.data_ptr() + 4096, 1, 1)\ncareless()")
     lines = [line.strip() for line in errors.splitlines()]
     first = lines.index("by (most recent call first):") + 1
@@ -113,8 +113,8 @@ def test_the_place_of_the_write(run: Run) -> None:
     assert found is not None and int(found[1]) % 4096 == 0
 
 
-def test_a_write_of_a_forked_child(run: Run) -> None:
-    """The message has its pid; the parent goes on."""
+def test_a_write_of_a_forked_child_is_reported(run: Run) -> None:
+    """With its pid; the parent continues."""
     status, output, errors = run("""
 pid = os.fork()
 if pid == 0:
@@ -127,8 +127,8 @@ print(pid, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     assert f"process {pid} {MESSAGE}" in errors
 
 
-def test_a_copy_can_be_written(run: Run) -> None:
-    """The remedy works."""
+def test_copies_are_writable(run: Run) -> None:
+    """The documented remedy."""
     status, output, _ = run("import copy\ncopy.deepcopy(handle.value).weight.zero_()\nweight.clone().zero_()\nother.zero_()")
     assert (status, output) == (0, "survived\n")
 
@@ -150,7 +150,7 @@ def test_a_copy_can_be_written(run: Run) -> None:
     ],
 )
 def test_other_faults_are_not_reported(run: Run, code: str, status: int) -> None:
-    """Faults elsewhere, signals that were sent, and an overflow of the stack end the process as ever."""
+    """Faults elsewhere, sent signals, and stack overflows end the process as usual."""
     assert run(code) == (status, "", "")
 
 
@@ -167,7 +167,7 @@ FATAL, ENABLE = "Fatal Python error: Segmentation fault", "faulthandler.enable()
     ],
     ids=["write", "write, enabled later", "another fault", "another fault, enabled later"],
 )
-def test_faulthandler(run: Run, before: str, code: str, texts: list[str]) -> None:
+def test_faulthandler_is_compatible(run: Run, before: str, code: str, texts: list[str]) -> None:
     """Whoever installed its handler last is first; faulthandler passes no address on, so the message is less certain then."""
     status, _, errors = run(code, before)
     assert (status, errors.count(FATAL), MESSAGE in errors) == (-signal.SIGSEGV, 1, MESSAGE in texts)
@@ -176,8 +176,8 @@ def test_faulthandler(run: Run, before: str, code: str, texts: list[str]) -> Non
 
 
 @pytest.mark.parametrize("before", [True, *deep(False)], ids=["before", "after"])
-def test_a_handler_of_the_user_is_called(run: Run, before: bool) -> None:
-    """By a signal that is sent, whether it was installed before or after."""
+def test_handlers_of_the_user_are_called(run: Run, before: bool) -> None:
+    """For a sent signal, whether installed before or after."""
     take = "signal.signal(signal.SIGSEGV, lambda *_: print('handled', flush=True))"
     code = "os.kill(os.getpid(), signal.SIGSEGV)\nfor _ in range(3): pass"
     ran = run(code, take) if before else run(f"{take}\n{code}")
@@ -193,8 +193,8 @@ def test_no_handler_without_read_only_memory(run: Run) -> None:
     assert status == 0 and before == after and not int(after, 16) >> (signal.SIGSEGV - 1) & 1
 
 
-def test_unmapped_memory_is_forgotten(server: Server, connect: Connect) -> None:
-    """Its addresses may be used for something else."""
+def test_unmapped_memory_is_not_reported(server: Server, connect: Connect) -> None:
+    """Its addresses may be reused."""
     known = len(faults._places)
     try:
         handle = connect().call("load")

@@ -56,8 +56,8 @@ fork(lambda: fork())
     assert (ran.stdout.split(), ran.stderr) == (["first", "method", "dropped", "last", "first", "method", "last"], "")
 
 
-def test_failures_are_reported() -> None:
-    """As CPython reports what cannot be caught; other callbacks run, and both processes go on."""
+def test_failures_are_reported_as_unraisable() -> None:
+    """Other callbacks run, and both processes continue."""
     ran = run("""
 @after_fork
 def one(): raise ValueError("of one")
@@ -153,8 +153,8 @@ thread.join()
     assert ran.stdout.split() == ["done"]
 
 
-def test_what_is_around_a_fork() -> None:
-    """It begins in the forking thread, and ends in reverse order in both processes: in the child after all callbacks."""
+def test_around_fork_runs_in_both_processes() -> None:
+    """It begins in the forking thread, and ends in reverse order: in the child after all callbacks."""
     ran = run("""
 def around(name):
     @around_fork
@@ -176,7 +176,7 @@ thread.join()
     assert [line for line in said[2:] if "parent" not in line] == ["callback", "ends inner in child", "ends outer in child"]
 
 
-def test_a_callback_that_forks() -> None:
+def test_callbacks_can_fork() -> None:
     """Each fork has its own state."""
     ran = run("""
 numbers = iter("12")
@@ -202,6 +202,6 @@ def test_the_exit_of_a_process_reports_nothing() -> None:
 
 
 def test_nothing_else_registers_with_the_interpreter() -> None:
-    """Callbacks that do would have no defined order."""
+    """Other registrations would have no defined order."""
     users = {path.name for path in (ROOT / "shared_rpc").rglob("*.py") if "register_at_fork" in path.read_text()}
     assert users == {"forks.py"}

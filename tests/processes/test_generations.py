@@ -68,7 +68,7 @@ def number(value: dict[str, torch.Tensor]) -> float:
 
 
 def test_a_refresh_makes_the_next_generation_current(app: App, builds: Builds) -> None:
-    """Later calls get it; handles that are out keep theirs, and know that another one is current."""
+    """Later calls get it; existing handles keep theirs, and report that another one is current."""
     load = app.share("load", managed=True)(builds.build)
     old = load()
     made = load.refresh()
@@ -81,8 +81,8 @@ def test_a_refresh_makes_the_next_generation_current(app: App, builds: Builds) -
     assert (old.get_object_info()["current"], old.get_object_info()["generation"]) == (False, 1)
 
 
-def test_a_stale_handle_is_not_current(app: App, builds: Builds) -> None:
-    """Neither a released one, nor one whose object is gone; and what was invalidated has no latest one."""
+def test_stale_handles_are_not_current(app: App, builds: Builds) -> None:
+    """Neither released ones, nor those of dropped objects; an invalidated object has no latest one."""
     load = app.share("load", managed=True)(builds.build)
     released, kept = load(), load()
     released.release()
@@ -101,8 +101,8 @@ def test_a_stale_handle_is_not_current(app: App, builds: Builds) -> None:
         kept.is_current()
 
 
-def test_what_is_not_cached_has_no_generations(app: App) -> None:
-    """Each is current, and refreshing is an error that says why."""
+def test_uncached_results_have_no_generations(app: App) -> None:
+    """Each is current, and refreshing gives an error with the reason."""
     app.share("plain", cache=False, managed=True)(lambda: torch.ones(1))
     app.share("add")(lambda x: x + 1)
     one, other = app.provider.call("plain"), app.provider.call("plain")
@@ -118,7 +118,7 @@ def test_what_is_not_cached_has_no_generations(app: App) -> None:
 
 
 def test_a_failed_refresh_changes_nothing(app: App, builds: Builds) -> None:
-    """The endpoint's own error arrives, and the present generation is served as before."""
+    """The endpoint's own error is raised, and the present generation is still served."""
     load = app.share("load", managed=True)(builds.build)
     handle = load()
     builds.fails = ZeroDivisionError("no weights today")
@@ -128,10 +128,10 @@ def test_a_failed_refresh_changes_nothing(app: App, builds: Builds) -> None:
     assert load.refresh().generation == 2
 
 
-def test_a_call_during_a_refresh_is_answered_at_once(
+def test_calls_during_a_refresh_are_answered_at_once(
     app: App, builds: Builds, go: threading.Event, begun: threading.Event
 ) -> None:
-    """From the cache: nobody waits for the next generation but who asked for it."""
+    """From the cache: only the requester waits for the next generation."""
 
     @app.share(managed=True)
     def load() -> dict[str, torch.Tensor]:
@@ -151,8 +151,8 @@ def test_a_call_during_a_refresh_is_answered_at_once(
     assert [made.generation for made in refreshed] == [2]
 
 
-def test_refreshes_at_once_join_one_build(app: App, builds: Builds, go: threading.Event) -> None:
-    """And with nothing in the cache a call joins it too."""
+def test_simultaneous_refreshes_join_one_build(app: App, builds: Builds, go: threading.Event) -> None:
+    """With nothing in the cache a call joins it too."""
 
     @app.share(managed=True)
     def load() -> dict[str, torch.Tensor]:
@@ -198,8 +198,8 @@ def versions(app: App) -> Iterator[Versions]:
         event.set()
 
 
-def test_a_refresh_joins_no_call(versions: Versions) -> None:
-    """One that is on its way, with other arguments that its key leaves out: its error is not the refresh's."""
+def test_refreshes_do_not_join_calls(versions: Versions) -> None:
+    """An active call may have other arguments that its key leaves out, and its error is not the refresh's."""
     with ThreadPoolExecutor(2) as threads:
         call = threads.submit(versions.serving)
         assert versions.begun[0].wait(20)
@@ -214,8 +214,8 @@ def test_a_refresh_joins_no_call(versions: Versions) -> None:
         assert (handle.object_id, float(handle.value[0])) == (made.object_id, 1.0)
 
 
-def test_what_began_later_is_newer(versions: Versions) -> None:
-    """What began before a refresh and ends after it is not made current: a call has its result, a refresh is told."""
+def test_later_runs_are_newer(versions: Versions) -> None:
+    """A run that began before a refresh and ends after it is not made current: a call gets its result, a refresh an error."""
     with ThreadPoolExecutor(3) as threads:
         call = threads.submit(versions.serving, 1)
         assert versions.begun[1].wait(20)
@@ -235,8 +235,8 @@ def test_what_began_later_is_newer(versions: Versions) -> None:
         assert (handle.object_id, float(handle.value[0])) == (made.object_id, 3.0)
 
 
-def test_an_invalidation_meanwhile(app: App, builds: Builds, go: threading.Event, begun: threading.Event) -> None:
-    """What was being built is out of date: it is not made current, its asker is told, and a joined call knows as well."""
+def test_an_invalidation_discards_active_builds(app: App, builds: Builds, go: threading.Event, begun: threading.Event) -> None:
+    """Their results are not made current; the refresh fails, and joined calls get theirs as stale."""
 
     @app.share(managed=True)
     def load() -> dict[str, torch.Tensor]:
@@ -259,8 +259,8 @@ def test_an_invalidation_meanwhile(app: App, builds: Builds, go: threading.Event
     assert (load().generation, handle.latest().object_id) == (2, load().object_id)
 
 
-def test_an_endpoint_that_refreshes_itself(app: App) -> None:
-    """It would wait for itself, and says so; another call's it may refresh."""
+def test_endpoints_cannot_refresh_themselves(app: App) -> None:
+    """They would wait for themselves: an error; another call's object may be refreshed."""
 
     @app.share()
     def load(depth: int) -> torch.Tensor:
@@ -273,10 +273,10 @@ def test_an_endpoint_that_refreshes_itself(app: App) -> None:
         load(9)
 
 
-def test_a_refresh_outlives_who_asked_for_it(
+def test_a_refresh_outlives_its_requester(
     provider: Provider, serve: Serve, connect: Connect, builds: Builds, go: threading.Event
 ) -> None:
-    """Its asker's time is over, and the build goes on to become current."""
+    """After the requester's timeout, the build continues and becomes current."""
 
     @provider.share(managed=True)
     def load() -> dict[str, torch.Tensor]:
@@ -294,8 +294,8 @@ def test_a_refresh_outlives_who_asked_for_it(
     assert (handle.latest().generation, builds.count) == (2, 2)
 
 
-def test_a_handle_of_an_earlier_server(provider: Provider, serve: Serve, connect: Connect) -> None:
-    """Nothing of it is current, and its revision was the object's alone."""
+def test_handles_of_an_earlier_server_have_no_generations(provider: Provider, serve: Serve, connect: Connect) -> None:
+    """Nothing of them is current, and the revision belonged to the object."""
     provider.share("load", managed=True)(Builds().build)
     server = serve()
     client = connect()
@@ -316,8 +316,8 @@ def test_a_handle_of_an_earlier_server(provider: Provider, serve: Serve, connect
 # Memory.
 
 
-def test_old_memory_goes_with_its_last_holder(provider: Provider, serve: Serve, builds: Builds) -> None:
-    """The server lets go of it at once; two processes' sessions keep it until the second one lets go."""
+def test_old_memory_is_freed_with_its_last_holder(provider: Provider, serve: Serve, builds: Builds) -> None:
+    """The server releases it at once; it stays until both sessions have."""
     provider.share("load", managed=True, pinned=True)(builds.build)
     server = serve()
     with Client(socket_path=server.socket_path) as one, Client(socket_path=server.socket_path) as other:
@@ -368,10 +368,10 @@ READERS = """
 """
 
 
-def test_ten_readers_see_either_generation_whole(
+def test_readers_see_whole_generations_during_refreshes(
     provider: Provider, serve: Serve, connect: Connect, builds: Builds, children: list[Child]
 ) -> None:
-    """Clients that attach in a loop while it is refreshed: never a mix, never an earlier one again, nothing left behind."""
+    """Ten clients attach in a loop: never a mix, never an earlier one again, nothing left."""
     provider.share("load", managed=True)(builds.build)
     server, client = serve(), connect()
     client.call("load").release()
@@ -402,10 +402,8 @@ def server(provider: Provider, serve: Serve, builds: Builds) -> Server:
     return serve()
 
 
-def test_callbacks_are_told_in_every_role(app: App, builds: Builds) -> None:
-    """In one thread that is not the caller's, until they are closed. The first generation of a call is no news, and neither is
-    what was refreshed before.
-    """
+def test_callbacks_report_later_generations_in_every_role(app: App, builds: Builds) -> None:
+    """In a separate thread, until they are closed; neither the first generation of a call nor earlier refreshes."""
 
     @app.share()
     def load(size: int) -> torch.Tensor:
@@ -434,8 +432,8 @@ def test_callbacks_are_told_in_every_role(app: App, builds: Builds) -> None:
     assert (len(told), subscription.active, thread.is_alive()) == (3, False, False)
 
 
-def test_a_callback_that_fails_loses_nothing(client: Client, caplog: pytest.LogCaptureFixture) -> None:
-    """It is logged with what it was told; itself, and others, are told of the next."""
+def test_a_failing_callback_is_logged(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+    """With its generation; it and others are called with the next one."""
     client.call("load")
     told: list[int] = []
 
@@ -452,8 +450,8 @@ def test_a_callback_that_fails_loses_nothing(client: Client, caplog: pytest.LogC
     assert "ValueError: a callback of the test" in caplog.text
 
 
-def test_a_slow_reader_gets_the_latest_of_each(server: Server, client: Client, connect: Connect) -> None:
-    """The server keeps nothing for it: what it did not ask for in time was replaced by what came later."""
+def test_slow_readers_get_the_latest_of_each(server: Server, client: Client, connect: Connect) -> None:
+    """The server buffers nothing for them."""
     told: list[tuple[str, int]] = []
     waits, goes = threading.Event(), threading.Event()
 
@@ -478,7 +476,7 @@ def test_a_slow_reader_gets_the_latest_of_each(server: Server, client: Client, c
 
 
 def test_the_news_is_bounded(client: Client, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys are not: who asks too rarely misses those that were refreshed longest ago."""
+    """The number of keys is not: slow readers miss the oldest refreshes."""
     monkeypatch.setattr(generations_module, "_REMEMBERED", 3)
     with client.refreshes() as news:
         for size in range(1, 6):
@@ -487,8 +485,8 @@ def test_the_news_is_bounded(client: Client, server: Server, monkeypatch: pytest
         assert [next(news).cache_key for _ in range(3)] == [f"load(size={size})" for size in (3, 4, 5)]
 
 
-def test_the_blocking_iterator(client: Client) -> None:
-    """It misses nothing from its entry on, whichever thread refreshes, and ends with the client."""
+def test_the_blocking_iterator_misses_nothing(client: Client) -> None:
+    """From its entry on, from any thread, until the client ends."""
     client.call("load")
     with client.refreshes() as news:
         made = [client.refresh("load") for _ in range(1)]
@@ -500,8 +498,8 @@ def test_the_blocking_iterator(client: Client) -> None:
         client.on_refresh(print)
 
 
-def test_the_end_of_the_server_is_told(server: Server, client: Client, caplog: pytest.LogCaptureFixture) -> None:
-    """Callbacks hear of it by the log, an iterator by an exception; a later subscription begins anew."""
+def test_the_end_of_the_server_is_reported(server: Server, client: Client, caplog: pytest.LogCaptureFixture) -> None:
+    """Callbacks end with a log line, an iterator with an exception; a later subscription starts again."""
     subscription, news = client.on_refresh(print), client.refreshes()
     with news:
         caplog.set_level(logging.WARNING)
@@ -520,8 +518,8 @@ def test_the_end_of_the_server_is_told(server: Server, client: Client, caplog: p
         next(news)
 
 
-def test_closing_says_nothing(server: Server, client: Client, caplog: pytest.LogCaptureFixture) -> None:
-    """A client's own end is no news; its thread, its connection and its session end."""
+def test_closing_is_not_reported(server: Server, client: Client, caplog: pytest.LogCaptureFixture) -> None:
+    """The client's own end is no news; its thread, its connection and its session end."""
     subscription = client.on_refresh(print)
     assert server.info()["connections"] == 2
     client.close()
@@ -530,7 +528,7 @@ def test_closing_says_nothing(server: Server, client: Client, caplog: pytest.Log
     assert (subscription.active, server.info()["sessions"], caplog.text) == (False, 0, "")
 
 
-def test_closing_while_a_subscription_is_made(
+def test_closing_during_a_subscription_ends_it(
     server: Server,
     client: Client,
     threads: ThreadPoolExecutor,
@@ -558,8 +556,8 @@ def test_closing_while_a_subscription_is_made(
 
 
 @pytest.mark.anyio
-async def test_refreshing_in_coroutines(server: Server) -> None:
-    """All of it by the same names."""
+async def test_coroutines_can_refresh(server: Server) -> None:
+    """With the same names."""
     async with AsyncClient(socket_path=server.socket_path) as client:
         async with await client.call("load") as old:
             made = await client.refresh("load")
@@ -575,8 +573,8 @@ async def test_refreshing_in_coroutines(server: Server) -> None:
 
 
 @pytest.mark.anyio
-async def test_iterating_in_coroutines(server: Server, client: Client) -> None:
-    """It goes on after a scope that was cancelled, and ends with the connection."""
+async def test_coroutines_can_iterate_over_refreshes(server: Server, client: Client) -> None:
+    """The iterator continues after a cancelled scope, and ends with the connection."""
     from anyio import move_on_after, to_thread
 
     client.call("load")
@@ -601,8 +599,8 @@ async def test_iterating_in_coroutines(server: Server, client: Client) -> None:
         assert seen == [4]
 
 
-def test_a_forked_child_is_told_nothing(server: Server, client: Client) -> None:
-    """The subscription is its parent's; one of its own it may have."""
+def test_forked_children_have_no_subscriptions(server: Server, client: Client) -> None:
+    """They are the parent's; the child can have its own."""
     code = """
         import os, queue, sys
         from shared_rpc import Client
@@ -666,8 +664,8 @@ def number_of(handle: Handle[torch.Tensor]) -> float:
     return float(handle.value[0])
 
 
-def test_a_candidate_is_nobody_s_until_it_is_promoted(app: App, load: Any, gated: GatedBuilds) -> None:
-    """It is built while calls get the present generation; then it is current at once, with the news of a refresh."""
+def test_candidates_are_private_until_promoted(app: App, load: Any, gated: GatedBuilds) -> None:
+    """Calls get the present generation; after the promotion it is current, with the news of a refresh."""
     present = load()
     candidate = app.provider.prepare("load")
     assert (candidate.generation, candidate.value.object_id, candidate.value.endpoint) == (2, candidate.object_id, "load")
@@ -682,16 +680,16 @@ def test_a_candidate_is_nobody_s_until_it_is_promoted(app: App, load: Any, gated
     assert number_of(load()) == 2
 
 
-def test_a_candidate_of_nothing_is_the_first_generation(app: App, load: Any) -> None:
-    """It may be prepared before anybody calls."""
+def test_the_first_generation_can_be_a_candidate(app: App, load: Any) -> None:
+    """Prepared before any call."""
     with app.provider.prepare("load", 5) as candidate:
         assert candidate.generation == 1
         assert app.provider.promote(candidate.object_id).previous_id == ""
     assert load(5).generation == 1
 
 
-def test_a_candidate_goes_with_its_handle(app: App, load: Any, gated: GatedBuilds) -> None:
-    """Nothing else keeps it."""
+def test_candidates_end_with_their_handle(app: App, load: Any, gated: GatedBuilds) -> None:
+    """Nothing else keeps them."""
     load().release()
     candidate = app.provider.prepare("load")
     assert [info.get("candidate", False) for info in app.provider.list_objects()] == [False, True]
@@ -702,8 +700,8 @@ def test_a_candidate_goes_with_its_handle(app: App, load: Any, gated: GatedBuild
     assert load().generation == 1
 
 
-def test_a_candidate_is_promoted_once(app: App, load: Any) -> None:
-    """And what is current, or was, is none."""
+def test_candidates_are_promoted_once(app: App, load: Any) -> None:
+    """A current or former generation is no candidate."""
     present = load()
     candidate = app.provider.prepare("load")
     for _ in range(2):
@@ -714,7 +712,7 @@ def test_a_candidate_is_promoted_once(app: App, load: Any) -> None:
         app.provider.promote(candidate)
 
 
-def test_a_later_generation_is_not_replaced(app: App, load: Any) -> None:
+def test_later_generations_are_not_replaced(app: App, load: Any) -> None:
     """Neither by an earlier candidate, nor by a run that began before."""
     load()
     first, second = app.provider.prepare("load"), app.provider.prepare("load")
@@ -729,8 +727,8 @@ def test_a_later_generation_is_not_replaced(app: App, load: Any) -> None:
 
 
 @pytest.mark.parametrize("how", ["call", "endpoint", "object"])
-def test_an_invalidation_ends_a_candidate(app: App, load: Any, how: str) -> None:
-    """What was invalidated is out of date, and so is what was prepared before."""
+def test_invalidations_discard_candidates(app: App, load: Any, how: str) -> None:
+    """An invalidated call's earlier candidates are outdated."""
     present = load()
     candidate, another = app.provider.prepare("load"), app.provider.prepare("load", 4)
     if how == "call":
@@ -746,8 +744,8 @@ def test_an_invalidation_ends_a_candidate(app: App, load: Any, how: str) -> None
     assert app.provider.promote(app.provider.prepare("load")).previous_id == ""
 
 
-def test_an_invalidation_during_a_preparation(app: App, load: Any, gated: GatedBuilds) -> None:
-    """Nothing is prepared then, and nothing is left."""
+def test_invalidations_discard_preparations(app: App, load: Any, gated: GatedBuilds) -> None:
+    """Nothing is prepared, and nothing is left."""
     load().release()
     gated.go.clear()
 
@@ -761,8 +759,8 @@ def test_an_invalidation_during_a_preparation(app: App, load: Any, gated: GatedB
     eventually(lambda: app.provider.list_objects() == [])
 
 
-def test_a_call_does_not_join_a_preparation(app: App, load: Any, gated: GatedBuilds) -> None:
-    """With nothing in the cache it builds its own, which is newer than the candidate that began before."""
+def test_calls_do_not_join_preparations(app: App, load: Any, gated: GatedBuilds) -> None:
+    """With nothing in the cache a call builds its own object, which is newer than the earlier candidate."""
     gated.go.clear()
 
     def call() -> Handle[torch.Tensor]:
@@ -778,8 +776,8 @@ def test_a_call_does_not_join_a_preparation(app: App, load: Any, gated: GatedBui
         app.provider.promote(candidate)
 
 
-def test_a_candidate_is_attached_to_by_its_ticket(base_path: str, gated: GatedBuilds) -> None:
-    """Before it is promoted: to try it out."""
+def test_candidates_can_be_opened_by_ticket(base_path: str, gated: GatedBuilds) -> None:
+    """Before the promotion, for a trial."""
     app = App("client", base_path)
     app.share("load", managed=True)(gated.build)
     provider = app.provider
@@ -790,8 +788,8 @@ def test_a_candidate_is_attached_to_by_its_ticket(base_path: str, gated: GatedBu
     app.close()
 
 
-def test_a_session_s_end_ends_its_candidates(base_path: str, gated: GatedBuilds) -> None:
-    """Whatever way its client goes."""
+def test_sessions_end_with_their_candidates(base_path: str, gated: GatedBuilds) -> None:
+    """However the client ends."""
     app = App("client", base_path)
     app.share("load", managed=True)(gated.build)
     with Client(base_path, device="cpu", timeout=30) as client:

@@ -126,8 +126,8 @@ def memory() -> Iterator[int]:
 
 
 @both_loops
-def test_a_frame_cut_off_at_any_byte(server: Server, memory: int) -> None:
-    """A client that dies in the handshake or in a call is forgotten, with the descriptors that it had sent."""
+def test_frames_cut_off_at_any_byte_leave_nothing(server: Server, memory: int) -> None:
+    """The server closes the descriptors of a client that dies in the handshake or in a call."""
     hello, call = frame_of(m.Hello()), frame_of(tensor_call(), payload=b"skeleton", fds=1)
     for end in range(len(hello)):
         with Raw(server.socket_path, hello=False) as raw:
@@ -138,7 +138,7 @@ def test_a_frame_cut_off_at_any_byte(server: Server, memory: int) -> None:
 
 
 @both_loops
-def test_a_client_that_hangs_up_after_its_requests(server: Server, good: Client) -> None:
+def test_clients_that_hang_up_leave_nothing(server: Server, good: Client) -> None:
     """Replies are dropped, and leases end whether or not the replies were read."""
     with good.call("kept", 10) as handle:
         for _ in range(20):
@@ -186,7 +186,7 @@ AFTER_HELLO = {
     ("hello", "name"),
     [(False, name) for name in BROKEN | BEFORE_HELLO] + [(True, name) for name in BROKEN | AFTER_HELLO],
 )
-def test_a_broken_frame_ends_the_connection(server: Server, memory: int, hello: bool, name: str) -> None:
+def test_malformed_frames_end_the_connection(server: Server, memory: int, hello: bool, name: str) -> None:
     """At once, for any announced size; the error names the fault."""
     data, fds, text = (BROKEN | (AFTER_HELLO if hello else BEFORE_HELLO))[name]
     with Raw(server.socket_path, hello=hello) as raw:
@@ -195,7 +195,7 @@ def test_a_broken_frame_ends_the_connection(server: Server, memory: int, hello: 
     assert error.code == "protocol" and text in error.text
 
 
-def test_a_large_frame_right_after_hello(server: Server) -> None:
+def test_large_frames_right_after_hello_are_accepted(server: Server) -> None:
     """A client need not wait for the welcome to use the larger limits."""
     with Raw(server.socket_path, hello=False) as raw:
         raw.send(frame_of(m.Hello(), 1) + frame_of(g.GetObject("x" * (1 << 20)), 2))
@@ -208,8 +208,8 @@ def test_a_large_frame_right_after_hello(server: Server) -> None:
 
 
 @pytest.mark.parametrize("message", [m.Ping(), m.Goodbye(), g.GetObject("x"), m.GetStatistics(), m.InvalidateObject("x")])
-def test_descriptors_that_a_request_does_not_use_are_closed(server: Server, memory: int, message: m.Message) -> None:
-    """The request is handled, and later ones are."""
+def test_unused_descriptors_are_closed(server: Server, memory: int, message: m.Message) -> None:
+    """The request is handled, as are later ones."""
     with Raw(server.socket_path) as raw:
         fds = open_fds()
         raw.say(message, 1, fds=[memory] * 5)
@@ -219,15 +219,15 @@ def test_descriptors_that_a_request_does_not_use_are_closed(server: Server, memo
 
 @both_loops
 @pytest.mark.parametrize("sent", [b"s", PING], ids=["half a frame", "a frame"])
-def test_its_own_connection_as_a_descriptor(server: Server, sent: bytes) -> None:
-    """The server closes it: else the connection would stay open after the client's death."""
+def test_sent_connections_are_closed(server: Server, sent: bytes) -> None:
+    """The server closes a client's own connection: otherwise it would stay open after the client's death."""
     with Raw(server.socket_path) as raw:
         raw.send(sent, [raw.sock.fileno()])
     eventually(lambda: server.info()["connections"] == 1)
 
 
-def test_a_socket_that_lingers(server: Server, good: Client) -> None:
-    """Closing a descriptor of a client does not block the loop."""
+def test_lingering_sockets_do_not_block(server: Server, good: Client) -> None:
+    """Closing a client's descriptor does not block the loop."""
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as out:
         out.setblocking(False)
         with pytest.raises(BlockingIOError):
@@ -243,8 +243,10 @@ def test_a_socket_that_lingers(server: Server, good: Client) -> None:
 
 
 @pytest.mark.parametrize("sent", [PING, PING[:-1], header(8, body=1, fds=2)], ids=["a frame", "half a frame", "no frame"])
-def test_a_descriptor_whose_close_blocks(server: Server, good: Client, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
-    """As on a file system in user space, for as long as the client likes: the loop makes no system call on it."""
+def test_descriptors_with_a_blocking_close_do_not_block(
+    server: Server, good: Client, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    """As on a file system in user space: the loop makes no system call on them."""
     close, fstat, go, closed = os.close, os.fstat, threading.Event(), threading.Event()
     reader, writer = os.pipe()
     file = os.stat(reader)
@@ -277,8 +279,8 @@ def test_a_descriptor_whose_close_blocks(server: Server, good: Client, monkeypat
 
 @pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_PATH], ids=["directory", "path"])
 @pytest.mark.parametrize("complete", [True, False], ids=["a frame", "half a frame"])
-def test_a_file_ends_the_connection(server: Server, good: Client, flags: int, complete: bool) -> None:
-    """As it arrives: a process that is just being forked would close it too, and may block on that."""
+def test_files_end_the_connection(server: Server, good: Client, flags: int, complete: bool) -> None:
+    """On arrival: a process that is just being forked would close them too, and may block on that."""
     fd = os.open("/", flags)
     with Raw(server.socket_path) as raw:
         raw.send(PING if complete else header(8, body=1, fds=2), [fd])
@@ -317,7 +319,7 @@ def tensor_call(
     )
 
 
-def test_a_call_with_a_tensor(server: Server, memory: int) -> None:
+def test_a_valid_call_is_accepted(server: Server, memory: int) -> None:
     """The calls below are this one with one defect each."""
     os.pwrite(memory, struct.pack("4f", 1, 2, 3, 4), 0)
     with Raw(server.socket_path) as raw:
@@ -454,7 +456,7 @@ REFUSED: dict[str, Sent] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_bad_request_is_refused(server: Server, good: Client, name: str) -> None:
+def test_malformed_requests_are_refused(server: Server, good: Client, name: str) -> None:
     """With a short error of the library's own; neither this connection nor another client is affected."""
     sent = REFUSED[name]
     fds = [sent.memory()] if sent.memory is not None else []
@@ -473,8 +475,8 @@ def test_a_bad_request_is_refused(server: Server, good: Client, name: str) -> No
         os.close(fd)
 
 
-def test_values_that_take_long_to_read(server: Server, good: Client) -> None:
-    """Too many values, and tuples each level of which copies what is inside it, are refused in bounded time."""
+def test_values_that_are_slow_to_read_are_refused(server: Server, good: Client) -> None:
+    """Too many values, and tuples whose every level copies its content, in bounded time."""
     tuples = Ext(1, msgspec.msgpack.encode([bytes(8 << 20)]))
     for _ in range(40):
         tuples = Ext(1, msgspec.msgpack.encode([tuples]))
@@ -497,7 +499,7 @@ def test_values_that_take_long_to_read(server: Server, good: Client) -> None:
 
 
 def test_long_requests_are_read_without_collections(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A garbage collection for each 700 values would walk over all objects of the server; afterwards it is enabled again."""
+    """Collections every 700 values would walk over all objects of the server; afterwards they are enabled again."""
     found: list[bool] = []
     decode = remote_module.decode_message
 
@@ -515,8 +517,8 @@ def test_long_requests_are_read_without_collections(server: Server, monkeypatch:
 
 
 @pytest.mark.parametrize("limit", [b"\xd3\x80" + bytes(7), b"\x00", b"\xcf" + b"\xff" * 8])
-def test_a_page_of_any_size(server: Server, go: threading.Event, limit: bytes) -> None:
-    """It has at least one run, and no more than there are."""
+def test_page_sizes_are_bounded(server: Server, go: threading.Event, limit: bytes) -> None:
+    """At least one run, and no more than there are."""
     with Raw(server.socket_path) as raw:
         raw.say(m.Call("hold"), 7)
         raw.send(header(101, body=len(limit) + 1) + b"\x91" + limit)
@@ -526,8 +528,8 @@ def test_a_page_of_any_size(server: Server, go: threading.Event, limit: bytes) -
         go.set()
 
 
-def test_goodbye_during_calls(server: Server, go: threading.Event) -> None:
-    """It has no answer; calls and the session go on."""
+def test_goodbye_does_not_interrupt_calls(server: Server, go: threading.Event) -> None:
+    """It has no answer; calls and the session continue."""
     with Raw(server.socket_path) as raw:
         held = raw.ask(m.Call("kept", [4]))
         assert isinstance(held, m.Result)
@@ -549,8 +551,8 @@ def test_cancelling_an_unknown_request(server: Server) -> None:
         assert isinstance(raw.ask(m.Ping(), 7), m.Pong)
 
 
-def test_a_request_id_that_is_in_use(server: Server, go: threading.Event) -> None:
-    """The second call is refused; the first one goes on."""
+def test_duplicate_request_ids_are_refused(server: Server, go: threading.Event) -> None:
+    """The first call continues."""
     with Raw(server.socket_path) as raw:
         raw.say(m.Call("hold"), 7)
         error = raw.ask(m.Call("ones", [1]), 7)
@@ -561,7 +563,7 @@ def test_a_request_id_that_is_in_use(server: Server, go: threading.Event) -> Non
 
 
 def test_the_calls_of_a_connection_are_limited(server: Server, go: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those beyond the limit are refused, and the others go on."""
+    """Excess calls are refused, and the others continue."""
     monkeypatch.setattr(remote_module, "_MAX_CALLS", 10)
     with Raw(server.socket_path) as raw:
         for number in range(1, 11):
@@ -574,8 +576,8 @@ def test_the_calls_of_a_connection_are_limited(server: Server, go: threading.Eve
         assert all(isinstance(raw.hear(), m.Result) for _ in range(10))
 
 
-def test_releasing_without_a_lease(server: Server) -> None:
-    """Neither an unknown object nor another session's lease can be given back."""
+def test_releasing_without_a_lease_is_harmless(server: Server) -> None:
+    """For an unknown object, and for another session's lease."""
     with Raw(server.socket_path) as holder, Raw(server.socket_path) as other:
         held = holder.ask(m.Call("kept", [3]))
         assert isinstance(held, m.Result)
@@ -593,7 +595,7 @@ def crowd(server: Server, stack: ExitStack, hello: bool) -> list[Raw]:
     return [stack.enter_context(Raw(server.socket_path, hello=hello)) for _ in range(CROWD)]
 
 
-def test_a_crowd_that_sends_nothing(server: Server, good: Client) -> None:
+def test_silent_connections_delay_no_client(server: Server, good: Client) -> None:
     """It delays no other client."""
     with ExitStack() as stack:
         crowd(server, stack, hello=False)
@@ -604,7 +606,7 @@ def test_a_crowd_that_sends_nothing(server: Server, good: Client) -> None:
 def test_a_handshake_that_takes_too_long(
     server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It ends the connection."""
+    """The connection is closed."""
     monkeypatch.setattr(remote_module, "_HANDSHAKE_TIMEOUT", 0.05)
     with Raw(server.socket_path, hello=False) as raw:
         raw.send(frame_of(m.Hello())[:-1])
@@ -613,16 +615,16 @@ def test_a_handshake_that_takes_too_long(
 
 
 @both_loops
-def test_a_crowd_that_dies_within_a_frame(server: Server, good: Client, memory: int) -> None:
-    """Half a frame and its descriptors are dropped with the connection."""
+def test_connections_that_die_within_a_frame_leave_nothing(server: Server, good: Client, memory: int) -> None:
+    """Half frames and their descriptors are dropped with them."""
     with ExitStack() as stack:
         for raw in crowd(server, stack, hello=True):
             raw.send(frame_of(tensor_call(), fds=1)[:40], [memory])
         assert good.ping() < 1
 
 
-def test_more_connections_than_the_server_takes(no_leaks: None, provider: Provider, serve: Serve, good: Client) -> None:
-    """Those beyond the limit are refused with the reason, until others leave."""
+def test_excess_connections_are_refused(no_leaks: None, provider: Provider, serve: Serve, good: Client) -> None:
+    """With the reason, until others leave."""
     server = serve(max_connections=3)
     good.ping()
     with Raw(server.socket_path), Raw(server.socket_path), Raw(server.socket_path, hello=False) as raw:
@@ -634,8 +636,8 @@ def test_more_connections_than_the_server_takes(no_leaks: None, provider: Provid
         assert isinstance(raw.ask(m.Ping()), m.Pong)
 
 
-def test_a_client_that_never_reads(server: Server, good: Client) -> None:
-    """The server stops reading from it, so that unread replies stay bounded."""
+def test_clients_that_never_read_are_not_read(server: Server, good: Client) -> None:
+    """The server stops reading from them, so that unread replies stay bounded."""
     question = frame_of(m.GetServerInfo())  # a reply is many times as long
     with Raw(server.socket_path) as raw:
         raw.sock.settimeout(0.3)
@@ -647,7 +649,7 @@ def test_a_client_that_never_reads(server: Server, good: Client) -> None:
         assert good.ping() < 1
 
 
-def test_a_client_that_reads_late(server: Server) -> None:
+def test_clients_that_read_late_get_every_reply(server: Server) -> None:
     """It gets every reply."""
     with Raw(server.socket_path) as raw:
         asking = threading.Thread(target=lambda: [raw.say(m.GetServerInfo(), n) for n in range(1, 3001)])
@@ -685,7 +687,7 @@ FLOODS = {
 
 
 @pytest.mark.parametrize("code", FLOODS.values(), ids=FLOODS)
-def test_a_flood(server: Server, good: Client, children: list[Child], code: str) -> None:
+def test_floods_delay_no_client(server: Server, good: Client, children: list[Child], code: str) -> None:
     """Other clients are served in time."""
     flood = python(code.replace("PATH", repr(server.socket_path)))
     children.append(flood)
@@ -696,8 +698,10 @@ def test_a_flood(server: Server, good: Client, children: list[Child], code: str)
     assert times[-1] < 2
 
 
-def test_a_server_without_free_descriptors(base_path: str, connect: Connect, children: list[Child], memory: int) -> None:
-    """It refuses connections with the reason, and serves again once some are free."""
+def test_a_server_without_free_descriptors_refuses_connections(
+    base_path: str, connect: Connect, children: list[Child], memory: int
+) -> None:
+    """With the reason, and serves again once some are free."""
     child = python(
         """
         import logging, resource, sys
@@ -756,8 +760,8 @@ _streams = st.lists(
 @both_loops
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(_streams, st.booleans())
-def test_any_stream(server: Server, memory: int, stream: list[tuple[bytes, int]], hello: bool) -> None:
-    """Whatever a client sends, with however many descriptors, the server hangs up and goes on."""
+def test_any_stream_ends_in_a_hangup(server: Server, memory: int, stream: list[tuple[bytes, int]], hello: bool) -> None:
+    """Whatever a client sends, with any descriptors, the server closes the connection and continues."""
     with Raw(server.socket_path, hello=hello) as raw:
         for data, fds in stream:
             try:
@@ -772,7 +776,7 @@ def test_any_stream(server: Server, memory: int, stream: list[tuple[bytes, int]]
 # What the loop keeps.
 
 
-def test_a_closed_connection_needs_no_collection(server: Server) -> None:
+def test_closed_connections_need_no_collection(server: Server) -> None:
     """A server may run with the garbage collector disabled."""
     gc.collect()
     gc.disable()
@@ -802,8 +806,8 @@ class _Loop:
 
 
 @pytest.mark.parametrize("when", ["it is made", "it is full", "it has room"])
-def test_a_connection_that_cannot_be_watched_is_ended(server: Server, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
-    """Its end would go unnoticed."""
+def test_unwatchable_connections_are_ended(server: Server, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    """Their end would go unnoticed."""
     made: list[FramedStream] = []
     start = FramedStream.start
 
@@ -914,8 +918,8 @@ def record_header(**fields: Any) -> bytes:
         (record_header(nbytes=(1 << 64) - 1), "record"),
     ],
 )
-def test_a_bad_record(server: Server, payload: bytes, code: str) -> None:
-    """It is refused with a short error, whether it is checked or adopted, and the connection goes on."""
+def test_malformed_records_are_refused(server: Server, payload: bytes, code: str) -> None:
+    """With a short error, on the check and on adoption, and the connection continues."""
     with Raw(server.socket_path) as raw:
         for message in (x.CheckRecord(), x.CheckRecord(True), x.Adopt([])):
             raw.say(message, 1, payload)
@@ -929,7 +933,7 @@ def test_a_bad_record(server: Server, payload: bytes, code: str) -> None:
 
 
 @pytest.mark.parametrize("buffers", [[], ["x"], ["x" * 100_000], ["0" * 24] * 2, ["0" * 24] * 1000])
-def test_buffers_of_nobody_are_not_adopted(server: Server, buffers: list[str]) -> None:
+def test_foreign_buffers_are_not_adopted(server: Server, buffers: list[str]) -> None:
     """The error is short."""
     with Raw(server.socket_path) as raw:
         raw.say(x.Adopt(buffers), 1, record_header(fingerprint=server.engine.core.registry.get("ones").fingerprint))

@@ -117,10 +117,10 @@ def replying(message: m.Message, payload: bytes = b"", fds: int = 0) -> Manners:
         *("last word", "another reply", "another error"),
     ],
 )
-def test_a_bad_server(
+def test_calls_to_a_bad_server_end(
     impostor: Callable[[Manners], None], client: Client, manners: Manners, kind: type[Exception], text: str
 ) -> None:
-    """A call ends whatever the server does; an error of the connection names the socket."""
+    """Whatever it does; an error of the connection names the socket."""
     impostor(manners)
     with pytest.raises(kind, match=text) as caught:
         client.ping()
@@ -161,7 +161,7 @@ TABLE = TensorTable(("cpu",), (StorageEntry(0, 4090, 16),), (TensorEntry(0, "flo
         "no table",
     ],
 )
-def test_a_bad_result(
+def test_malformed_results_are_refused(
     impostor: Callable[[Manners], None],
     client: Client,
     message: m.Message,
@@ -170,7 +170,7 @@ def test_a_bad_result(
     kind: type[Exception],
     text: str,
 ) -> None:
-    """It is refused, and its descriptors are closed."""
+    """And their descriptors are closed."""
     impostor(replying(message, payload, fds))
     with pytest.raises(kind, match=text):
         client.call("anything")

@@ -51,7 +51,7 @@ def connected(intake: Intake) -> Callable[..., FakeConnection]:
 
 
 def test_the_connection_that_holds_most_descriptors_is_ended(intake: Intake, connected: Callable[..., FakeConnection]) -> None:
-    """When a quarter is left; once, and no other one with it."""
+    """When a quarter is left; only that one, and once."""
     few, most, many = connected(50), connected(900), connected(200)
     intake.check(1199)
     assert not most.ended
@@ -63,17 +63,17 @@ def test_the_connection_that_holds_most_descriptors_is_ended(intake: Intake, con
     assert (len(few.ended), len(most.ended), len(many.ended)) == (0, 1, 1)
 
 
-def test_connections_that_hold_their_share_stay(intake: Intake, connected: Callable[..., FakeConnection]) -> None:
-    """Others have the descriptors, such as objects: no connection is ended for it."""
+def test_connections_within_their_share_stay(intake: Intake, connected: Callable[..., FakeConnection]) -> None:
+    """Even if objects exhaust the descriptors."""
     fair = connected(100)
     intake.check(1599)
     assert not fair.ended
 
 
-def test_the_oldest_incomplete_frame_makes_room(
+def test_the_oldest_incomplete_frame_is_dropped(
     intake: Intake, connected: Callable[..., FakeConnection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where all together have more than their limit besides the largest: one large frame alone is fine."""
+    """If all together exceed their limit besides the largest: one large frame alone is allowed."""
     monkeypatch.setattr(module, "_PARTIAL", 1000)
     oldest, large, latest = connected(), connected(), connected()
     intake.note(oldest, 600, 1.0)
@@ -86,8 +86,8 @@ def test_the_oldest_incomplete_frame_makes_room(
     assert not (large.ended or latest.ended)
 
 
-def test_a_frame_that_makes_no_progress(intake: Intake, connected: Callable[..., FakeConnection]) -> None:
-    """Its connection ends after a minute; one that progresses stays, and so does one that is not read from."""
+def test_stalled_frames_end_their_connection(intake: Intake, connected: Callable[..., FakeConnection]) -> None:
+    """After a minute; connections that progress, or that are not being read, stay."""
     stalled, slow, paused, done = connected(), connected(), connected(), connected()
     for each in (stalled, slow, paused, done):
         intake.note(each, 24, 100.0)
@@ -107,8 +107,8 @@ def test_a_frame_that_makes_no_progress(intake: Intake, connected: Callable[...,
 
 
 @pytest.mark.asyncio
-async def test_a_frame_without_its_descriptors_ends_the_reading(caplog: Any) -> None:
-    """A frame whose descriptors were lost ends the reading, is logged, and is no error of who looks for the process's end."""
+async def test_frames_without_their_descriptors_end_the_reading(caplog: Any) -> None:
+    """With a log line, and no error for code that watches the process's end."""
     taken: list[object] = []
 
     ours, theirs = socket.socketpair()
@@ -126,9 +126,7 @@ async def test_a_frame_without_its_descriptors_ends_the_reading(caplog: Any) -> 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("at_once", [False, True])
 async def test_messages_are_written_together_unless_at_once(at_once: bool) -> None:
-    """What is sent while a frame is handled goes in one write with what else that brings, but for what cannot wait: it has
-    left when the call returns, whatever becomes of this process then.
-    """
+    """Messages sent while a frame is handled are one write, except those sent at once, which have left on return."""
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
     arrived: list[bool] = []
@@ -150,8 +148,8 @@ async def test_messages_are_written_together_unless_at_once(at_once: bool) -> No
 
 
 @pytest.mark.asyncio
-async def test_an_answer_that_waits_takes_no_descriptor() -> None:
-    """What is queued refers to the owner of its descriptor until it is written, however often it is queued."""
+async def test_queued_answers_use_no_descriptor() -> None:
+    """A queued message references the owner of its descriptor until it is written, however often it is queued."""
     ours, theirs = socket.socketpair()
     stream = FramedStream(ours, lambda frame: None, lambda error: None, fd_backpressure=10)
     owner = Descriptor(os.memfd_create("memory"))

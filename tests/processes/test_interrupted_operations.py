@@ -242,8 +242,8 @@ def interrupt(operation: Callable[[], object], point: int, kind: type[BaseExcept
 
 
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
-def test_an_interrupted_operation(watcher: Client, base_path: str, operation: Callable[[Client], object]) -> None:
-    """At any point at which a handler may run: the next operation succeeds, and closing the client leaves nothing."""
+def test_interrupted_operations_leave_nothing(watcher: Client, base_path: str, operation: Callable[[Client], object]) -> None:
+    """At any point where a handler may run: the next operation succeeds, and nothing is left after closing the client."""
     with Client(base_path, device="cpu", timeout=30.0) as client:
         for _ in range(3):
             operation(client)
@@ -278,7 +278,7 @@ def test_an_interrupted_resumption_beside_an_active_handle(client: Client, watch
 
 
 @pytest.mark.parametrize("name", ["a call", "a tensor there and back", "attach and release"])
-def test_an_interrupted_first_operation(server: Child, watcher: Client, base_path: str, name: str) -> None:
+def test_interrupted_first_operations_leave_nothing(server: Child, watcher: Client, base_path: str, name: str) -> None:
     """Also while the client connects, or is closed."""
     operation = OPERATIONS[name]
 
@@ -303,7 +303,7 @@ def test_an_interrupted_first_operation(server: Child, watcher: Client, base_pat
             pytest.fail(f"interrupted in {place}: {more(held(watcher), before)} more than before")
 
 
-def test_an_interruption_keeps_handles(client: Client, watcher: Client) -> None:
+def test_interruptions_keep_handles(client: Client, watcher: Client) -> None:
     """Also those of uncached objects."""
     handle, other = client.call("own"), client.call("kept")
     for point in (1, 60, 120):
@@ -315,8 +315,8 @@ def test_an_interruption_keeps_handles(client: Client, watcher: Client) -> None:
     assert watcher.get_server_info()["leases"] == 0
 
 
-def test_an_interruption_does_not_affect_other_threads(client: Client, watcher: Client) -> None:
-    """What they are in the middle of ends well."""
+def test_interruptions_do_not_affect_other_threads(client: Client, watcher: Client) -> None:
+    """Their operations complete."""
     ended = threading.Event()
 
     def use() -> None:
@@ -339,8 +339,8 @@ def test_an_interruption_does_not_affect_other_threads(client: Client, watcher: 
     eventually(lambda: watcher.get_server_info()["leases"] == 0)
 
 
-def test_an_interruption_keeps_subscriptions(client: Client, watcher: Client) -> None:
-    """They have a connection of their own, and miss nothing."""
+def test_interruptions_keep_subscriptions(client: Client, watcher: Client) -> None:
+    """They have their own connection, and miss nothing."""
     told: list[int] = []
     client.call("kept")
     with client.on_refresh(lambda generation: told.append(generation.generation)) as subscription:
@@ -354,8 +354,8 @@ def test_an_interruption_keeps_subscriptions(client: Client, watcher: Client) ->
 
 
 @pytest.mark.parametrize("kind", [DeadlineExceeded, Interrupted, *deep(KeyboardInterrupt, TimeoutError)])
-def test_an_alarm_ends_a_wait(client: Client, watcher: Client, kind: type[BaseException]) -> None:
-    """At once, with its own exception; the request is withdrawn."""
+def test_alarms_end_a_wait(client: Client, watcher: Client, kind: type[BaseException]) -> None:
+    """At once, with their own exception; the request is withdrawn."""
 
     def handler(number: int, frame: object) -> None:
         raise kind("the soft time limit")
@@ -377,7 +377,7 @@ def test_an_alarm_ends_a_wait(client: Client, watcher: Client, kind: type[BaseEx
 # The parts.
 
 
-def test_a_kept_exception_keeps_no_view_of_the_buffer() -> None:
+def test_retained_exceptions_hold_no_view_of_the_buffer() -> None:
     """Wherever the reading of a frame is interrupted, more bytes can be added."""
     frame = b"".join(encode_frame(1, 7, b"body", b"payload"))
     kept: list[Any] = []
@@ -400,8 +400,8 @@ def test_a_kept_exception_keeps_no_view_of_the_buffer() -> None:
         assert found is not None and found.body == b"another"
 
 
-def test_an_interrupted_registration_blocks_no_others() -> None:
-    """Mappings behind it in the queue are unmapped."""
+def test_interrupted_registrations_do_not_block_others() -> None:
+    """Mappings behind them in the queue are unmapped."""
     table = MappingTable()
 
     class User:
@@ -416,7 +416,7 @@ def test_an_interrupted_registration_blocks_no_others() -> None:
     assert len(table) == 0
 
 
-def test_an_interrupted_drain_is_completed_by_the_next_one() -> None:
+def test_interrupted_drains_are_completed_by_the_next_one() -> None:
     """It unmaps the remaining mappings, and nothing twice."""
 
     def fill(table: MappingTable) -> None:
@@ -473,7 +473,7 @@ IN_PROCESS: dict[str, Callable[[Provider], object]] = {
 
 
 @pytest.mark.parametrize("operation", IN_PROCESS.values(), ids=IN_PROCESS)
-def test_an_interrupted_operation_of_the_server_s_process(operation: Callable[[Provider], object]) -> None:
+def test_interrupted_operations_in_the_servers_process_leave_nothing(operation: Callable[[Provider], object]) -> None:
     """The next one succeeds, and no buffer or run is left."""
     provider = Provider(execution_mode="local", device="cpu")
     provider.share("own", managed=True, cache=False)(lambda: torch.ones(4))

@@ -34,8 +34,8 @@ def program(tmp_path: Path) -> str:
 
 
 @pytest.mark.usefixtures("no_leaks")
-def test_a_server_has_a_joiner(provider: Provider, serve: Serve, connect: Connect, faithless: str) -> None:
-    """It is told the server's socket, answers its misses, and ends with it."""
+def test_a_server_starts_a_joiner(provider: Provider, serve: Serve, connect: Connect, faithless: str) -> None:
+    """It gets the server's socket, answers its misses, and ends with it."""
     provider.share("load", managed=True)(lambda: torch.ones(1))
     server = serve(cluster=faithless, source_grace=600.0)
     client = connect()
@@ -50,7 +50,7 @@ def test_a_server_has_a_joiner(provider: Provider, serve: Serve, connect: Connec
     assert not is_running(pid)
 
 
-def test_without_a_distribution_that_joins_a_server_does_not_start(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_distribution_is_reported(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names the extra; nothing listens."""
     monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: ())
     server = Server(provider, cluster="prod")
@@ -59,8 +59,8 @@ def test_without_a_distribution_that_joins_a_server_does_not_start(provider: Pro
     assert not server.running and not Path(server.socket_path).exists()
 
 
-def test_a_joiner_ends_with_a_script_that_is_killed(base_path: str, faithless: str, children: list[Child]) -> None:
-    """Also where a process that the script has forked lives on, which is none of the server's."""
+def test_a_joiner_ends_with_a_killed_script(base_path: str, faithless: str, children: list[Child]) -> None:
+    """Even if a process forked by the script, which is not the server's, survives."""
     code = """
     import os, sys, time
     import torch
@@ -98,8 +98,8 @@ def pipes_of(pid: int) -> set[str]:
     return {link for link in links_of(pid) if link.startswith("pipe:")}
 
 
-def test_a_joiner_that_does_not_end_is_killed(provider: Provider, serve: Serve, connect: Connect, tmp_path: Path) -> None:
-    """The server waits a moment for it, and no longer."""
+def test_a_stuck_joiner_is_killed(provider: Provider, serve: Serve, connect: Connect, tmp_path: Path) -> None:
+    """After a short wait."""
     file = tmp_path / "stubborn.py"
     file.write_text(f"import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n{FAITHLESS}")
     provider.share("load", managed=True)(lambda: torch.ones(1))
@@ -113,10 +113,10 @@ def test_a_joiner_that_does_not_end_is_killed(provider: Provider, serve: Serve, 
     eventually(lambda: not is_running(pid), 1.0)
 
 
-def test_a_joiner_that_cannot_begin_is_told_of(
+def test_a_failed_joiner_is_reported(
     provider: Provider, serve: Serve, connect: Connect, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With its last line; calls are built when the grace is over."""
+    """With its last line; calls are built after the grace period."""
     file = tmp_path / "wrong.py"
     file.write_text("raise SystemExit('no cluster is there')")
     provider.share("load", managed=True)(lambda: torch.ones(1))
@@ -134,7 +134,7 @@ def test_a_joiner_that_cannot_begin_is_told_of(
 
 
 def test_the_joiner_of_a_named_cluster_is_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It gets the name; nothing of the distribution is imported."""
+    """It is started with the cluster's name; nothing of the distribution is imported."""
     found = EntryPoint("join", "some_distribution.join:main", "shared_rpc.cluster")
     monkeypatch.setattr("importlib.metadata.entry_points", lambda **asked: [found] if asked["name"] == "join" else [])
     assert check_cluster("prod")[-4:] == ["-m", "some_distribution.join", "--name", "prod"]
@@ -144,14 +144,14 @@ def test_the_joiner_of_a_named_cluster_is_an_entry_point(monkeypatch: pytest.Mon
     ("cluster", "message"),
     [("no-such-program --x", "use a cluster's name, or the command line"), ("'", "is no command line")],
 )
-def test_a_cluster_that_is_none_is_refused(provider: Provider, cluster: str, message: str) -> None:
-    """When the server is started."""
+def test_an_invalid_cluster_is_refused(provider: Provider, cluster: str, message: str) -> None:
+    """At the server's start."""
     with pytest.raises(ConfigurationError, match=message):
         Server(provider, cluster=cluster).start()
 
 
-def test_the_local_role_joins_nothing(base_path: str, program: str) -> None:
-    """It has no socket that others could use."""
+def test_the_local_role_joins_no_cluster(base_path: str, program: str) -> None:
+    """It has no socket for other processes."""
     provider = Provider(base_path, execution_mode="local", device="cpu", cluster=program)
     provider.share("load", managed=True)(lambda: torch.ones(1))
     provider.call("load").release()

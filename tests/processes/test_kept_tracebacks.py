@@ -109,10 +109,10 @@ Check = Callable[[], bool]
 
 @pytest.mark.parametrize("how", ["call", "task", "ticket", "coroutine"])
 @pytest.mark.parametrize("endpoint", ["small", *deep("large")])
-def test_a_released_object_is_unmapped(
+def test_released_objects_are_unmapped(
     server: Server, connect: Connect, base_path: str, nothing_is_kept: Check, endpoint: str, how: str
 ) -> None:
-    """Though an error that was caught while it was rebuilt lives on, and with it the frames around it."""
+    """Despite a retained error that was caught during the rebuild, with the frames around it."""
     client = connect()
     if how == "coroutine":
 
@@ -131,8 +131,8 @@ def test_a_released_object_is_unmapped(
     eventually(nothing_is_kept)
 
 
-def test_an_object_that_cannot_be_rebuilt(server: Server, connect: Connect, nothing_is_kept: Check) -> None:
-    """A kept error, as a notebook's ``sys.last_value``, keeps no memory."""
+def test_objects_that_cannot_be_rebuilt_are_unmapped(server: Server, connect: Connect, nothing_is_kept: Check) -> None:
+    """A retained error, such as a notebook's ``sys.last_value``, keeps no memory."""
     with pytest.raises(CodecError, match="another release of something") as caught:
         connect().call("broken")
     eventually(nothing_is_kept)
@@ -140,15 +140,15 @@ def test_an_object_that_cannot_be_rebuilt(server: Server, connect: Connect, noth
 
 
 @pytest.mark.parametrize("endpoint", ["collecting", "collecting_soon"])
-def test_results_of_an_endpoint(server: Server, connect: Connect, nothing_is_kept: Check, endpoint: str) -> None:
-    """The server's own frames are below those of an endpoint whose errors are kept."""
+def test_results_of_an_endpoint_are_freed(server: Server, connect: Connect, nothing_is_kept: Check, endpoint: str) -> None:
+    """The server's own frames are below those of an endpoint whose errors are retained."""
     connect().call(endpoint, 1 << 20).release()
     assert COLLECTED
     eventually(nothing_is_kept)
 
 
-def test_arguments(server: Server, connect: Connect, nothing_is_kept: Check) -> None:
-    """They are unmapped when the client is closed."""
+def test_arguments_are_unmapped(server: Server, connect: Connect, nothing_is_kept: Check) -> None:
+    """When the client is closed."""
     client = connect()
     client.call("weigh", module_of(1))
     assert COLLECTED

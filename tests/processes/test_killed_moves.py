@@ -164,10 +164,10 @@ def sleeper(client: Client, killing: Killing, children: list[Child]) -> Sleeper:
         (("suspend", "evict"), "restore", "after Link._start"),
     ],
 )
-def test_a_client_is_killed(
+def test_killed_clients_do_not_stop_a_move(
     client: Client, killing: Killing, sleeper: Sleeper, before: tuple[str, ...], action: str, step: str
 ) -> None:
-    """Its lease ends, and a move goes on for the others: the object can be called, evicted and called again."""
+    """The lease ends, and the object can be called, evicted and called again."""
     broker, object_id = client.get_server_info()["pid"], sleeper.object_id
     cold = memory_of(broker)  # a file takes the place of the memory
     for earlier in before:
@@ -246,7 +246,7 @@ def check_subject(subject: MovedBuffer, move: str) -> None:
 
 
 @pytest.mark.parametrize(("move", "step"), [*KILLED_WORKERS, *deep(*OTHER_WORKERS)])
-def test_a_worker_is_killed(
+def test_killed_workers_are_replaced_in_a_move(
     broker_app: BrokerApp, killing: Killing, spill: Path, monkeypatch: pytest.MonkeyPatch, move: str, step: str
 ) -> None:
     """A bare worker makes the copy, unless the answer was sent already; later copies are made by the next worker."""
@@ -356,10 +356,10 @@ def end_broker(
     ("device", "move", "step"),
     [(*move, step) for move, steps in BROKERING.items() for step in (*steps, *(STORING if move[0] == "cpu" else ()))],
 )
-def test_a_broker_of_a_service_manager_is_killed(
+def test_killed_brokers_of_a_service_manager_keep_the_object(
     broker_app: BrokerApp, manager: ServiceManager, killing: Killing, spill: Path, device: str, move: str, step: str
 ) -> None:
-    """The next one has the object in the source or the target tier; the manager keeps nothing else."""
+    """The next one has it in the source or the target tier; the manager stores nothing else."""
 
     def start(program: BrokerProgram) -> Child:
         return manager.start(program=program)
@@ -378,7 +378,9 @@ OTHER_BROKERS = [(*move, step) for move, steps in BROKERING.items() for step in 
 
 
 @pytest.mark.parametrize(("device", "move", "step"), [*KILLED_BROKERS, *deep(*OTHER_BROKERS)])
-def test_a_broker_is_killed(broker_app: BrokerApp, killing: Killing, spill: Path, device: str, move: str, step: str) -> None:
+def test_killed_brokers_leave_nothing(
+    broker_app: BrokerApp, killing: Killing, spill: Path, device: str, move: str, step: str
+) -> None:
     """No process keeps its memory or its files; the next broker works."""
     subject = end_broker(broker_app.start_program, broker_app, killing, spill, device, move, step)
 

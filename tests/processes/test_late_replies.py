@@ -111,7 +111,7 @@ def transfer_of(client: Client | AsyncClient) -> ClientTransfer:
 
 
 @pytest.mark.parametrize("endpoint", ["owned", *deep("slow")])
-def test_a_reply_after_the_timeout(
+def test_late_replies_release_their_memory(
     server: Server, begun: threading.Event, go: threading.Event, monkeypatch: pytest.MonkeyPatch, endpoint: str
 ) -> None:
     """The memory of both sides and the lease are returned without another call, and the connection stays usable."""
@@ -132,10 +132,10 @@ def test_a_reply_after_the_timeout(
 
 @pytest.mark.parametrize("endpoint", ["owned", *deep("slow")])
 @pytest.mark.anyio
-async def test_a_reply_after_the_timeout_of_a_coroutine(
+async def test_late_replies_to_coroutines_are_recognised(
     server: Server, begun: threading.Event, go: threading.Event, monkeypatch: pytest.MonkeyPatch, endpoint: str
 ) -> None:
-    """It is read with the next answer, and recognised."""
+    """When they are read with the next answer."""
     async with AsyncClient(socket_path=server.socket_path, timeout=30.0, pool=SMALL) as client:
         await client.call("doubled", torch.ones(4))
         monkeypatch.setattr(link_module, "BRIEFLY", 0.1)
@@ -155,8 +155,10 @@ async def test_a_reply_after_the_timeout_of_a_coroutine(
 
 
 @pytest.mark.asyncio
-async def test_a_task_that_is_cancelled_while_it_withdraws(server: Server, begun: threading.Event, go: threading.Event) -> None:
-    """asyncio's own cancellation, which a scope does not shield from: the late answer is recognised all the same."""
+async def test_tasks_cancelled_while_they_withdraw_release_late_replies(
+    server: Server, begun: threading.Event, go: threading.Event
+) -> None:
+    """asyncio's own cancellation is not blocked by a shielded scope."""
     async with AsyncClient(socket_path=server.socket_path, timeout=30.0, pool=SMALL) as client:
         await client.call("doubled", torch.ones(4))
         task = asyncio.create_task(client.call("slow", torch.ones(100)))
@@ -208,10 +210,10 @@ async def test_a_reader_that_is_cancelled() -> None:
 
 @pytest.mark.parametrize("times", [3, *deep(1)])
 @pytest.mark.asyncio
-async def test_a_task_that_is_cancelled_while_its_arguments_are_written(
+async def test_tasks_cancelled_while_arguments_are_written_wait(
     server: Server, monkeypatch: pytest.MonkeyPatch, go: threading.Event, begun: threading.Event, times: int
 ) -> None:
-    """However often: it waits for the thread, which has chunks and descriptors."""
+    """However often: until the end of the thread, which has chunks and descriptors."""
     encode = arguments.encode_arguments
 
     def slowly(*arguments: Any, **options: Any) -> Any:
@@ -239,8 +241,8 @@ async def test_a_task_that_is_cancelled_while_its_arguments_are_written(
 
 
 @pytest.mark.asyncio
-async def test_a_task_that_is_cancelled_before_a_thread_is_free(server: Server, go: threading.Event) -> None:
-    """Its arguments are not encoded."""
+async def test_tasks_cancelled_before_a_thread_is_free_skip_the_work(server: Server, go: threading.Event) -> None:
+    """Their arguments are not encoded."""
     async with AsyncClient(socket_path=server.socket_path, timeout=30.0, pool=SMALL) as client:
         await client.call("doubled", torch.ones(4))
         limiter = anyio.to_thread.current_default_thread_limiter()
@@ -263,7 +265,7 @@ async def test_a_task_that_is_cancelled_before_a_thread_is_free(server: Server, 
 
 @pytest.mark.anyio
 async def test_withdrawn_work_does_not_begin() -> None:
-    """A thread that starts it at that moment does nothing; the result of one that was finished has to be undone."""
+    """A thread that starts it at that moment does nothing; the result of finished work must be undone."""
     work = ShieldedThreadJob(lambda: pytest.fail("it was withdrawn"))
     assert not await work.stop()
     work.run()

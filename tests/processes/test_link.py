@@ -66,7 +66,7 @@ def ask(link: BlockingLink) -> Iterator[Callable[..., Future[Reply]]]:
 
 @pytest.mark.parametrize("order", [(1, 2, 3), (3, 2, 1)], ids=["the reader first", "the reader last"])
 def test_each_thread_gets_its_answer(ask: Ask, raw: Raw, link: BlockingLink, order: tuple[int, ...]) -> None:
-    """One thread reads for the others, and hands the reading over when it has its answer; when none is left, none reads."""
+    """One thread reads for the others, and passes the reading on when it has its answer; with no thread left, none reads."""
     asked = [ask() for _ in range(3)]
     for number in order:
         raw.say(m.Count(number), number)
@@ -74,8 +74,8 @@ def test_each_thread_gets_its_answer(ask: Ask, raw: Raw, link: BlockingLink, ord
     eventually(lambda: link._reader is None and not link._waiting)
 
 
-def test_a_reader_that_runs_out_of_time(ask: Ask, raw: Raw) -> None:
-    """Another thread reads on, and its answer comes."""
+def test_a_reader_that_times_out_passes_the_reading_on(ask: Ask, raw: Raw) -> None:
+    """Another thread reads on, and its answer arrives."""
     hurried, patient = ask(0.1), ask()
     with pytest.raises(DeadlineExceeded, match="is stuck"):
         hurried.result(20)
@@ -83,8 +83,8 @@ def test_a_reader_that_runs_out_of_time(ask: Ask, raw: Raw) -> None:
     assert patient.result(20).message == m.Pong()
 
 
-def test_a_thread_that_waits_runs_out_of_time(ask: Ask, raw: Raw, link: BlockingLink) -> None:
-    """The reader goes on, and what comes for the other one later is nobody's."""
+def test_a_waiting_thread_that_times_out_affects_no_other(ask: Ask, raw: Raw, link: BlockingLink) -> None:
+    """The reader continues, and the late answer is discarded."""
     patient, hurried = ask(), ask(0.1)
     with pytest.raises(DeadlineExceeded):
         hurried.result(20)
@@ -94,8 +94,8 @@ def test_a_thread_that_waits_runs_out_of_time(ask: Ask, raw: Raw, link: Blocking
     assert not link._exchanges.owed
 
 
-def test_a_reader_that_a_signal_handler_interrupts(ask: Ask, raw: Raw, link: BlockingLink) -> None:
-    """Its request is withdrawn, and a thread that waits reads on."""
+def test_an_interrupted_reader_passes_the_reading_on(ask: Ask, raw: Raw, link: BlockingLink) -> None:
+    """Its request is withdrawn, and a waiting thread reads on."""
     waiting: list[Future[Reply]] = []
 
     def handler(number: int, frame: object) -> None:
@@ -120,8 +120,8 @@ def test_a_reader_that_a_signal_handler_interrupts(ask: Ask, raw: Raw, link: Blo
     assert [type(raw.hear()) for _ in range(3)] == [m.Ping, m.Ping, m.Cancel]
 
 
-def test_a_signal_handler_that_asks_too(raw: Raw, link: BlockingLink) -> None:
-    """It is below a wait of the same thread, which it does not wait for."""
+def test_a_signal_handler_can_make_requests(raw: Raw, link: BlockingLink) -> None:
+    """Without waiting for the interrupted wait of its own thread."""
     answers: list[Reply] = []
 
     def handler(number: int, frame: object) -> None:
@@ -138,8 +138,8 @@ def test_a_signal_handler_that_asks_too(raw: Raw, link: BlockingLink) -> None:
     assert [answer.message for answer in answers] == [m.Count(2), m.Count(1)]
 
 
-def test_a_callback_that_takes_its_time(ask: Ask, raw: Raw, go: threading.Event) -> None:
-    """Its thread does not read meanwhile: the others have their answers."""
+def test_a_slow_callback_does_not_block_others(ask: Ask, raw: Raw, go: threading.Event) -> None:
+    """Its thread does not read meanwhile: the others get their answers."""
     slow, other = ask(on_event=lambda info: go.wait(20)), ask()
     raw.say(m.TaskUpdate(TaskInfo("t", "endpoint", TaskStatus.RUNNING, 0.0)), 1)
     raw.say(m.Pong(), 2)
@@ -149,8 +149,8 @@ def test_a_callback_that_takes_its_time(ask: Ask, raw: Raw, go: threading.Event)
     assert slow.result(20).message == m.Pong()
 
 
-def test_half_a_frame(ask: Ask, raw: Raw) -> None:
-    """Neither the deadline of who reads it nor those of others wait for its end, which is read by the next one."""
+def test_half_a_frame_does_not_block(ask: Ask, raw: Raw) -> None:
+    """Neither the reader's deadline nor those of others wait for the rest, which the next reader receives."""
     begin = time.monotonic()
     asked = [ask(0.1), ask(0.1)]
     data = frame_of(m.Pong(), 3)
@@ -164,8 +164,8 @@ def test_half_a_frame(ask: Ask, raw: Raw) -> None:
     assert third.result(20).message == m.Pong()
 
 
-def test_a_message_that_is_posted_while_another_thread_reads(ask: Ask, raw: Raw, link: BlockingLink) -> None:
-    """It is sent at once, and nobody waits for an answer."""
+def test_posted_messages_are_sent_at_once(ask: Ask, raw: Raw, link: BlockingLink) -> None:
+    """While another thread reads, and without waiting for an answer."""
     asked = ask()
     assert isinstance(raw.hear(), m.Ping)
     link.post(m.Release(["an id"]))
@@ -175,8 +175,8 @@ def test_a_message_that_is_posted_while_another_thread_reads(ask: Ask, raw: Raw,
     assert asked.result(20).message == m.Pong()
 
 
-def test_a_post_to_a_server_that_does_not_read(raw: Raw, link: BlockingLink) -> None:
-    """It does not wait, and is sent when the server reads."""
+def test_posts_to_a_slow_server_do_not_block(raw: Raw, link: BlockingLink) -> None:
+    """They are sent when the server reads."""
     begin = time.monotonic()
     for _ in range(4):
         link.post(m.Release(["x" * 500_000]))
@@ -185,8 +185,8 @@ def test_a_post_to_a_server_that_does_not_read(raw: Raw, link: BlockingLink) -> 
     eventually(lambda: not link._socket.unsent)
 
 
-def test_a_large_request_beside_one_that_waits(raw: Raw, link: BlockingLink, ask: Ask) -> None:
-    """Its own thread writes it, though another one reads."""
+def test_large_requests_are_written_by_their_own_thread(raw: Raw, link: BlockingLink, ask: Ask) -> None:
+    """While another one reads."""
     first = ask()
     with ThreadPoolExecutor(1) as pool:
         large = pool.submit(link.exchange, Request(m.Release(["x" * 3_000_000]), "release"), time.monotonic() + 20)
@@ -200,7 +200,7 @@ def test_a_large_request_beside_one_that_waits(raw: Raw, link: BlockingLink, ask
 
 @pytest.mark.parametrize("closes", [False, True], ids=["of the server", "by this side"])
 def test_the_end_of_the_connection_wakes_all(ask: Ask, raw: Raw, link: BlockingLink, closes: bool) -> None:
-    """Whoever reads, and whoever waits. The reader closes the socket."""
+    """The reader and all waiting threads. The reader closes the socket."""
     asked = [ask() for _ in range(3)]
     if closes:
         link.close("that was all")
@@ -213,8 +213,8 @@ def test_the_end_of_the_connection_wakes_all(ask: Ask, raw: Raw, link: BlockingL
 
 
 @pytest.mark.parametrize("trickles", [False, True], ids=["stuck", "slow"])
-def test_a_deadline_is_kept_while_much_is_sent(base_path: str, trickles: bool) -> None:
-    """However slowly the server reads, the sender looks at the clock in between."""
+def test_deadlines_hold_while_much_is_sent(base_path: str, trickles: bool) -> None:
+    """However slowly the server reads, the sender checks the clock in between."""
     done = threading.Event()
 
     def serve() -> None:
