@@ -168,7 +168,7 @@ FATAL, ENABLE = "Fatal Python error: Segmentation fault", "faulthandler.enable()
     ids=["write", "write, enabled later", "another fault", "another fault, enabled later"],
 )
 def test_faulthandler_is_compatible(run: Run, before: str, code: str, texts: list[str]) -> None:
-    """Whoever installed its handler last is first; faulthandler passes no address on, so the message is less certain then."""
+    """The last installed handler runs first; faulthandler passes no address on, so the message is less specific then."""
     status, _, errors = run(code, before)
     assert (status, errors.count(FATAL), MESSAGE in errors) == (-signal.SIGSEGV, 1, MESSAGE in texts)
     places = [errors.index(text) for text in texts]

@@ -178,8 +178,8 @@ async def test_tasks_cancelled_while_they_withdraw_release_late_replies(
 
 
 @pytest.mark.asyncio
-async def test_a_reader_that_is_cancelled() -> None:
-    """One coroutine reads for all. If the next one is cancelled, and again while it withdraws, a third one reads."""
+async def test_cancelled_readers_pass_the_reading_on() -> None:
+    """One coroutine reads for all. If the next one is cancelled, even while it withdraws, a third one reads."""
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     channel, server = AsyncLink("here", ours), FrameSocket(theirs)

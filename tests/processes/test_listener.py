@@ -57,7 +57,7 @@ def mode(path: str | Path) -> int:
 
 
 def test_a_live_server_is_not_disturbed(other_server: Child, serve: Serve, connect: Connect) -> None:
-    """The second server fails, naming the first one's pid and the socket; the first one serves on."""
+    """The second server fails, naming the first one's pid and the socket; the first one continues to serve."""
     client = connect()
     client.ping()
     with pytest.raises(ConfigurationError, match=f"is served by pid {other_server.pid}: stop that server") as caught:
@@ -67,8 +67,8 @@ def test_a_live_server_is_not_disturbed(other_server: Child, serve: Serve, conne
     assert connect().get_server_info()["pid"] == other_server.pid
 
 
-def test_a_live_server_that_is_suspended(other_server: Child, serve: Serve, connect: Connect) -> None:
-    """A server that does not answer for now is no dead one."""
+def test_a_suspended_server_counts_as_live(other_server: Child, serve: Serve, connect: Connect) -> None:
+    """It does not answer for now."""
     sigstop(other_server.pid)
     with pytest.raises(ConfigurationError, match=f"is served by pid {other_server.pid}"):
         serve()
@@ -76,7 +76,7 @@ def test_a_live_server_that_is_suspended(other_server: Child, serve: Serve, conn
     connect().ping()
 
 
-def test_a_server_of_this_process(serve: Serve) -> None:
+def test_a_server_of_this_process_counts_as_live(serve: Serve) -> None:
     """The same rule holds within a process."""
     serve()
     with pytest.raises(ConfigurationError, match=f"another provider of this process .pid {os.getpid()}"):
@@ -84,7 +84,7 @@ def test_a_server_of_this_process(serve: Serve) -> None:
 
 
 def test_a_dead_socket_is_replaced(other_server: Child, path: str, serve: Serve, connect: Connect) -> None:
-    """A server that was killed leaves its socket behind, which the next one takes away."""
+    """That of a killed server, by the next one."""
     other_server.kill()
     assert stat.S_ISSOCK(os.lstat(path).st_mode)
     serve()
@@ -94,7 +94,7 @@ def test_a_dead_socket_is_replaced(other_server: Child, path: str, serve: Serve,
 def test_a_child_of_a_dead_server_does_not_keep_its_socket_alive(
     base_path: str, serve: Serve, connect: Connect, children: list[Child]
 ) -> None:
-    """A process that the server forked lets go of the listening socket."""
+    """A process forked by the server closes the listening socket."""
     parent = python(
         """
         import os, signal, sys
@@ -118,8 +118,8 @@ def test_a_child_of_a_dead_server_does_not_keep_its_socket_alive(
 
 
 @pytest.mark.parametrize("kind", ["file", "link"])
-def test_something_else_is_in_the_way(path: str, serve: Serve, kind: str) -> None:
-    """What is no socket is not touched."""
+def test_other_files_are_not_replaced(path: str, serve: Serve, kind: str) -> None:
+    """Only sockets are."""
     if kind == "file":
         Path(path).write_text("precious")
     else:
@@ -130,8 +130,8 @@ def test_something_else_is_in_the_way(path: str, serve: Serve, kind: str) -> Non
     assert kind != "file" or Path(path).read_text() == "precious"
 
 
-def test_the_lock_is_in_the_way(path: str, serve: Serve) -> None:
-    """A lock that cannot be had is an error that names the socket."""
+def test_an_unavailable_lock_is_reported(path: str, serve: Serve) -> None:
+    """The error names the socket."""
     Path(f"{path}.lock").mkdir()
     with pytest.raises(ConfigurationError, match=f"cannot listen on {path}"):
         serve()
@@ -151,8 +151,8 @@ def test_stopping_again_leaves_the_next_server_alone(path: str, serve: Serve, co
         second.stop()
 
 
-def test_stop_leaves_what_is_not_its_own(path: str, serve: Serve) -> None:
-    """Something that took the socket's place is not removed with it."""
+def test_stop_removes_only_the_own_socket(path: str, serve: Serve) -> None:
+    """A file that has replaced it stays."""
     server = serve()
     os.unlink(path)
     Path(path).write_text("precious")
@@ -160,7 +160,7 @@ def test_stop_leaves_what_is_not_its_own(path: str, serve: Serve) -> None:
     assert Path(path).read_text() == "precious"
 
 
-def test_a_start_that_fails_leaves_nothing(path: str, serve: Serve) -> None:
+def test_a_failed_start_leaves_no_socket(path: str, serve: Serve) -> None:
     """No socket stays behind that nobody serves."""
     with pytest.raises(ConfigurationError, match="max_workers=-1"):
         serve(max_workers=-1)
@@ -171,7 +171,7 @@ def test_a_start_that_fails_leaves_nothing(path: str, serve: Serve) -> None:
 
 
 def test_directory_and_socket_are_private(tmp_path: Path, connect: Connect) -> None:
-    """Whatever the umask: 0700 for every directory that is made, 0600 for the socket."""
+    """Whatever the umask: 0700 for every created directory, 0600 for the socket."""
     base = tmp_path / "a" / "b" / "s"
     before = os.umask(0)
     try:
@@ -184,30 +184,30 @@ def test_directory_and_socket_are_private(tmp_path: Path, connect: Connect) -> N
 
 
 @pytest.mark.parametrize("permissions", [0o770, 0o702], ids=oct)
-def test_a_directory_that_others_can_write_to(tmp_path: Path, serve: Serve, permissions: int) -> None:
-    """Whoever can write to it could put another socket in place of ours."""
+def test_a_directory_writable_by_others_is_refused(tmp_path: Path, serve: Serve, permissions: int) -> None:
+    """They could replace the socket."""
     tmp_path.chmod(permissions)
     with pytest.raises(ConfigurationError, match=f"{tmp_path} has mode {permissions:04o}.*chmod 700"):
         serve()
     tmp_path.chmod(0o700)
 
 
-def test_a_directory_behind_a_link(tmp_path: Path) -> None:
-    """A link could lead elsewhere tomorrow."""
+def test_a_directory_behind_a_link_is_refused(tmp_path: Path) -> None:
+    """The link could lead elsewhere later."""
     (tmp_path / "link").symlink_to(tmp_path)
     with pytest.raises(ConfigurationError, match="link is no directory"):
         Server(Provider(tmp_path / "link" / "s", device="cpu")).start()
 
 
-def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
+def test_a_failure_to_create_the_directory_is_reported(tmp_path: Path) -> None:
     """The error names it."""
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match=r"cannot use the socket directory .*/file/below"):
         Server(Provider(tmp_path / "file" / "below" / "s", device="cpu")).start()
 
 
-def test_a_full_disk(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error says so, though the file that could not be made is not there to be looked at."""
+def test_a_full_disk_is_reported(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although the file that could not be created cannot be examined."""
     real = os.open
 
     def full(path: str, flags: int, *rest: int) -> int:
@@ -221,8 +221,8 @@ def test_a_full_disk(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_root
-def test_a_directory_of_another_user(tmp_path: Path, serve: Serve) -> None:
-    """The error names whose it is, and the way out."""
+def test_a_directory_of_another_user_is_refused(tmp_path: Path, serve: Serve) -> None:
+    """The error names the owner, and the remedy."""
     os.chown(tmp_path, NOBODY, NOBODY)
     with pytest.raises(ConfigurationError, match=f"belongs to uid {NOBODY}, not 0: set SHARED_TENSOR_BASE_PATH"):
         serve()
@@ -232,15 +232,15 @@ def test_a_directory_of_another_user(tmp_path: Path, serve: Serve) -> None:
 # The path.
 
 
-def test_a_socket_of_a_given_path_that_is_too_long(provider: Provider, tmp_path: Path) -> None:
-    """What the kernel refuses is told with the path."""
+def test_a_socket_path_that_is_too_long_is_refused(provider: Provider, tmp_path: Path) -> None:
+    """The kernel's error is raised with the path."""
     path = tmp_path / ("x" * 100)
     with pytest.raises(ConfigurationError, match=f"cannot listen on {path}"):
         Server(provider, socket_path=path).start()
 
 
-def test_a_relative_path(provider: Provider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is relative to the directory of when it was given."""
+def test_a_relative_path_is_fixed_on_creation(provider: Provider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative to the working directory at that time."""
     monkeypatch.chdir(tmp_path)
     client = Client(socket_path="here.sock")
     with Server(provider, socket_path="here.sock") as server, client:
@@ -263,8 +263,8 @@ else:
 
 
 @needs_another_uid
-def test_a_client_of_another_user_is_turned_away(children: list[Child]) -> None:
-    """Even where directory and socket let it through: the server asks the kernel who it is."""
+def test_a_client_of_another_user_is_refused(children: list[Child]) -> None:
+    """Even if directory and socket permit it: the server gets the user from the kernel."""
     with (
         common_directory() as directory,
         Server(Provider(directory / "s", device="cpu")) as server,
@@ -281,8 +281,8 @@ def test_a_client_of_another_user_is_turned_away(children: list[Child]) -> None:
 
 
 @needs_another_uid
-def test_the_socket_keeps_other_users_out(children: list[Child]) -> None:
-    """Before the server asks anybody, the socket's mode does."""
+def test_the_sockets_mode_keeps_other_users_out(children: list[Child]) -> None:
+    """Before the server checks the user."""
     with common_directory() as directory, Server(Provider(directory / "s", device="cpu")) as server:
         stranger = as_uid(CONNECT, server.socket_path, before="from shared_rpc.client.link import BlockingLink")
         children.append(stranger)
@@ -291,8 +291,8 @@ def test_the_socket_keeps_other_users_out(children: list[Child]) -> None:
 
 @pytest.mark.parametrize(("namespace", "own"), [((), "True"), (("unshare", "--user"), "False")], ids=["mapped", "unmapped"])
 @needs_namespaces
-def test_the_uid_of_all_unmapped_users_is_nobodys(children: list[Child], namespace: tuple[str, ...], own: str) -> None:
-    """A process without a uid of its own in its user namespace takes no other such user for itself."""
+def test_the_overflow_uid_matches_no_user(children: list[Child], namespace: tuple[str, ...], own: str) -> None:
+    """A process without a uid in its user namespace does not match another such user."""
     code = "import os; from shared_rpc.protocol.peers import is_own; print(os.geteuid(), is_own(os.geteuid()))"
     child = Child("-c", code, before=namespace)
     children.append(child)

@@ -150,7 +150,7 @@ def test_an_open_file_of_its_own_does_not_count(ended: threading.Event) -> None:
 
 
 def test_each_export_descriptor_has_its_own_end() -> None:
-    """Also of many."""
+    """With many of them."""
     ends = [threading.Event() for _ in range(300)]
     fds = [liveness.issue(b"content", end.set) for end in ends]
     for fd in fds[::2]:
@@ -162,8 +162,8 @@ def test_each_export_descriptor_has_its_own_end() -> None:
     assert all(is_set_soon(end) for end in ends[1::2])
 
 
-def test_an_end_that_fails_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """The thread that calls it goes on."""
+def test_a_failing_callback_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Its thread continues."""
     before = open_fds()
 
     def fail() -> None:
@@ -191,8 +191,8 @@ def test_an_export_descriptor_is_immutable() -> None:
 
 
 @pytest.mark.parametrize("seals", [0, 0x2 | 0x4])
-def test_a_mutable_memfd_is_no_export_descriptor(seals: int) -> None:
-    """Its content could be another one at the next read."""
+def test_a_mutable_memfd_is_refused(seals: int) -> None:
+    """Its content could change before the next read."""
     fd = os.memfd_create("forged", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.write(fd, b"shared-rpc export descriptor 1\ncontent")
     fcntl.fcntl(fd, 1033, seals)
@@ -262,7 +262,7 @@ def test_a_forked_child_keeps_no_memory(children: list[Child]) -> None:
     assert child.expect("the child ended with") == "the child ended with 0"
 
 
-def test_a_forked_child_is_not_the_maker(listener: socket.socket, children: list[Child]) -> None:
+def test_a_forked_child_does_not_represent_the_maker(listener: socket.socket, children: list[Child]) -> None:
     """A child that outlives its parent does not make the parent look alive."""
     child = python(
         """
@@ -335,8 +335,8 @@ def test_memory_of_another_mechanism_is_refused() -> None:
         other.map(segment.fileno(), 1, "read_write")
 
 
-def test_the_lifetime_of_memory() -> None:
-    """It is that of its maker, if its descriptor says so: the claim of a client is not enough."""
+def test_lifetimes_are_described() -> None:
+    """That of the maker, if the descriptor says so: the claim of a client is not enough."""
     with closing(BoundHost().create(1)) as segment:
         assert lifetime([segment]) == f"bound to the life of pid {os.getpid()}"
     assert lifetime([]) == ""
@@ -346,7 +346,7 @@ def test_the_lifetime_of_memory() -> None:
 
 
 def test_objects_end_with_the_process_that_made_their_memory(provider: Provider, serve: Serve) -> None:
-    """Which their descriptors name."""
+    """Named by their descriptors."""
     server = serve()
 
     def left(core: Core, pid: int) -> int:
@@ -401,7 +401,7 @@ def test_a_silent_peer_is_disconnected(left: tuple[bytes, int], monkeypatch: pyt
         assert silent.recv(1) == b""
 
 
-def test_a_missing_server() -> None:
+def test_a_missing_server_is_reported() -> None:
     """Its process has ended, or is in another network namespace."""
     with pytest.raises(CapabilityError, match="network namespace"):
         fetch("shared-rpc-fds-that-never-was", bytes(16))

@@ -8,7 +8,7 @@ from tests.kit.processes import Child, python
 
 
 def test_fork_keeps_mappings_with_their_descriptors(children: list[Child]) -> None:
-    """A forked child reads and writes what its parent had mapped, publishes nothing of it, and unmaps and closes for itself."""
+    """A forked child reads and writes its parent's mappings, publishes nothing of them, and unmaps and closes for itself."""
     child = python(
         """
         import os
@@ -47,8 +47,8 @@ def test_fork_keeps_mappings_with_their_descriptors(children: list[Child]) -> No
     assert child.expect("parent reads:") == "parent reads: other descriptors: 1 mappings: 1"
 
 
-def test_fork_forgets_no_user_that_was_just_gone(children: list[Child]) -> None:
-    """What the parent's finaliser thread was about to unmap at the fork, the child unmaps at its own next safe point."""
+def test_fork_keeps_pending_unmaps(children: list[Child]) -> None:
+    """Mappings that the parent's finaliser thread was about to unmap are unmapped at the child's next safe point."""
     child = python(
         """
         import os, threading
@@ -79,7 +79,7 @@ def test_fork_forgets_no_user_that_was_just_gone(children: list[Child]) -> None:
 
 @pytest.mark.gpu
 def test_fork_leaves_gpu_memory_alone(children: list[Child]) -> None:
-    """CUDA does not work in a forked child: it drops what it inherited without a call, and its parent goes on."""
+    """CUDA does not work in a forked child: it drops inherited mappings without a call, and its parent continues."""
     child = python(
         """
         import os, torch
@@ -103,8 +103,8 @@ def test_fork_leaves_gpu_memory_alone(children: list[Child]) -> None:
     assert child.expect("parent reads:") == "parent reads: [0, 1, 2, 3]"
 
 
-def test_devices_where_no_gpu_is_visible(children: list[Child]) -> None:
-    """Without a GPU ``auto`` is the host, and asking for CUDA is an error that says what to do."""
+def test_devices_without_a_visible_gpu(children: list[Child]) -> None:
+    """``auto`` is the host, and CUDA is an error with the remedy."""
     child = python(
         """
         from shared_rpc.errors import CapabilityError
@@ -128,7 +128,7 @@ def test_devices_where_no_gpu_is_visible(children: list[Child]) -> None:
 
 @pytest.mark.gpu
 def test_kernels_finish_before_their_memory_is_unmapped(children: list[Child]) -> None:
-    """A tensor that is dropped while a kernel still reads it is unmapped after that kernel, not under it."""
+    """A tensor that is dropped while a kernel still reads it is unmapped after that kernel."""
     child = python(
         """
         import torch
@@ -151,7 +151,7 @@ def test_kernels_finish_before_their_memory_is_unmapped(children: list[Child]) -
 
 @pytest.mark.gpu
 def test_nothing_is_unmapped_while_a_graph_is_captured(children: list[Child]) -> None:
-    """A mapping that is dropped during a CUDA graph's capture stays until after it, and the graph works."""
+    """A mapping dropped during a CUDA graph's capture stays until after it, and the graph works."""
     child = python(
         """
         import torch
@@ -216,8 +216,8 @@ BIG = """
 """
 
 
-def test_a_gigabyte_takes_nothing() -> None:
-    """A model of 1 GiB is built with no growth of the process, neither meanwhile nor after."""
+def test_a_gigabyte_is_built_without_memory() -> None:
+    """A model of 1 GiB is built without growth of the process at any time."""
     child = python(BIG, fresh=True)
     assert child.expect("compiler") == "compiler False"  # which takes seconds to load, for shapes of the meta device
     total, inside, after, peak = map(int, child.expect("grown").split()[1:])

@@ -65,8 +65,8 @@ def refreshing(
     return client, refreshed
 
 
-def test_sessions(served: Server, connect: Connect) -> None:
-    """Each client's process, its connections and its leases, the asker's too."""
+def test_sessions_are_listed(served: Server, connect: Connect) -> None:
+    """Each client's process, its connections and its leases, including the asker's."""
     holder, other = connect(), connect()
     handles = [holder.call("load", size) for size in (1, 2)]
     other.ping()
@@ -79,8 +79,10 @@ def test_sessions(served: Server, connect: Connect) -> None:
     del handles
 
 
-def test_runs_of_calls_and_of_tasks(served: Server, connect: Connect, go: threading.Event, threads: ThreadPoolExecutor) -> None:
-    """One that runs tells its progress and who waits for it; one that waits for its turn has not begun."""
+def test_runs_of_calls_and_tasks_are_listed(
+    served: Server, connect: Connect, go: threading.Event, threads: ThreadPoolExecutor
+) -> None:
+    """A running one with its progress and waiters; a queued one as not begun."""
     client = connect()
     task = client.submit("gated", 0)
     eventually(lambda: client.get_task_status(task).progress is not None)
@@ -102,8 +104,8 @@ def test_runs_of_calls_and_of_tasks(served: Server, connect: Connect, go: thread
     assert client.list_runs() == []
 
 
-def test_the_run_of_a_refresh(refreshing: tuple[Client, Future[Any]], go: threading.Event) -> None:
-    """A refresh is no task, and its progress is seen all the same, while the present generation is served."""
+def test_runs_of_refreshes_are_listed(refreshing: tuple[Client, Future[Any]], go: threading.Event) -> None:
+    """With progress, although they are no tasks, while the present generation is served."""
     client, refreshed = refreshing
 
     (run,) = client.list_runs()
@@ -115,8 +117,8 @@ def test_the_run_of_a_refresh(refreshing: tuple[Client, Future[Any]], go: thread
     assert refreshed.result(20).generation == 2
 
 
-def test_statistics(served: Server, connect: Connect) -> None:
-    """What each endpoint did, and nothing of those that did nothing; totals count calls that no endpoint got."""
+def test_statistics_count_by_endpoint(served: Server, connect: Connect) -> None:
+    """Without unused endpoints; totals include calls that reached none."""
     client = connect()
     begin = time.monotonic()
     for size in (1, 2, 1):
@@ -135,8 +137,8 @@ def test_statistics(served: Server, connect: Connect) -> None:
     assert (total["cache_hits"], total["builds"], total["joined"]) == (1, 3, 0)
 
 
-def test_an_object_is_invalidated_by_its_id(served: Server, connect: Connect) -> None:
-    """That call is built anew, others stay, and who holds the object keeps it."""
+def test_objects_are_invalidated_by_id(served: Server, connect: Connect) -> None:
+    """That call is built again, others are not, and holders keep the object."""
     client = connect()
     one, other = client.call("load", 1), client.call("load", 2)
 
@@ -152,8 +154,8 @@ def test_an_object_is_invalidated_by_its_id(served: Server, connect: Connect) ->
     assert client.call("load", 1).object_id == anew.object_id
 
 
-def test_what_is_no_cached_result_is_not_invalidated(served: Server, connect: Connect) -> None:
-    """The error says what it is, and what ends it."""
+def test_other_objects_are_not_invalidated(served: Server, connect: Connect) -> None:
+    """The error names the kind of object, and how to end it."""
     client = connect()
     with pytest.raises(StaleHandleError) as unknown:
         client.invalidate_object("0" * 24)
@@ -164,7 +166,7 @@ def test_what_is_no_cached_result_is_not_invalidated(served: Server, connect: Co
     client.free_buffer(buffer)
 
 
-def test_a_worker_tells_its_device_and_how_often_it_was_started_again(broker_app: BrokerApp) -> None:
+def test_workers_have_a_device_and_restarts(broker_app: BrokerApp) -> None:
     """A crash of one does not count for another."""
     client = broker_app.serve(options=("--worker-device", "cpu", "--workers", "2"))
     before = client.get_server_info()["workers"]
@@ -213,8 +215,8 @@ def holder(client: Client, children: list[Child]) -> Iterator[Child]:
     yield child
 
 
-def test_a_process_holds_an_object_until_it_is_killed(client: Client, holder: Child) -> None:
-    """It is told with its process id, its handles, and since when it is there; then another one is told alone."""
+def test_holders_are_processes_until_killed(client: Client, holder: Child) -> None:
+    """With process id, handles and start time; a killed one is no longer listed."""
     handle = client.call("held")
     mine, other = sorted(client.holders(handle), key=lambda one: one["pid"] != os.getpid())
     assert (mine["pid"], mine["leases"], mine["connections"]) == (os.getpid(), 1, 1)
@@ -227,15 +229,15 @@ def test_a_process_holds_an_object_until_it_is_killed(client: Client, holder: Ch
     eventually(lambda: client.holders(handle.object_id) == [mine])
 
 
-def test_what_is_not_there_has_no_holders(client: Client) -> None:
-    """That is an error which says so, and not an empty list."""
+def test_missing_objects_have_no_holders(client: Client) -> None:
+    """An error instead of an empty list."""
     with pytest.raises(StaleHandleError, match="has no object 0123") as caught:
         client.holders("0123")
     assert caught.value.reason == "object_gone"
 
 
-def test_a_task_holds_its_result_until_it_is_fetched(client: Client) -> None:
-    """It is told by the task's id, and has no connection."""
+def test_unfetched_tasks_are_holders(client: Client) -> None:
+    """By the task's id, without a connection."""
     task = client.submit("held")
     (info,) = [client.watch_task(task)]
     (holder,) = client.holders(info.object_id or "")
@@ -243,15 +245,15 @@ def test_a_task_holds_its_result_until_it_is_fetched(client: Client) -> None:
 
 
 @pytest.mark.asyncio
-async def test_the_client_for_coroutines_asks_too(client: Client) -> None:
-    """By the handle of either."""
+async def test_the_client_for_coroutines_lists_holders(client: Client) -> None:
+    """By a handle of either client."""
     async with AsyncClient(socket_path=client.socket_path) as other, await other.call("held") as handle:
         assert [one["pid"] for one in await other.holders(handle)] == [os.getpid()]
         assert await other.holders(handle.object_id) == client.holders(handle.object_id)
 
 
-def test_a_process_is_told_of_itself(app: App) -> None:
-    """A provider asks whoever carries out its calls."""
+def test_providers_list_their_own_holders(app: App) -> None:
+    """In every role."""
 
     @app.share(managed=True)
     def load() -> torch.Tensor:
@@ -301,8 +303,8 @@ def reply_to(path: str, request: m.Message) -> list[str]:
     return misfits(value, list[infos.ListedObjectInfo], "ObjectsReply")
 
 
-def test_a_broker_answers_with_all_keys_and_no_others(broker_app: BrokerApp, tmp_path: Path) -> None:
-    """Each of its replies, with workers, a zygote, a holder, a buffer, a run, and its end."""
+def test_broker_replies_have_exactly_the_documented_keys(broker_app: BrokerApp, tmp_path: Path) -> None:
+    """With workers, a zygote, a holder, a buffer, a run, and its end."""
     client = broker_app.serve()
     path, gate = client.socket_path, tmp_path / "gate"
     handle, buffer = client.call("held"), client.create_buffer(16, ttl=600)
@@ -328,8 +330,8 @@ def test_a_broker_answers_with_all_keys_and_no_others(broker_app: BrokerApp, tmp
     assert wrong == []
 
 
-def test_a_provider_answers_with_all_keys_and_no_others(app: App) -> None:
-    """In every role, in two of which nothing is written on a wire."""
+def test_provider_replies_have_exactly_the_documented_keys(app: App) -> None:
+    """In every role, two of which have no wire."""
 
     @app.share(managed=True)
     def load(size: int = 4) -> torch.Tensor:
@@ -352,6 +354,6 @@ def test_a_provider_answers_with_all_keys_and_no_others(app: App) -> None:
     assert [text for value, kind in found for text in misfits(value, kind)] == []
 
 
-def test_an_endpoint_is_told_with_the_fields_of_its_specification() -> None:
-    """It is one, in plain values."""
+def test_endpoints_are_described_by_their_specification() -> None:
+    """In plain values."""
     assert tuple(infos.EndpointInfo.__annotations__) == EndpointSpec.__struct_fields__

@@ -144,8 +144,8 @@ def adopted(here: Site, there: Site, endpoint: str, *args: Any) -> Generation:
 
 
 @pytest.mark.parametrize("spare", [True, False])
-def test_bytes_are_written_at_an_offset(here: Site, there: Site, monkeypatch: pytest.MonkeyPatch, spare: bool) -> None:
-    """Of host memory that is to be written, and within it; an export is only read. It needs no descriptor."""
+def test_bytes_can_be_written_at_an_offset(here: Site, there: Site, monkeypatch: pytest.MonkeyPatch, spare: bool) -> None:
+    """Within writable host memory; an export is read-only. It needs no descriptor."""
     monkeypatch.setattr(MAPPINGS, "_can_spare", lambda: spare)
     here.client.call("load", 4)
     [listed] = [info for info in here.client.list_objects() if info["endpoint"] == "load"]
@@ -167,8 +167,8 @@ def test_bytes_are_written_at_an_offset(here: Site, there: Site, monkeypatch: py
 
 @pytest.mark.parametrize("endpoint", ["all", *deep("parameters", "read")])
 @each_payload()
-def test_a_payload_arrives_as_it_was(here: Site, there: Site, name: str, endpoint: str) -> None:
-    """Every bit, flag, stride and tie, whatever is shared of it; and nothing was built."""
+def test_records_round_trip(here: Site, there: Site, name: str, endpoint: str) -> None:
+    """Every bit, flag, stride and tie, for any sharing options; and nothing was built."""
     made = adopted(here, there, endpoint, name)
     original, arrived = here.client.call(endpoint, name), there.client.call(endpoint, name)
     assert described(arrived) == described(original)
@@ -180,8 +180,8 @@ def test_a_payload_arrives_as_it_was(here: Site, there: Site, name: str, endpoin
     ]
 
 
-def test_an_object_without_tensors_in_it_arrives(here: Site, there: Site) -> None:
-    """A module with no parameters has no segments, and needs no allocated."""
+def test_objects_without_tensors_round_trip(here: Site, there: Site) -> None:
+    """A module with no parameters has no segments, and needs no buffers."""
     here.box = nn.ReLU()
     here.client.call("boxed")
     with here.client.export(here.client.list_objects()[0]["object_id"]) as record:
@@ -193,8 +193,8 @@ def test_an_object_without_tensors_in_it_arrives(here: Site, there: Site) -> Non
     assert there.built == []
 
 
-def test_what_is_shared_for_reading_is_sealed(here: Site, there: Site, device: str) -> None:
-    """The kernel itself refuses whoever would map an adopted object's host memory to write to it."""
+def test_read_only_records_are_sealed(here: Site, there: Site, device: str) -> None:
+    """The kernel refuses a writable mapping of an adopted object's host memory."""
     adopted(here, there, "read", "views")
     (stored,) = there.server.engine.ask(lambda core: list(core.objects))
     for segment in stored.record.segments:
@@ -205,8 +205,8 @@ def test_what_is_shared_for_reading_is_sealed(here: Site, there: Site, device: s
     assert device == "cuda" or stored.record.segments
 
 
-def test_an_endpoint_for_reading_makes_an_adopted_object_so(here: Site, there: Site, sites: Callable[..., Site]) -> None:
-    """Though the record was shared for writing: what the endpoint promises to its callers holds."""
+def test_read_only_endpoints_adopt_read_only(here: Site, there: Site, sites: Callable[..., Site]) -> None:
+    """Even if the record was shared for writing: the endpoint's promise holds."""
     here.client.call("all", "views")
     with here.client.export(here.client.list_objects()[0]["object_id"]) as record:
         there.client.adopt(record, "read", "views")
@@ -218,7 +218,7 @@ def test_an_endpoint_for_reading_makes_an_adopted_object_so(here: Site, there: S
 
 
 def test_a_record_is_the_object_s_own_memory(here: Site) -> None:
-    """What the holder writes is read in it, without a copy; and it holds the object."""
+    """The holder's writes are visible in it, without a copy; and it holds the object."""
     handle = here.client.call("load", 3)
     with here.client.export(handle) as record:
         flat = record.segments[0].tensor()
@@ -241,7 +241,7 @@ def test_a_record_is_the_object_s_own_memory(here: Site) -> None:
 
 
 def test_a_header_is_plain_data(here: Site) -> None:
-    """It names all that matters, and goes through bytes."""
+    """It has all facts, and can be converted to bytes and back."""
     handle = here.client.call("load", 3)
     with here.client.export(handle.object_id) as record:
         header = record.header
@@ -257,8 +257,8 @@ def test_a_header_is_plain_data(here: Site) -> None:
     assert header.python.startswith("3.") and torch.__version__.startswith(header.torch)
 
 
-def test_a_buffer_is_exported_on_its_terms(here: Site, there: Site) -> None:
-    """It has no call: it is adopted under one that is named. What cannot be got cannot be exported."""
+def test_buffers_are_exported_on_their_terms(here: Site, there: Site) -> None:
+    """Without a call of its own, a buffer is adopted under a given one. An unavailable buffer cannot be exported."""
     with here.client.create_buffer((3, 4), "float32", max_accesses=1) as buffer:
         buffer.value.fill_(7)
         with here.client.export(buffer) as record:
@@ -274,8 +274,8 @@ def test_a_buffer_is_exported_on_its_terms(here: Site, there: Site) -> None:
 # The allocated.
 
 
-def test_memory_for_a_record_is_made_of_buffers(here: Site, there: Site) -> None:
-    """They are listed, counted and held until the allocated is adopted or closed, and then they are gone."""
+def test_allocated_records_consist_of_buffers(here: Site, there: Site) -> None:
+    """They are listed, counted and held until the record is adopted or closed, and then removed."""
     handle = here.client.call("load", 300)
     with here.client.export(handle) as record:
         allocated = there.client.allocate(record.header)
@@ -294,8 +294,8 @@ def test_memory_for_a_record_is_made_of_buffers(here: Site, there: Site) -> None
     assert (listed["kind"], listed["holders"]) == ("result", [])
 
 
-def test_the_names_of_adopted_buffers_go(here: Site, there: Site) -> None:
-    """Also where its buffers were to be kept for a while: no other process gets an object's memory as a buffer."""
+def test_adopted_buffers_lose_their_names(here: Site, there: Site) -> None:
+    """Even if they were kept: no other process gets an object's memory as a buffer."""
     with here.client.export(here.client.call("load", 3)) as record, there.client.allocate(record.header, ttl=60) as allocated:
         names = [lease.object_id for lease in allocated._leases]
         with there.client.get_buffer(names[0]) as other:
@@ -308,7 +308,7 @@ def test_the_names_of_adopted_buffers_go(here: Site, there: Site) -> None:
 
 
 def test_an_allocated_record_is_taken_over_without_a_copy(here: Site, there: Site) -> None:
-    """What its writer still has of it is the object's memory."""
+    """The writer's mappings and the object share memory."""
     handle = here.client.call("load", 300)
     with here.client.export(handle) as record:
         allocated = carried(there.client, record)
@@ -319,8 +319,8 @@ def test_an_allocated_record_is_taken_over_without_a_copy(here: Site, there: Sit
     assert int((kept.view(torch.float32) == 5).sum()) == 300 * 300
 
 
-def test_an_allocated_record_counts_against_the_quota(here: Site, sites: Callable[..., Site], device: str) -> None:
-    """More than is left is ServerBusy, more than there may be ever is CapabilityError; nothing of it stays."""
+def test_allocated_records_count_against_the_quota(here: Site, sites: Callable[..., Site], device: str) -> None:
+    """An excess over the free memory is ServerBusy, over the total CapabilityError; nothing is left."""
     full = sites(quotas={device: 10 << 20})
     handle = here.client.call("load", 1200)  # 5.8 MB
     with here.client.export(handle) as record:
@@ -338,8 +338,8 @@ def test_an_allocated_record_counts_against_the_quota(here: Site, sites: Callabl
     assert len(full.client.list_objects()) == 1
 
 
-def test_a_record_without_buffers_is_not_adopted(here: Site, there: Site) -> None:
-    """A result, whose memory belongs to all who have it, and a buffer of no bytes, are not taken over."""
+def test_records_without_buffers_are_not_adopted(here: Site, there: Site) -> None:
+    """Neither a result, whose memory has other users, nor a buffer of no bytes."""
     kept = there.client.call("load", 3)
     with here.client.export(here.client.call("load", 3)) as record:
         for lease, error in ((kept, BufferNotFound), (there.client.create_buffer(0), RecordError)):
@@ -349,8 +349,8 @@ def test_a_record_without_buffers_is_not_adopted(here: Site, there: Site) -> Non
     assert (kept.value.weight == 1).all() and kept.is_current()
 
 
-def test_buffers_for_another_record_do_not_fit(here: Site, there: Site) -> None:
-    """Too small, too few, or twice the same: refused, and the allocated is as it was."""
+def test_mismatched_buffers_are_refused(here: Site, there: Site) -> None:
+    """Too small, too few, or repeated: the allocated record is unchanged."""
     small, large = here.client.call("load", 3), here.client.call("load", 900)
     with here.client.export(small) as one, here.client.export(large) as other, carried(there.client, one) as allocated:
         allocated.header = other.header
@@ -368,7 +368,7 @@ def test_buffers_for_another_record_do_not_fit(here: Site, there: Site) -> None:
 
 
 def test_an_adopted_object_is_the_next_generation(here: Site, there: Site) -> None:
-    """Of what is cached under the key, with the news of a refresh; who holds the earlier one keeps it."""
+    """Of the object cached under the key, with the news of a refresh; holders keep the earlier one."""
     earlier = there.client.call("load", 3)
     handle = here.client.call("load", 3)
     handle.value.weight.data.fill_(9)
@@ -382,8 +382,8 @@ def test_an_adopted_object_is_the_next_generation(here: Site, there: Site) -> No
     assert there.client.refresh("load", 3).generation == 3
 
 
-def test_a_record_stands_under_the_call_that_is_named(here: Site, there: Site) -> None:
-    """Of its own endpoint or of another one; the key is made of the arguments as for a call."""
+def test_records_are_adopted_under_a_given_call(here: Site, there: Site) -> None:
+    """Of their own endpoint or of another one; the key is made from the arguments as for a call."""
     handle = here.client.call("load", 3)
     with here.client.export(handle) as record:
         assert there.client.adopt(record, "load", size=7).cache_key == "load(size=7)"
@@ -394,8 +394,8 @@ def test_a_record_stands_under_the_call_that_is_named(here: Site, there: Site) -
     assert there.built == []
 
 
-def test_an_uncached_object_needs_a_call(here: Site, there: Site) -> None:
-    """It has no key to stand under; and an endpoint that caches nothing takes nothing in."""
+def test_uncached_objects_need_a_call(here: Site, there: Site) -> None:
+    """They have no key; and an endpoint without a cache adopts nothing."""
     handle = here.client.call("uncached", 3)
     with here.client.export(handle) as record:
         with pytest.raises(ConfigurationError, match="'uncached' are not cached"):
@@ -415,8 +415,8 @@ def test_an_uncached_object_needs_a_call(here: Site, there: Site) -> None:
 # Every class.
 
 
-def test_a_coroutine_takes_a_record_along(here: Site, there: Site) -> None:
-    """The same operations, to be awaited."""
+def test_coroutines_can_adopt(here: Site, there: Site) -> None:
+    """With the same operations."""
     here.client.call("load", 3).release()
 
     async def main() -> None:
@@ -442,7 +442,7 @@ def test_a_coroutine_takes_a_record_along(here: Site, there: Site) -> None:
 
 
 def test_every_role_adopts(here: Site, app: App, device: str) -> None:
-    """A provider has the operations too; the process that runs the endpoints attaches to what was adopted like any other."""
+    """Including providers; the process of the endpoints attaches to adopted objects like any other."""
     if device == "cuda":
         pytest.skip("the apps of the kit are on the host")
     built: list[int] = []
@@ -468,8 +468,8 @@ def test_every_role_adopts(here: Site, app: App, device: str) -> None:
     assert built == [3]
 
 
-def test_the_local_role_has_nothing_to_export(base_path: str) -> None:
-    """What it has built lies in no shared memory: the error says what to do."""
+def test_the_local_role_cannot_export(base_path: str) -> None:
+    """Its results are not in shared memory: the error says so."""
     provider = Provider(base_path, execution_mode="local", device="cpu")
     provider.share("load", managed=True)(lambda: torch.ones(3))
     with provider.call("load") as handle, pytest.raises(CapabilityError, match=r"local role.*SHARED_TENSOR_ROLE=server"):
@@ -494,8 +494,8 @@ def path(here: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_an_object_is_on_disk(here: Site, there: Site, path: Path) -> None:
-    """It is read by a server that never built it, and is what it was; the file is for one user."""
+def test_saved_objects_are_restored(here: Site, there: Site, path: Path) -> None:
+    """By a server that never built them; the file is private."""
     with FileRecord(path) as record:
         made = there.client.adopt(record)
     with here.client.call("model") as original, there.client.call("model") as arrived:
@@ -507,16 +507,16 @@ def test_an_object_is_on_disk(here: Site, there: Site, path: Path) -> None:
     assert list(path.parent.glob("*.part")) == []
 
 
-def test_the_segments_are_at_pages(here: Site, path: Path) -> None:
-    """As a reader that maps the file would have them."""
+def test_segments_begin_at_pages(here: Site, path: Path) -> None:
+    """So that the file can be mapped."""
     header, layout = read(path)
     assert [part.offset % 4096 for part in layout.parts if part.start == 0] == [0] * len(header.segments)
     assert len(layout.parts) == sum(-(-info.nbytes // PART) for info in header.segments) > 1
     assert layout.nbytes == path.stat().st_size
 
 
-def test_a_file_is_replaced_as_a_whole(here: Site, there: Site, path: Path) -> None:
-    """By the one of a later generation."""
+def test_files_are_replaced_atomically(here: Site, there: Site, path: Path) -> None:
+    """By that of a later generation."""
     path.chmod(0o644)
     with here.client.call("model", 300) as handle:
         save(here.client, handle.object_id, path)
@@ -535,8 +535,8 @@ def read(path: Path) -> tuple[RecordHeader, Any]:
 
 
 @pytest.mark.parametrize("left", [0, 20, 60, 0.9, -1])
-def test_a_truncated_file(there: Site, path: Path, left: float) -> None:
-    """Wherever it ends, it is refused before any memory is made."""
+def test_truncated_files_are_refused(there: Site, path: Path, left: float) -> None:
+    """Wherever they end, before any memory is allocated."""
     size = path.stat().st_size
     os.truncate(path, size - 1 if left < 0 else int(left * size) if isinstance(left, float) else int(left))
     with pytest.raises(RecordError) as caught:
@@ -545,8 +545,8 @@ def test_a_truncated_file(there: Site, path: Path, left: float) -> None:
     assert there.client.list_objects() == []
 
 
-def test_a_file_that_is_cut_while_it_is_read(there: Site, path: Path) -> None:
-    """What was there when it was opened is gone: no read ends the process, and nothing is left."""
+def test_files_truncated_while_read_are_refused(there: Site, path: Path) -> None:
+    """No read ends the process, and nothing is left."""
     with FileRecord(path) as record:
         os.truncate(path, path.stat().st_size // 2)
         with pytest.raises(RecordError, match="damaged") as caught:
@@ -555,8 +555,8 @@ def test_a_file_that_is_cut_while_it_is_read(there: Site, path: Path) -> None:
     eventually(lambda: there.client.list_objects() == [])
 
 
-def test_any_damaged_byte_is_noticed(there: Site, path: Path) -> None:
-    """In the header, in a digest, at the beginning and the end of parts; but not in the space between."""
+def test_any_damaged_byte_is_detected(there: Site, path: Path) -> None:
+    """In the header, in a digest, at the beginning and the end of parts; but not in the padding."""
     header, layout = read(path)
     data = path.read_bytes()
     inside = [part.offset for part in layout.parts] + [part.offset + part.nbytes - 1 for part in layout.parts]
@@ -569,8 +569,8 @@ def test_any_damaged_byte_is_noticed(there: Site, path: Path) -> None:
     assert header.nbytes > 0
 
 
-def test_no_record_at_all(tmp_path: Path) -> None:
-    """A missing file, an empty one, a directory, a pipe, and something else."""
+def test_invalid_files_are_refused(tmp_path: Path) -> None:
+    """A missing file, an empty one, a directory, a pipe, and other content."""
     other = tmp_path / "notes.txt"
     other.write_text("not a record, but long enough to be read as one, were its beginning what it is not")
     other.chmod(0o600)
@@ -587,16 +587,16 @@ def test_no_record_at_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o620, 0o602])
-def test_what_others_may_have_written_is_not_read(path: Path, mode: int) -> None:
-    """It holds a pickle. The error names the mode."""
+def test_files_writable_by_others_are_refused(path: Path, mode: int) -> None:
+    """They contain a pickle. The error names the mode."""
     path.chmod(mode)
     with pytest.raises(RecordError, match=f"has mode {mode:04o}") as caught:
         FileRecord(path)
     assert caught.value.reason == "untrusted"
 
 
-def test_what_another_user_has_written_is_not_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only this user's files are, and root's."""
+def test_files_of_other_users_are_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only this user's files are read, and root's."""
     uid = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: uid + 7)
     if uid == 0:
@@ -619,8 +619,8 @@ def rewritten(path: Path, **fields: Any) -> None:
     path.write_bytes(head + b"\0" * (-len(head) % 4096) + data[-(-layout.head // 4096) * 4096 :])
 
 
-def test_other_versions_are_named(there: Site, path: Path) -> None:
-    """Of the file's format, and of what made the object."""
+def test_other_versions_are_refused(there: Site, path: Path) -> None:
+    """Of the file's format, and of the object's libraries; both are named."""
     rewritten(path, torch="1.2.3")
     with FileRecord(path) as record, pytest.raises(RecordError, match=r"torch 1\.2\.3, and this server runs torch") as caught:
         there.client.adopt(record)
@@ -633,8 +633,8 @@ def test_other_versions_are_named(there: Site, path: Path) -> None:
     assert there.client.list_objects() == []
 
 
-def test_a_file_with_changed_fields_is_still_checked(there: Site, path: Path) -> None:
-    """A digest says that bytes are those that were written, and not that they are good."""
+def test_files_with_changed_fields_are_checked(there: Site, path: Path) -> None:
+    """A valid digest does not imply valid fields."""
     header, _ = read(path)
     rewritten(path, nbytes=header.nbytes * 1000)
     with FileRecord(path) as record, pytest.raises(RecordError, match="it announces") as caught:
@@ -643,8 +643,8 @@ def test_a_file_with_changed_fields_is_still_checked(there: Site, path: Path) ->
 
 
 @pytest.mark.parametrize("nbytes", [1 << 62])
-def test_a_segment_that_is_larger_than_the_file(path: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
-    """It is refused before a place is worked out for each of its parts, of which there would be millions."""
+def test_segments_larger_than_the_file_are_refused(path: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    """Before a place is computed for each of their millions of parts."""
     header, _ = read(path)
     rewritten(path, segments=tuple(msgspec.structs.replace(info, nbytes=nbytes) for info in header.segments))
     monkeypatch.setattr(record_file, "_Layout", None)
@@ -656,22 +656,22 @@ def test_a_segment_that_is_larger_than_the_file(path: Path, monkeypatch: pytest.
 # Files that cannot be written.
 
 
-def test_an_unknown_object(here: Site, tmp_path: Path) -> None:
-    """No file is made of it."""
+def test_unknown_objects_are_not_saved(here: Site, tmp_path: Path) -> None:
+    """No file is created."""
     with pytest.raises(StaleHandleError):
         save(here.client, "0" * 24, tmp_path / "model.record")
     assert list(tmp_path.glob("*.record*")) == []
 
 
-def test_a_folder_that_is_not_there(here: Site, tmp_path: Path) -> None:
+def test_missing_folders_are_reported(here: Site, tmp_path: Path) -> None:
     """The error names the file."""
     with here.client.call("model") as handle, pytest.raises(RecordError, match=r"record .*/no/model\.record: No such file"):
         save(here.client, handle.object_id, tmp_path / "no" / "model.record")
 
 
 @pytest.mark.parametrize("step", ["pwrite", "fsync", "link", *deep("posix_fallocate", "replace")])
-def test_a_disk_that_fails(here: Site, path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
-    """Whenever it does, the earlier file is as it was, and no other one is left."""
+def test_failing_disks_leave_the_earlier_file(here: Site, path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    """At any time, and no other one."""
     before = path.read_bytes()
 
     def fail(*_: Any, **__: Any) -> None:
@@ -685,8 +685,8 @@ def test_a_disk_that_fails(here: Site, path: Path, monkeypatch: pytest.MonkeyPat
     assert (path.read_bytes(), sorted(one.name for one in path.parent.glob("model*"))) == (before, ["model.record"])
 
 
-def test_a_file_system_without_nameless_files(here: Site, there: Site, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A draft stands beside the file until it is whole."""
+def test_file_systems_without_nameless_files_work(here: Site, there: Site, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft is next to the file until it is complete."""
     original = os.open
 
     def refuse(name: Any, flags: int, *rest: Any, **more: Any) -> int:
@@ -702,10 +702,8 @@ def test_a_file_system_without_nameless_files(here: Site, there: Site, path: Pat
     assert sorted(one.name for one in path.parent.glob("model*")) == ["model.record"]
 
 
-def test_an_object_that_is_written_to_is_of_one_revision(
-    here: Site, there: Site, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An update in the middle of an export begins it anew; one that never rests is an error."""
+def test_saved_objects_are_of_one_revision(here: Site, there: Site, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update in the middle of an export restarts it; constant updates are an error."""
     handle = here.client.call("model")
     write_parts, updates = record_file._write_parts, iter(range(10))
     times = 1
@@ -731,8 +729,8 @@ def test_an_object_that_is_written_to_is_of_one_revision(
     monkeypatch.undo()
 
 
-def test_an_object_that_was_left_half_written(here: Site, tmp_path: Path) -> None:
-    """It is not put on disk: the error is that of every reader of it."""
+def test_half_written_objects_are_not_saved(here: Site, tmp_path: Path) -> None:
+    """The error is that of every reader of it."""
     handle = here.client.call("model")
     with pytest.raises(ZeroDivisionError), here.client.update(handle):
         raise ZeroDivisionError

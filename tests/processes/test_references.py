@@ -91,8 +91,8 @@ def client(children: list[Child], device: str, code: str) -> Child:
 
 
 @pytest.mark.parametrize("call", ["client.call", "asynchronously", "as_a_task"])
-def test_a_tensor_goes_back_as_a_reference(shared: Provider, device: str, children: list[Child], call: str) -> None:
-    """The endpoint gets the server's own memory, views of it too, whichever way it is called."""
+def test_tensors_of_the_server_are_sent_by_reference(shared: Provider, device: str, children: list[Child], call: str) -> None:
+    """The endpoint gets the server's own memory, including views, by any kind of call."""
     child = client(
         children,
         device,
@@ -116,8 +116,8 @@ with client.call("weights", 1000) as handle:
     assert child.expect("copied").strip() == "copied 0"
 
 
-def test_a_module_goes_back_as_a_reference(shared: Provider, device: str, children: list[Child]) -> None:
-    """Its weights stay where they are; what the client changed about it in Python arrives."""
+def test_modules_of_the_server_are_sent_by_reference(shared: Provider, device: str, children: list[Child]) -> None:
+    """Their weights stay in place; the client's changes in Python are sent."""
     child = client(
         children,
         device,
@@ -133,8 +133,8 @@ with client.call("model") as handle:
     assert child.expect("copied").strip() == "copied 0"
 
 
-def test_beside_memory_of_the_clients_own(shared: Provider, device: str, children: list[Child]) -> None:
-    """Only what is not there already is sent; a write to the server's memory is seen by all."""
+def test_references_can_be_mixed_with_other_memory(shared: Provider, device: str, children: list[Child]) -> None:
+    """Only the client's own memory is sent; a write to the server's memory is visible to all."""
     child = client(
         children,
         device,
@@ -150,10 +150,10 @@ with client.call("weights", 1000) as handle:
 
 
 @pytest.mark.parametrize("endpoint", ["add_late", "add_later"])
-def test_what_an_endpoint_writes_is_there_when_it_has_ended(
+def test_writes_of_endpoints_are_complete_at_the_reply(
     shared: Provider, device: str, children: list[Child], endpoint: str
 ) -> None:
-    """Also where it returns nothing: the reply waits for the GPU."""
+    """Even without a result: the reply waits for the GPU."""
     child = client(
         children,
         device,
@@ -168,8 +168,8 @@ with client.call("weights", 1000) as handle:
     assert [float(child.expect("sum").split()[1]) for _ in range(3)] == [begin + 1000, begin + 2000, begin + 3000]
 
 
-def test_what_the_server_dropped_meanwhile_is_sent(shared: Provider, device: str, children: list[Child]) -> None:
-    """The client's memory outlives the server's object; it is copied then, and nobody notices."""
+def test_memory_dropped_by_the_server_is_sent(shared: Provider, device: str, children: list[Child]) -> None:
+    """The client's mapping outlives the server's object; it is copied then, transparently."""
     child = client(
         children,
         device,
@@ -189,7 +189,7 @@ target.release()
 
 
 def test_another_server_gets_a_copy(shared: Provider, device: str, children: list[Child], base_path: str) -> None:
-    """What one server keeps, another one does not know."""
+    """It does not have the first one's memory."""
     other = Provider(f"{base_path}-other", device=device)
 
     other.share("doubled", cache=False)(lambda x: x * 2)
@@ -223,8 +223,8 @@ def encoded(table: TensorTable) -> msgspec.Raw:
 
 
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
-def test_a_tensor_that_leaves_the_named_segment(shared: Provider, connect: Connect) -> None:
-    """The sizes are the server's own, whatever the client says."""
+def test_tensors_that_exceed_the_named_segment_are_refused(shared: Provider, connect: Connect) -> None:
+    """The server uses its own sizes, whatever the client sends."""
     with connect() as good, Raw(good.socket_path) as raw, good.call("weights", 4):
         result = raw.ask(m.Call("weights", [4]))
         assert isinstance(result, m.Result)

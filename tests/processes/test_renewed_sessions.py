@@ -130,8 +130,8 @@ def mapped(handle: Handle[Any]) -> list[str]:
     ("endpoint", "restored"),
     [("load", True), ("load", False), ("load_read_only", True), *deep(("load_list", False))],
 )
-def test_an_active_handle_has_the_present_memory(client: Client, other: Client, endpoint: str, restored: bool) -> None:
-    """At the address where it had the earlier one, of which nothing is left; it is not evicted any more."""
+def test_active_handles_get_the_present_memory(client: Client, other: Client, endpoint: str, restored: bool) -> None:
+    """At the same address, without the earlier memory; the object is not evicted any more."""
     handle = client.call(endpoint)
     value = handle.value[0] if endpoint == "load_list" else handle.value
     address, view, others = value.data_ptr(), value[9:], len(MAPPINGS)
@@ -151,10 +151,10 @@ def test_an_active_handle_has_the_present_memory(client: Client, other: Client, 
             other.evict(handle.object_id)
 
 
-def test_processes_see_what_each_other_writes(
+def test_processes_share_writes_after_a_renewal(
     client: Client, other: Client, writer: Callable[[], Child], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """After the first one's session was lost; what it wrote in between is lost, and a warning says so."""
+    """After the first one's session was lost; its writes in between are lost, with a warning."""
     handle = client.call("load")
     value = handle.value
     lose_and_evict(other, handle, client)
@@ -173,7 +173,7 @@ def test_processes_see_what_each_other_writes(
     assert record.levelno == logging.WARNING and "what this process wrote to it since is lost" in record.message
 
 
-def test_memory_for_reading_is_replaced_without_a_warning(
+def test_read_only_memory_is_replaced_without_a_warning(
     client: Client, other: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It has the same bytes: nothing is lost."""
@@ -185,8 +185,8 @@ def test_memory_for_reading_is_replaced_without_a_warning(
     assert [record.levelno for record in caplog.records if handle.object_id in record.message] == [logging.INFO]
 
 
-def test_many_handles_and_clients_of_a_process(broker: BrokerApp, client: Client, other: Client) -> None:
-    """The first client that comes back has the memory replaced for all of them, and then each has an active lease on it."""
+def test_many_handles_and_clients_are_renewed(broker: BrokerApp, client: Client, other: Client) -> None:
+    """The first client replaces the memory for all of a process, and then each has an active lease on it."""
     second = broker.connect()
     handles = [client.call("load"), client.call("load"), second.call("load")]
     object_id = handles[0].object_id
@@ -199,8 +199,8 @@ def test_many_handles_and_clients_of_a_process(broker: BrokerApp, client: Client
     assert all(torch.equal(handle.value, torch.arange(SIZE) + 1) for handle in handles)
 
 
-def test_a_suspended_handle_stays_suspended(client: Client, other: Client) -> None:
-    """What was evicted is not restored for it, but for an active one."""
+def test_suspended_handles_stay_suspended(client: Client, other: Client) -> None:
+    """Evicted objects are not restored for them, but for active ones."""
     asleep, awake = client.call("load", 1), [client.call("load", 2) for _ in range(2)]
     value = asleep.value
     asleep.suspend()
@@ -215,8 +215,8 @@ def test_a_suspended_handle_stays_suspended(client: Client, other: Client) -> No
     assert has_numbers(value) and has_numbers(awake[1].value)
 
 
-def test_a_suspended_handle_is_active_at_no_time(no_leaks: None, provider: Provider, serve: Serve, connect: Connect) -> None:
-    """Its new lease is inactive from the beginning, so that an eviction that goes on is not given up for it."""
+def test_leases_of_suspended_handles_start_inactive(no_leaks: None, provider: Provider, serve: Serve, connect: Connect) -> None:
+    """So that an active eviction is not abandoned for them."""
     provider.share("load", managed=True)(lambda number=0: torch.arange(SIZE))
     seen: list[str] = []
     server, client, other = serve(), connect(), connect()
@@ -233,10 +233,8 @@ def test_a_suspended_handle_is_active_at_no_time(no_leaks: None, provider: Provi
 # Memory that cannot be replaced.
 
 
-def test_a_handle_is_suspended_where_its_object_has_no_capacity(
-    client: Client, other: Client, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The request that met the new session succeeds. The process keeps the earlier memory, and has the present one later."""
+def test_handles_without_capacity_become_suspended(client: Client, other: Client, caplog: pytest.LogCaptureFixture) -> None:
+    """The first request of the new session succeeds. The process keeps the earlier memory, and gets the present one later."""
     handle = client.call("load")
     value = handle.value
     lose_and_evict(other, handle, client)
@@ -259,7 +257,7 @@ def test_a_handle_is_suspended_where_its_object_has_no_capacity(
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("blocks", [True, False], ids=["blocking", "coroutines"])
-async def test_a_request_waits_for_capacity_for_a_while(
+async def test_renewals_wait_for_capacity_briefly(
     no_leaks: None,
     broker_app: BrokerApp,
     tmp_path: Path,
@@ -267,7 +265,7 @@ async def test_a_request_waits_for_capacity_for_a_while(
     caplog: pytest.LogCaptureFixture,
     blocks: bool,
 ) -> None:
-    """Where requests wait for it: the warning says who has it, and nobody waits any more when the request has its answer."""
+    """If requests wait for it: the warning names the holders, and the wait ends with the request."""
     for module in (blocking, asynchronous):
         monkeypatch.setattr(module, "RENEWAL", 0.1)
     other = broker_app.serve(APP, options=EVICTS.format(tmp_path).split())
@@ -302,8 +300,8 @@ def outdated(client: Client, other: Client) -> Handle[torch.Tensor]:
     return handle
 
 
-def test_the_memory_of_such_a_handle_is_given_up(client: Client, other: Client) -> None:
-    """When it is suspended, and not before: another handle of the object does not unmap what it has."""
+def test_outdated_memory_is_unmapped_on_suspension(client: Client, other: Client) -> None:
+    """Not before: another handle of the object does not unmap it."""
     handle = outdated(client, other)
     value = handle._value
     new = client.call("load")
@@ -316,8 +314,10 @@ def test_the_memory_of_such_a_handle_is_given_up(client: Client, other: Client) 
     assert (has_numbers(value), new.suspended, handle.suspended) == (True, True, False)
 
 
-def test_memory_that_is_not_replaced_in_one_step(client: Client, other: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As that of GPUs, which kernels may use: the process has it replaced when it resumes the handle."""
+def test_memory_without_atomic_replacement_is_replaced_on_resumption(
+    client: Client, other: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as that of GPUs, which kernels may use."""
     handle = client.call("load")
     value = handle.value
     lose_and_evict(other, handle, client)
@@ -333,8 +333,8 @@ def test_memory_that_is_not_replaced_in_one_step(client: Client, other: Client, 
 # Handles that are suspended and resumed meanwhile.
 
 
-def test_a_session_that_is_lost_while_a_handle_is_resumed(client: Client, other: Client) -> None:
-    """After the server has sent the memory, and before it is mapped: then it is asked once more, in the new session."""
+def test_a_session_lost_during_a_resumption_is_renewed(client: Client, other: Client) -> None:
+    """After the server has sent the memory, and before it is mapped: it is requested again, in the new session."""
     handle = client.call("load")
     value = handle.value
     handle.suspend()
@@ -355,8 +355,8 @@ def test_a_session_that_is_lost_while_a_handle_is_resumed(client: Client, other:
 
 @pytest.mark.deep
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_a_request_that_is_interrupted_while_it_renews_memory(client: Client, other: Client) -> None:
-    """At any point at which a signal handler may run: the handle has the present memory after the next one, or is suspended."""
+def test_an_interrupted_renewal_is_completed_later(client: Client, other: Client) -> None:
+    """At any point of a signal handler: the handle has the present memory after the next one, or is suspended."""
     handle = client.call("load")
     value = handle.value
 
@@ -387,9 +387,7 @@ def test_a_request_that_is_interrupted_while_it_renews_memory(client: Client, ot
 # Leases of the session that was lost.
 
 
-def test_a_lease_that_was_lost_before_there_was_a_handle(
-    client: Client, other: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lease_lost_before_its_handle_is_not_renewed(client: Client, other: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """The new session has no lease for it, so the call fails; the next one has a lease."""
 
     def losing(result: ReceivedResult, values: Any) -> Any:
@@ -405,10 +403,10 @@ def test_a_lease_that_was_lost_before_there_was_a_handle(
     assert state(other, handle.object_id) == ("device", 1, 1)
 
 
-def test_a_lease_that_was_lost_before_its_value_could_not_be_rebuilt(
+def test_a_lost_lease_of_a_failed_rebuild_is_not_released(
     client: Client, other: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is not released in the new session, which has a lease on the same object for another handle."""
+    """The new session has a lease on the same object for another handle."""
     handle = client.call("load")
     client._values.clear()
 
@@ -424,10 +422,10 @@ def test_a_lease_that_was_lost_before_its_value_could_not_be_rebuilt(
 
 
 @pytest.mark.parametrize("release", [lambda client, handle: handle.release(), Client.release], ids=["handle", "client"])
-def test_a_release_after_the_session_was_lost(
+def test_a_release_after_the_session_was_lost_affects_no_other(
     client: Client, other: Client, release: Callable[[Client, Handle[Any]], object]
 ) -> None:
-    """It releases no lease of the new session, which has one for another handle of the object."""
+    """The new session has a lease for another handle of the object."""
     first, second = client.call("load"), client.call("load")
     lose(other, first.object_id, client)
     release(client, first)
@@ -439,8 +437,8 @@ def test_a_release_after_the_session_was_lost(
 
 
 @pytest.mark.anyio
-async def test_a_client_of_coroutines_has_the_present_memory(broker: BrokerApp, other: Client) -> None:
-    """Like a blocking one; a suspended handle of it stays suspended."""
+async def test_clients_of_coroutines_get_the_present_memory(broker: BrokerApp, other: Client) -> None:
+    """Like blocking ones; suspended handles stay suspended."""
     async with AsyncClient(broker.base_path, device="cpu", timeout=30.0) as client:
         handle, asleep = await client.call("load", 1), await client.call("load", 2)
         value, address = handle.value, handle.value.data_ptr()
@@ -459,10 +457,8 @@ async def test_a_client_of_coroutines_has_the_present_memory(broker: BrokerApp, 
 
 
 @pytest.mark.anyio
-async def test_a_cancelled_request_leaves_no_handle_with_earlier_memory(
-    no_leaks: None, broker_app: BrokerApp, tmp_path: Path
-) -> None:
-    """It met the new session, and waited for the memory: the handle is suspended then."""
+async def test_a_cancelled_renewal_suspends_the_handle(no_leaks: None, broker_app: BrokerApp, tmp_path: Path) -> None:
+    """Rather than leaving it with the earlier memory."""
     other = broker_app.serve(APP, options=EVICTS.format(tmp_path).split())
     async with AsyncClient(broker_app.base_path, device="cpu", timeout=30.0) as client:
         handle = await client.call("load")

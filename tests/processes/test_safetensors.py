@@ -36,10 +36,10 @@ def shared(provider: Provider, file: Path) -> None:
     provider.share("weights", execution="task", managed=True, access="read")(lambda: load(file, "cpu"))
 
 
-def test_who_waits_sees_bytes(
+def test_progress_is_reported_in_bytes(
     file: Path, provider: Provider, serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From nothing to all, and never back; the message is the file."""
+    """From zero to all, never decreasing; the message is the file."""
     monkeypatch.setattr(safetensors, "_PART", 1000)
     shared(provider, file)
     serve()
@@ -55,10 +55,10 @@ def test_who_waits_sees_bytes(
     assert {(progress.total, progress.message) for progress in seen} == {(total, str(file))}
 
 
-def test_a_cancelled_task_stops_reading(
+def test_cancelled_tasks_stop_reading(
     no_leaks: None, file: Path, provider: Provider, serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its memory is given back, and nobody reads on."""
+    """Their memory is freed."""
     monkeypatch.setattr(safetensors, "_PART", 100)
     begun, go_on = threading.Event(), threading.Event()
     read = file_parts.read_exactly
@@ -84,8 +84,8 @@ def test_a_cancelled_task_stops_reading(
     assert len(offsets) < 280
 
 
-def test_a_damaged_file_is_told_to_the_caller(file: Path, provider: Provider, serve: Serve, connect: Connect) -> None:
-    """With its own type, and as the ValueError that it is."""
+def test_damaged_files_are_reported_to_the_caller(file: Path, provider: Provider, serve: Serve, connect: Connect) -> None:
+    """With their own exception type, which is a ValueError."""
     os.truncate(file, file.stat().st_size - 1)
     shared(provider, file)
     serve()
@@ -98,7 +98,7 @@ def test_a_damaged_file_is_told_to_the_caller(file: Path, provider: Provider, se
 @pytest.mark.whole_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
-def test_a_gpu_takes_no_more_than_the_weights(tmp_path: Path, published: Callable[..., Record]) -> None:
+def test_loading_to_a_gpu_needs_only_the_weights(tmp_path: Path, published: Callable[..., Record]) -> None:
     """Loading and publishing 256 MiB takes 256 MiB, and a little for torch itself."""
     torch.zeros(1, device="cuda")
     save_file({f"w{number}": torch.ones(1 << 22) * number for number in range(16)}, tmp_path / "x.safetensors")

@@ -73,8 +73,8 @@ def holders(client: Client) -> list[int]:
 # Leases.
 
 
-def test_closing_the_client(server: Server, client: Client) -> None:
-    """All leases go back at once; tensors stay valid; later operations say what is wrong."""
+def test_closing_the_client_releases_all_leases(server: Server, client: Client) -> None:
+    """At once; tensors stay valid; later operations give the reason."""
     handles = [client.call("own", size) for size in (1, 2, 3)]
     tensors = [handle.value for handle in handles]
     client.close()
@@ -93,8 +93,8 @@ ENDS = {"exit": "", "SIGKILL": "os.kill(os.getpid(), signal.SIGKILL)"}
 
 
 @pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
-def test_a_process_ends(server: Server, children: list[Child], end: str) -> None:
-    """However it ends, and however many threads it has, its leases are back within a second."""
+def test_ended_processes_release_their_leases(server: Server, children: list[Child], end: str) -> None:
+    """Within a second, however they end, and with any number of threads."""
     child = python(
         HOLDER
         + f"""
@@ -115,10 +115,10 @@ sys.stdin.readline()
     eventually(lambda: server.info()["sessions"] == 0, seconds=1)
 
 
-def test_a_process_is_killed_in_the_middle_of_a_call(
+def test_a_process_killed_during_a_call_leaves_a_cached_result(
     server: Server, children: list[Child], go: threading.Event, begun: threading.Event
 ) -> None:
-    """Its run goes on, and its result is cached for others, with no lease on it."""
+    """The run continues, and its result has no lease."""
     child = python(HOLDER + 'client._run(fetch("slow", (3,), {}, "cpu"))')
     children.append(child)
     begun.wait(10)
@@ -133,7 +133,7 @@ def test_a_process_is_killed_in_the_middle_of_a_call(
 
 
 def test_threads_share_one_session(server: Server, connect: Connect) -> None:
-    """Also those that are the first to use the client, all at once: a handle may be released by any of them."""
+    """Even if all use the client for the first time at once: any of them may release a handle."""
     for _ in range(4):
         client, start = connect(), threading.Barrier(8)
 
@@ -153,7 +153,7 @@ def test_threads_share_one_session(server: Server, connect: Connect) -> None:
 
 
 def test_closing_a_client_that_many_threads_use(server: Server, connect: Connect) -> None:
-    """Wherever it meets them, every thread ends with an error that names the client, and nothing stays open."""
+    """Whenever it happens, every thread ends with an error that names the client, and nothing stays open."""
     for _ in range(5):
         client = connect(connect_timeout=10.0)
         started = threading.Semaphore(0)
@@ -175,7 +175,9 @@ def test_closing_a_client_that_many_threads_use(server: Server, connect: Connect
         eventually(lambda: server.info()["objects"] == 0)
 
 
-def test_a_result_that_comes_as_its_client_is_closed(server: Server, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_that_arrives_at_the_close_is_unmapped(
+    server: Server, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The call fails, and its memory does not stay mapped for the next result, which ``no_leaks`` would find."""
 
     def closing(result: ReceivedResult, values: Any) -> Any:
@@ -190,8 +192,8 @@ def test_a_result_that_comes_as_its_client_is_closed(server: Server, client: Cli
 # Calls that end early.
 
 
-def test_threads_that_time_out_and_go_on(server: Server, client: Client, go: threading.Event) -> None:
-    """A storm of calls that end early beside calls that are answered: each thread has its own answers, and nothing is left."""
+def test_threads_with_timeouts_get_their_own_answers(server: Server, client: Client, go: threading.Event) -> None:
+    """A storm of calls that time out next to others: nothing is mixed up, and nothing is left."""
 
     def work(number: int) -> None:
         for turn in range(20):
@@ -214,8 +216,8 @@ def test_threads_that_time_out_and_go_on(server: Server, client: Client, go: thr
 
 
 @pytest.mark.anyio
-async def test_a_coroutine_that_is_cancelled_waits_for_nothing(server: Server, go: threading.Event) -> None:
-    """A server that is stuck does not hold it up."""
+async def test_cancelled_coroutines_do_not_wait(server: Server, go: threading.Event) -> None:
+    """Not even for a stuck server."""
     async with AsyncClient(socket_path=server.socket_path) as client:
         await client.ping()
         engine = server.engine
@@ -229,7 +231,7 @@ async def test_a_coroutine_that_is_cancelled_waits_for_nothing(server: Server, g
 def test_a_timeout_keeps_the_session(
     server: Server, client: Client, go: threading.Event, begun: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The call is given up, its run goes on; the session, its other leases and the connection stay."""
+    """The call is abandoned, its run continues; the session, its other leases and the connection stay."""
     held = client.call("own", 3)
     with monkeypatch.context() as patch:
         patch.setattr(client, "_timeout", 0.2)
@@ -249,8 +251,8 @@ def test_a_timeout_keeps_the_session(
 # Forks.
 
 
-def test_a_forked_child_has_a_session_of_its_own(server: Server, client: Client, children: list[Child]) -> None:
-    """It has leases of its own, and does not keep those of its parent, which go when that is killed."""
+def test_forked_children_have_their_own_sessions(server: Server, client: Client, children: list[Child]) -> None:
+    """And leases; they do not keep those of their parent, which end when it is killed."""
     parent = python(
         HOLDER
         + """
@@ -272,8 +274,8 @@ signal.pause()
     eventually(lambda: holders(client) == [], seconds=1)
 
 
-def test_a_fork_while_another_thread_connects(base_path: str, children: list[Child]) -> None:
-    """The child keeps no copy of a connection that was being made, either."""
+def test_a_fork_during_a_connect_keeps_no_copy(base_path: str, children: list[Child]) -> None:
+    """The child closes the connection being opened."""
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"{base_path}-cpu.sock")
         listener.listen()
@@ -305,8 +307,8 @@ signal.pause()
 # Another server.
 
 
-def test_a_restarted_server(server: Server, client: Client) -> None:
-    """The client finds it by itself; handles of the earlier one say so, and their tensors stay valid."""
+def test_a_restarted_server_is_found(server: Server, client: Client) -> None:
+    """Handles of the earlier one report it, and their tensors stay valid."""
     handle = client.call("kept", 3)
     server.stop()
     server.start()
@@ -324,8 +326,8 @@ def test_a_restarted_server(server: Server, client: Client) -> None:
     assert leases(server) == 1
 
 
-def test_a_server_that_is_gone(server: Server, client: Client) -> None:
-    """It is told apart from one that changed."""
+def test_an_ended_server_is_reported(server: Server, client: Client) -> None:
+    """Distinct from a changed one."""
     handle = client.call("kept", 3)
     server.stop()
     with pytest.raises(StaleHandleError, match=f"cannot reach the server.*{server.socket_path}") as caught:
@@ -336,8 +338,8 @@ def test_a_server_that_is_gone(server: Server, client: Client) -> None:
     handle.release()
 
 
-def test_an_object_that_is_gone(server: Server, client: Client) -> None:
-    """The server does not own it any more: its lease was given back by id, and the handle not asked."""
+def test_a_dropped_object_is_reported(server: Server, client: Client) -> None:
+    """The lease was released by id, without the handle."""
     handle = client.call("own", 3)
     assert client.release(handle.object_id)
     with pytest.raises(StaleHandleError, match=f"has no object {handle.object_id}") as caught:
@@ -348,8 +350,8 @@ def test_an_object_that_is_gone(server: Server, client: Client) -> None:
     assert handle.is_stale()
 
 
-def test_a_forked_child_drops_no_open_connection(server: Server, children: list[Child]) -> None:
-    """The copies of its parent's connections are closed there, those of both clients."""
+def test_forked_children_close_their_parents_connections(server: Server, children: list[Child]) -> None:
+    """Those of both clients."""
     parent = python(
         """
 import gc, os, sys, warnings
