@@ -35,6 +35,12 @@ def in_memfd(address: int) -> bool:
     return False
 
 
+def in_slab(address: int) -> bool:
+    """Return whether memory lies in a slab, which small results share."""
+    found = MAPPINGS.find(address)
+    return found is not None and found[0].info.slab
+
+
 def outside(value: Any) -> list[str]:
     """Return the paths of an object's tensors whose memory is in no segment, on whichever device."""
     return [path for address, path in memories(value).items() if MAPPINGS.find(address) is None]
