@@ -55,7 +55,7 @@ def received(no_leaks: None) -> Iterator[Callable[..., tuple[Segment, torch.Tens
 def test_memory_of_a_caller_is_copied(
     received: Callable[..., tuple[Segment, torch.Tensor]], published: Callable[..., Record], access: Access
 ) -> None:
-    """Whatever access the caller announced, it can still write to it: readers get other memory, which is sealed."""
+    """Whatever access the caller announced, it can still write to it: readers get other, sealed memory."""
     segment, tensor = received(access)
     (shared,) = published(tensor, "read").segments
     os.pwrite(segment.fileno(), b"changed", 0)
@@ -74,7 +74,7 @@ def test_other_memory_is_not_copied(
     owner: str,
     shared_as: Access,
 ) -> None:
-    """What is shared for writing, and what a server has sealed already, as a worker does that returns another one's result."""
+    """Memory shared for writing, and memory already sealed by a server, such as another one's result returned by a worker."""
     segment, tensor = received(access, owner)
     (shared,) = published(tensor, shared_as).segments
     assert os.path.samestat(os.fstat(shared.fileno()), os.fstat(segment.fileno()))
@@ -110,7 +110,7 @@ def test_the_sender_of_an_argument_cannot_change_the_result(server: Server) -> N
 
 
 def test_the_holder_of_a_buffer_cannot_change_the_result(server: Server, client: Client) -> None:
-    """A result that was made of a buffer does not change with it."""
+    """A result made from a buffer does not change with it."""
     with client.create_buffer(NBYTES) as buffer:
         given = client.call("given", buffer.value)
         buffer.value.fill_(7)
@@ -143,7 +143,7 @@ def sent(request: pytest.FixtureRequest, published: Callable[..., Record]) -> It
             yield stack.enter_context(made).fileno()
 
 
-def test_a_client_cannot_seal_what_others_write_to(sent: int) -> None:
-    """It would keep every later client from mapping the memory as it is shared."""
+def test_clients_cannot_seal_writable_memory(sent: int) -> None:
+    """A seal would keep every later client from mapping the memory as shared."""
     with pytest.raises(PermissionError):
         HOST.seal(sent)

@@ -65,8 +65,8 @@ def begin(kind: str, app: BrokerApp, children: list[Child], *options: str) -> Ch
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_storm_of_signals(kind: str, app: BrokerApp, children: list[Child], forks: None) -> None:
-    """One to three at random moments, half of them at once: every server ends with exit code 0."""
+def test_a_storm_of_signals_ends_every_server(kind: str, app: BrokerApp, children: list[Child], forks: None) -> None:
+    """With exit code 0, for one to three signals at random moments, half of them at once."""
     if kind == "broker that loads":
         app.write(f"wait({str(app.file.parent / 'never')!r})")
     seed = random.randrange(1 << 32)
@@ -94,8 +94,10 @@ def test_a_storm_of_signals(kind: str, app: BrokerApp, children: list[Child], fo
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, *deep(signal.SIGINT)])
 @pytest.mark.parametrize("kind", ["server role", "in-process"])
-def test_a_signal_that_another_thread_takes(kind: str, number: signal.Signals, app: BrokerApp, children: list[Child]) -> None:
-    """It does not interrupt the wait of the main thread."""
+def test_signals_taken_by_another_thread_are_handled(
+    kind: str, number: signal.Signals, app: BrokerApp, children: list[Child]
+) -> None:
+    """Although they do not interrupt the main thread's wait."""
     server = begin(kind, app, children)
     client = app.connect()
     with suppress(errors.ConnectionClosed):
@@ -104,7 +106,7 @@ def test_a_signal_that_another_thread_takes(kind: str, number: signal.Signals, a
     assert (code, "Traceback" in said) == (0, False)
 
 
-def test_a_signal_that_another_thread_of_a_broker_takes(app: BrokerApp, tmp_path: Path) -> None:
+def test_signals_taken_by_a_brokers_loop_thread_are_handled(app: BrokerApp, tmp_path: Path) -> None:
     """That of its loop."""
     (tmp_path / "hooks.py").write_text(
         "import signal, threading\n"
@@ -158,17 +160,17 @@ NEWBORN = """
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, *deep(signal.SIGINT)])
 @pytest.mark.parametrize("kind", ["server role", *deep("in-process")])
-def test_a_signal_for_a_child_that_an_endpoint_has_just_forked(
+def test_signals_end_children_forked_by_an_endpoint(
     kind: str, number: signal.Signals, app: BrokerApp, children: list[Child]
 ) -> None:
-    """It ends the child, as pools of multiprocessing expect."""
+    """Even immediately after the fork, as pools of multiprocessing expect."""
     app.write(NEWBORN)
     begin(kind, app, children)
     assert app.connect().call("fork", int(number)).item() == -number
 
 
 @pytest.mark.parametrize("kind", ["server role", *deep("in-process")])
-def test_a_signal_for_a_child_that_an_exit_callback_has_just_forked(kind: str, app: BrokerApp, children: list[Child]) -> None:
+def test_signals_end_children_forked_by_an_exit_callback(kind: str, app: BrokerApp, children: list[Child]) -> None:
     """A process that is exiting ignores signals; its children do not."""
     app.write(NEWBORN)
     server = begin(kind, app, children)
@@ -232,7 +234,7 @@ def left():
 
 
 @each_end
-def test_ctrl_c_during_the_exit(kind: str, which: str, app: BrokerApp, children: list[Child]) -> None:
+def test_ctrl_c_does_not_interrupt_the_exit(kind: str, which: str, app: BrokerApp, children: list[Child]) -> None:
     """It does not interrupt the exit."""
     seen = Path(f"{app.base_path}-seen")
     options = leave(

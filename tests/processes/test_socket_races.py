@@ -22,8 +22,8 @@ def path(base_path: str) -> str:
     return f"{base_path}-cpu.sock"
 
 
-def test_many_races(path: str) -> None:
-    """However the steps of several servers interleave, one of them has the socket."""
+def test_one_of_several_servers_gets_the_socket(path: str) -> None:
+    """However their steps interleave."""
     for _ in range(25):
         start = threading.Barrier(4)
 
@@ -52,10 +52,10 @@ def elections(tmp_path: Path) -> Iterator[tuple[Election, Election]]:
 
 
 @pytest.mark.parametrize("lasting", [True, False])
-def test_a_failure_is_for_those_who_wait_and_a_lasting_one_for_all(
+def test_failures_are_reported_to_waiting_processes(
     elections: tuple[Election, Election], tmp_path: Path, lasting: bool
 ) -> None:
-    """Until it is too old."""
+    """A permanent one also to later ones, until it expires."""
     one, other = elections
     one.record_failure("the reason", lasting)
     assert other.failure() == "the reason"

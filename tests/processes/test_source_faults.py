@@ -66,10 +66,8 @@ def start_source(app: BrokerApp, children: list[Child], tmp_path: Path) -> Start
     return start
 
 
-def test_a_killed_source_leaves_its_misses_to_the_next(
-    app: BrokerApp, start_source: Start, threads: ThreadPoolExecutor
-) -> None:
-    """Both those that it had received and the others; each is built once."""
+def test_misses_of_a_killed_source_go_to_the_next(app: BrokerApp, start_source: Start, threads: ThreadPoolExecutor) -> None:
+    """Including those that it had received; each is built once."""
     app.start_program(app.program(KNOWN_TOKEN, source_grace=600))
     client, first = app.connect(), start_source()
     calls = [threads.submit(app.connect().call, "held", size) for size in (1, 2, 3)]
@@ -101,10 +99,10 @@ def test_without_another_source_the_broker_builds(app: BrokerApp, start_source: 
     assert client.get_statistics()["held"]["builds"] == 2
 
 
-def test_a_source_that_is_killed_while_it_builds(
+def test_builds_continue_after_the_source_is_killed(
     app: BrokerApp, start_source: Start, threads: ThreadPoolExecutor, tmp_path: Path
 ) -> None:
-    """The build goes on, and callers get the object; the killed process holds nothing."""
+    """Callers get the object; the killed process holds nothing."""
     app.start_program(app.program(KNOWN_TOKEN, source_grace=600))
     client, source = app.connect(), start_source()
     path = tmp_path / "go"
@@ -120,7 +118,7 @@ def test_a_source_that_is_killed_while_it_builds(
     eventually(lambda: client.get_server_info()["leases"] == 0)
 
 
-def test_the_worker_of_a_miss_crashes(app: BrokerApp, threads: ThreadPoolExecutor, tmp_path: Path) -> None:
+def test_a_crashed_build_of_a_miss_is_reported(app: BrokerApp, threads: ThreadPoolExecutor, tmp_path: Path) -> None:
     """Source and callers get the error; the next call is a miss again."""
     app.start_program(app.program(KNOWN_TOKEN, source_grace=600))
     client, path = app.connect(), tmp_path / "go"
@@ -138,8 +136,8 @@ def test_the_worker_of_a_miss_crashes(app: BrokerApp, threads: ThreadPoolExecuto
         call.result(20).release()
 
 
-def test_a_broker_that_is_killed_ends_its_source(app: BrokerApp, threads: ThreadPoolExecutor) -> None:
-    """It does not attach itself to the next broker, which has no misses of it."""
+def test_a_killed_broker_ends_its_source(app: BrokerApp, threads: ThreadPoolExecutor) -> None:
+    """It does not attach itself to the next broker, which lacks its misses."""
     broker = app.start_program(app.program(KNOWN_TOKEN, source_grace=600))
     source: Source = app.connect(connect_timeout=20.0).source().__enter__()
     waiting = threads.submit(next, source)

@@ -131,8 +131,8 @@ def ping(kind: str, **options: float) -> None:
 # It works.
 
 
-def test_a_base_path_in_a_sticky_directory(sticky: Path, path: str) -> None:
-    """Server and client meet there; socket and lock are private, whatever the umask."""
+def test_servers_work_in_a_sticky_directory(sticky: Path, path: str) -> None:
+    """Server and client connect; socket and lock are private, whatever the umask."""
     before = os.umask(0)
     try:
         with server(), client() as mine:
@@ -147,8 +147,8 @@ def test_a_base_path_in_a_sticky_directory(sticky: Path, path: str) -> None:
 
 
 @needs_root
-def test_another_user_serves_in_roots_directory(path: str, stranger: Callable[..., Child]) -> None:
-    """As in /tmp, which is root's: the user's own server and client meet there."""
+def test_servers_work_in_roots_sticky_directory(path: str, stranger: Callable[..., Child]) -> None:
+    """Such as /tmp, for another user than root."""
     serving = """
 from shared_rpc import Client, Provider, Server
 with Server(Provider(device="cpu")), Client(device="cpu", connect_timeout=0) as client:
@@ -167,8 +167,8 @@ with Server(Provider(device="cpu")), Client(device="cpu", connect_timeout=0) as 
 
 
 @needs_root
-def test_a_sticky_directory_of_a_third_user(sticky: Path) -> None:
-    """Its owner may remove what lies in it."""
+def test_a_sticky_directory_of_a_third_user_is_refused(sticky: Path) -> None:
+    """Its owner may remove the files in it."""
     os.chown(sticky, NOBODY, NOBODY)
     with pytest.raises(ConfigurationError, match=f"{sticky} .*uid {NOBODY}.*SHARED_TENSOR_BASE_PATH"):
         server().start()
@@ -179,8 +179,8 @@ def test_a_sticky_directory_of_a_third_user(sticky: Path) -> None:
 
 @needs_root
 @pytest.mark.parametrize("kind", ["blocking", *deep("asyncio")])
-def test_a_client_says_nothing_to_a_squatter(path: str, squatter: Child, kind: str) -> None:
-    """It listens there first: it hears nothing, and the error, which comes at once, names it and the ways out."""
+def test_clients_send_nothing_to_a_squatter(path: str, squatter: Child, kind: str) -> None:
+    """One that listens there first: the error comes at once, and names it and the remedies."""
     text = rf"{path} belongs to uid {NOBODY}, not to you \(uid 0\): it is pid {squatter.pid}; choose another base_path"
     with pytest.raises(ConnectError, match=text):
         ping(kind, connect_timeout=600.0)
@@ -213,8 +213,8 @@ while True:
 @needs_another_uid
 @pytest.mark.parametrize("kind", ["blocking", *deep("asyncio")])
 @pytest.mark.parametrize("when", ["asked", "at once"])
-def test_the_answer_of_another_user_is_not_taken(path: str, children: list[Child], kind: str, when: str) -> None:
-    """Though a process of this user listens there: who answers counts. What comes before it is asked for is nobody's."""
+def test_answers_of_another_user_are_refused(path: str, children: list[Child], kind: str, when: str) -> None:
+    """Although a process of this user listens there: the sender counts. Earlier bytes have no known sender."""
     squatter = as_uid(ANSWERS_AS_STRANGER, path, when, before=ANSWERS)
     children.append(squatter)
     squatter.expect("listening")
@@ -222,8 +222,8 @@ def test_the_answer_of_another_user_is_not_taken(path: str, children: list[Child
         ping(kind, connect_timeout=0.0)
 
 
-def test_a_client_does_not_wait_for_a_stranger_to_go(sticky: Path, everybody_is_a_stranger: None) -> None:
-    """However long it would wait for a server to come."""
+def test_clients_do_not_wait_for_a_strangers_end(sticky: Path, everybody_is_a_stranger: None) -> None:
+    """Even with time left to wait for a server."""
     text = r"belongs to uid \d+, not to you .* it is pid 4711"
     with server(), client(connect_timeout=600) as mine, pytest.raises(ConnectError, match=text) as caught:
         mine.ping()
@@ -231,8 +231,8 @@ def test_a_client_does_not_wait_for_a_stranger_to_go(sticky: Path, everybody_is_
 
 
 @needs_root
-def test_a_server_names_the_squatter(path: str, squatter: Child) -> None:
-    """Whose socket it is, who serves it, and what to do."""
+def test_servers_name_the_squatter(path: str, squatter: Child) -> None:
+    """With its user, its process and the remedy."""
     text = (
         rf"{path} belongs to uid {NOBODY}, not 0, and is served by pid {squatter.pid} of uid {NOBODY}: "
         r"have that user remove it, or choose another base_path \(SHARED_TENSOR_BASE_PATH\)"
@@ -243,8 +243,8 @@ def test_a_server_names_the_squatter(path: str, squatter: Child) -> None:
 
 
 @needs_root
-def test_a_squatter_who_never_accepts(path: str, stranger: Callable[..., Child]) -> None:
-    """A backlog that is full ends neither side's patience without a word of whose it is."""
+def test_a_squatter_who_never_accepts_is_named(path: str, stranger: Callable[..., Child]) -> None:
+    """Even if its backlog is full."""
     squatter = stranger(
         LISTENING.partition("print")[0].format(backlog=0) + "print('listening', flush=True)\nsys.stdin.readline()\n"
     )
@@ -258,8 +258,10 @@ def test_a_squatter_who_never_accepts(path: str, stranger: Callable[..., Child])
 
 
 @needs_root
-def test_a_squatter_who_is_quicker(path: str, stranger: Callable[..., Child], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes between a look at the path and the bind: it is named as any other."""
+def test_a_squatter_between_check_and_bind_is_named(
+    path: str, stranger: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Like any other."""
     looks: list[str] = []
     make_way = listener_module._remove_dead_socket
 
@@ -275,8 +277,8 @@ def test_a_squatter_who_is_quicker(path: str, stranger: Callable[..., Child], mo
 
 
 @needs_root
-def test_a_dead_socket_of_another_user(path: str) -> None:
-    """Nobody may remove it but that user: both sides say so."""
+def test_a_dead_socket_of_another_user_is_reported(path: str) -> None:
+    """Only that user may remove it: both sides say so."""
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(path)
     os.lchown(path, NOBODY, NOBODY)
@@ -288,7 +290,7 @@ def test_a_dead_socket_of_another_user(path: str) -> None:
 
 @needs_root
 def test_other_users_sockets_are_not_listed(sticky: Path, path: str, stranger: Callable[..., Child]) -> None:
-    """They are nobody's business, but where ours would be: that one is told."""
+    """Except at the path of this user's server, where it is reported."""
     elsewhere = LISTENING.format(backlog=5).replace("path", "path.replace('/s-', '/theirs-')")
     for code in (elsewhere, LISTENING.format(backlog=5)):
         stranger(code).expect("listening")
@@ -312,8 +314,8 @@ def test_other_users_sockets_are_not_listed(sticky: Path, path: str, stranger: C
         *deep(*((kind, suffix) for kind in ("file", "link", "pipe") for suffix in ("lock", "spawn", "log"))),
     ],
 )
-def test_another_user_made_a_file_of_ours(path: str, kind: str, suffix: str) -> None:
-    """It is not opened for use, whatever it is, nor is what it leads to: the error names its owner."""
+def test_files_of_another_user_are_refused(path: str, kind: str, suffix: str) -> None:
+    """Neither they nor their link targets are opened: the error names the owner."""
     name, precious = f"{path}.{suffix}", Path(f"{path}.precious")
     precious.write_text("precious")
     if kind == "link":
@@ -333,8 +335,8 @@ def test_another_user_made_a_file_of_ours(path: str, kind: str, suffix: str) -> 
 
 
 @pytest.mark.parametrize("suffix", ["lock", "spawn", "log"])
-def test_a_second_name_of_a_file_of_ours(path: str, suffix: str) -> None:
-    """Whoever could link to it would have this process write to what it is."""
+def test_hard_links_to_our_files_are_refused(path: str, suffix: str) -> None:
+    """By them, another user could make this process write to an unrelated file."""
     precious = Path(f"{path}.precious")
     precious.write_text("7\nprecious")
     os.link(precious, f"{path}.{suffix}")
@@ -347,8 +349,8 @@ def test_a_second_name_of_a_file_of_ours(path: str, suffix: str) -> None:
 
 
 @needs_root
-def test_a_link_of_another_user_to_a_server_of_ours(sticky: Path, path: str) -> None:
-    """It would have us talk to another of our own servers than the one meant."""
+def test_links_of_another_user_are_refused(sticky: Path, path: str) -> None:
+    """They could lead to another of our own servers than the intended one."""
     os.symlink(f"{sticky}/other.sock", path)
     os.lchown(path, NOBODY, NOBODY)
     # Where fs.protected_symlinks is set, the kernel does not follow it.
@@ -359,7 +361,7 @@ def test_a_link_of_another_user_to_a_server_of_ours(sticky: Path, path: str) -> 
         server().start()
 
 
-def test_a_link_of_ones_own(sticky: Path, path: str) -> None:
+def test_links_of_this_user_are_followed(sticky: Path, path: str) -> None:
     """Whoever made it knows where it leads."""
     os.symlink(f"{sticky}/other.sock", path)
     with Server(Provider(device="cpu"), socket_path=f"{sticky}/other.sock"), client() as mine:

@@ -51,10 +51,10 @@ def stop(server: Server, seconds: float = 10.0) -> None:
 # Those who wait.
 
 
-def test_everybody_who_waits_is_told(
+def test_all_waiters_get_an_error(
     provider: Provider, hold: Callable[[int], torch.Tensor], serve: Serve, connect: Connect
 ) -> None:
-    """Runs, followers and calls in the queue: all end at once, with an error that says what happened."""
+    """Of runs, followers and queued calls: all end at once, with the reason."""
     server, client = serve(max_workers=2), connect()
     provider.share("model")(hold._endpoint.function)
     with ThreadPoolExecutor(50) as pool:
@@ -70,7 +70,7 @@ def test_everybody_who_waits_is_told(
 
 
 def test_calls_with_memory_in_the_queue(hold: Callable[[int], torch.Tensor], serve: Serve, begun: threading.Event) -> None:
-    """The descriptors that came with calls which never ran are closed."""
+    """With the descriptors of calls that never ran."""
     server = serve(max_workers=1)
     fd = sealed_memory()
     with Raw(server.socket_path) as raw:
@@ -85,8 +85,8 @@ def test_calls_with_memory_in_the_queue(hold: Callable[[int], torch.Tensor], ser
     os.close(fd)
 
 
-def test_questions_at_the_moment_of_the_end(provider: Provider, serve: Serve) -> None:
-    """Whatever a thread of the server's process asks just then, it gets an answer or an error."""
+def test_requests_during_the_stop_are_answered(provider: Provider, serve: Serve) -> None:
+    """A thread of the server's process gets an answer or an error at any moment."""
     provider.share("ones", cache=False)(lambda: torch.ones(1))
     for _ in range(20):
         server = serve()
@@ -108,7 +108,7 @@ def test_questions_at_the_moment_of_the_end(provider: Provider, serve: Serve) ->
                     thread.result(timeout=5)
 
 
-def test_a_client_that_does_not_read(provider: Provider, serve: Serve) -> None:
+def test_unread_replies_do_not_delay_the_stop(provider: Provider, serve: Serve) -> None:
     """Replies that nobody takes do not hold up the end."""
     server = serve()
     with Raw(server.socket_path) as raw:
@@ -147,10 +147,10 @@ def _endless(kind: str, go: threading.Event, begun: threading.Event) -> Callable
 
 
 @pytest.mark.parametrize("kind", ["def", "async def", "refuses to be cancelled", "blocks the loop"])
-def test_an_endpoint_that_does_not_end(
+def test_stuck_endpoints_do_not_delay_the_stop(
     provider: Provider, serve: Serve, go: threading.Event, begun: threading.Event, kind: str
 ) -> None:
-    """It does not hold up the end of the server for more than a second."""
+    """For more than a second."""
     provider.share("endless")(_endless(kind, go, begun))
     server = serve()
     with Raw(server.socket_path) as raw:
@@ -167,8 +167,8 @@ def test_an_endpoint_that_does_not_end(
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["def", "async def"])
-def test_an_endpoint_that_stops_its_server(provider: Provider, serve: Serve, connect: Connect, is_async: bool) -> None:
-    """It does not wait for itself. One on the loop ends before the server does, and may be answered."""
+def test_endpoints_can_stop_their_server(provider: Provider, serve: Serve, connect: Connect, is_async: bool) -> None:
+    """Without waiting for themselves. One on the loop ends before the server does, and may be answered."""
 
     def end() -> None:
         server.stop()
@@ -216,10 +216,10 @@ if "blocking" in sys.argv:
     ],
     ids=lambda value: getattr(value, "name", None) or str(value),
 )
-def test_a_server_process_is_asked_to_end(
+def test_server_processes_stop_on_request(
     connect: Connect, children: list[Child], number: signal.Signals, busy: str | None, arguments: list[str]
 ) -> None:
-    """It exits with 0 in less than a second, idle or in the middle of a build, and leaves neither a socket nor a traceback."""
+    """With exit code 0 in less than a second, idle or during a build, without a socket or a traceback left."""
     child = Child("-c", SCRIPT, *arguments, environ={"SHARED_TENSOR_ROLE": "server"})
     children.append(child)
     client = connect(connect_timeout=20.0)

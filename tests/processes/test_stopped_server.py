@@ -63,8 +63,8 @@ def leases(client: Client) -> int:
     return client.get_server_info()["leases"]
 
 
-def test_a_dropped_handle_delays_no_other(start: Callable[[str], Child], connect: Callable[..., Client]) -> None:
-    """The lease of another server ends at once, and that of the stopped one when it goes on."""
+def test_dropped_handles_delay_no_other(start: Callable[[str], Child], connect: Callable[..., Client]) -> None:
+    """A lease of another server ends at once, and that of the stopped one when it continues."""
     server = start("stopped")
     start("other")
     stopped, other = connect("stopped"), connect("other")
@@ -77,10 +77,10 @@ def test_a_dropped_handle_delays_no_other(start: Callable[[str], Child], connect
 
 
 @pytest.mark.parametrize("operation", [Client.ping, lambda client: client.on_refresh(print)], ids=["ping", "subscription"])
-def test_the_timeout_of_a_client(
+def test_client_timeouts_hold(
     start: Callable[[str], Child], connect: Callable[..., Client], operation: Callable[[Client], object]
 ) -> None:
-    """An operation ends soon after it, although the server does not confirm the cancellation."""
+    """An operation ends soon after its timeout, although the server does not confirm the cancellation."""
     server = start("stopped")
     client = connect("stopped", timeout=0.5)
     client.ping()
@@ -92,8 +92,8 @@ def test_the_timeout_of_a_client(
     os.kill(server.pid, signal.SIGCONT)
 
 
-def test_the_timeout_of_a_coroutine(start: Callable[[str], Child], connect: Callable[..., Client], tmp_path: Path) -> None:
-    """It ends as soon. A handle that was dropped meanwhile is released when the server goes on."""
+def test_coroutine_timeouts_hold(start: Callable[[str], Child], connect: Callable[..., Client], tmp_path: Path) -> None:
+    """A handle dropped meanwhile is released when the server continues."""
     server, watcher = start("stopped"), connect("stopped")
 
     async def main() -> None:
@@ -111,7 +111,7 @@ def test_the_timeout_of_a_coroutine(start: Callable[[str], Child], connect: Call
     anyio.run(main)
 
 
-def test_a_subscription_can_be_cancelled(start: Callable[[str], Child], tmp_path: Path) -> None:
+def test_subscriptions_can_be_cancelled(start: Callable[[str], Child], tmp_path: Path) -> None:
     """While the server does not answer, and without a timeout."""
     server = start("stopped")
 
@@ -127,8 +127,8 @@ def test_a_subscription_can_be_cancelled(start: Callable[[str], Child], tmp_path
     anyio.run(main)
 
 
-def test_a_handle_is_not_stale(start: Callable[[str], Child], connect: Callable[..., Client]) -> None:
-    """Whether the server has the object is unknown, which is an error."""
+def test_handles_are_not_stale(start: Callable[[str], Child], connect: Callable[..., Client]) -> None:
+    """The server's state is unknown, which is an error."""
     server = start("stopped")
     handle = connect("stopped", timeout=0.5).call("held")
     sigstop(server.pid)

@@ -72,7 +72,7 @@ def anonymous(pid: int) -> int:
 
 
 def test_cancelled_calls_leave_nothing(app: BrokerApp, stop: Callable[[], int]) -> None:
-    """Neither their descriptors nor their bytes stay in the broker; when the worker goes on, so do calls."""
+    """Neither their descriptors nor their bytes stay in the broker; when the worker continues, calls are answered."""
     broker = app.start("--no-preload")  # a zygote is started late, and has descriptors
     client = app.connect()
     pid = stop()
@@ -91,8 +91,8 @@ def test_cancelled_calls_leave_nothing(app: BrokerApp, stop: Callable[[], int]) 
     eventually(lambda: client.get_server_info()["workers"][0]["runs"] == 0)
 
 
-def test_a_killed_client_leaves_nothing(app: BrokerApp, stop: Callable[[], int], children: list[Child]) -> None:
-    """Its calls that wait are dropped."""
+def test_killed_clients_leave_nothing(app: BrokerApp, stop: Callable[[], int], children: list[Child]) -> None:
+    """Their queued calls are dropped."""
     broker = app.start("--no-preload")
     client = app.connect()
     client.ping()
@@ -128,7 +128,7 @@ def test_calls_wait_until_a_worker_reads(
     assert [call.result(30)[0] for call in calls] == list(range(8))
 
 
-def test_a_broker_ends_while_calls_wait(
+def test_a_broker_ends_with_queued_calls(
     app: BrokerApp, stop: Callable[[], int], threads: concurrent.futures.ThreadPoolExecutor
 ) -> None:
     """Their callers get an error, and the worker ends with the broker."""
@@ -146,7 +146,7 @@ def test_a_broker_ends_while_calls_wait(
 def test_calls_go_to_a_worker_that_reads(
     app: BrokerApp, stop: Callable[[], int], threads: concurrent.futures.ThreadPoolExecutor, tmp_path: Path
 ) -> None:
-    """One of two is stopped: once its socket is full it gets no calls, though the other one has more to do."""
+    """One of two is stopped: once its socket is full it gets no calls, although the other one has more to do."""
     client = app.serve(options=["--workers", "2"])
     eventually(lambda: all(worker["state"] == "ready" for worker in client.get_server_info()["workers"]))
     pid = stop()
@@ -157,7 +157,7 @@ def test_calls_go_to_a_worker_that_reads(
 
 
 def test_calls_beyond_the_limit_fail_at_once(app: BrokerApp, stop: Callable[[], int], children: list[Child]) -> None:
-    """With an error that names the worker. Clients attach, and the calls that waited go on when the worker does."""
+    """With an error that names the worker. Clients attach, and queued calls continue with the worker."""
     code = """
         import resource, runpy
         resource.setrlimit(resource.RLIMIT_NOFILE, (600, 600))
@@ -195,8 +195,8 @@ def run(*, nbytes: int = 0, segments: int = 0) -> Run[None]:
 
 
 @pytest.mark.parametrize("unit", ["calls", "bytes", "descriptors"])
-def test_the_limits_of_a_backlog(unit: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of calls, bytes and descriptors; a run that was removed no longer counts."""
+def test_backlogs_are_limited(unit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In calls, bytes and descriptors; a removed run no longer counts."""
     monkeypatch.setattr(dispatch_module, "open_limit", lambda: 16)
     backlog = Backlog(runs=4 if unit == "calls" else 100, nbytes=400)
     size = {"bytes": {"nbytes": 100}, "descriptors": {"segments": 1}}.get(unit, {})
@@ -212,8 +212,8 @@ def test_the_limits_of_a_backlog(unit: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert list(backlog) == [runs[0], runs[2], runs[3]]
 
 
-def test_a_worker_is_asked_for_chunks_once() -> None:
-    """However often the client asks for them, until the worker has returned some, or has ended."""
+def test_workers_are_asked_for_chunks_once() -> None:
+    """Until they have returned some, or have ended."""
     worker = Mock()
     transfer = ForwardedTransfer("app", "session")
     transfer.sent(worker, [1, 2, 3])
@@ -260,7 +260,7 @@ class Deaf:
 async def test_a_worker_that_cannot_be_watched_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, place: str, error: Exception
 ) -> None:
-    """Its process is killed and waited for, and its descriptors are closed."""
+    """Its process is killed and reaped, and its descriptors are closed."""
     command, ended = Deaf(), Mock()
     with monkeypatch.context() as patch, pytest.raises(type(error), match=str(error.args[-1])):
         patch.setattr(place, Mock(side_effect=error))
@@ -273,7 +273,7 @@ async def test_a_worker_that_cannot_be_watched_leaves_nothing(
 
 @pytest.mark.asyncio
 async def test_dropped_objects_are_one_message() -> None:
-    """However many were dropped while it did not read."""
+    """While the worker does not read."""
     caught_up = asyncio.Event()
     worker = Worker(cast("WorkerCommand", Deaf()), 0, {}, lambda _: None, lambda _: None, caught_up.set)
     worker.send(w.Stop(), payload=bytes(1_000_000))

@@ -144,8 +144,8 @@ async def starting(stage: Stage, workers: int) -> asyncio.Task[None]:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("workers", [2])
-async def test_a_worker_that_ends_before_any_has_loaded(stage: Stage, starting: asyncio.Task[None]) -> None:
-    """The app cannot be served: whoever starts it is told at once, though another worker still tries."""
+async def test_a_failed_first_load_fails_the_start(stage: Stage, starting: asyncio.Task[None]) -> None:
+    """The app cannot be served: the caller gets the error at once, although another worker is still loading."""
     stage.workers[1].kill("its code is broken")
     with pytest.raises(WorkerCrashed, match="worker 1 has ended"):
         await starting
@@ -153,8 +153,8 @@ async def test_a_worker_that_ends_before_any_has_loaded(stage: Stage, starting: 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("workers", [2])
-async def test_a_worker_that_ends_when_another_one_has_loaded(stage: Stage, starting: asyncio.Task[None]) -> None:
-    """It is started again, and the start is done; also if the one that had loaded has ended before."""
+async def test_workers_that_fail_after_another_has_loaded_are_restarted(stage: Stage, starting: asyncio.Task[None]) -> None:
+    """And the start succeeds; even if the loaded one has ended before."""
     stage.workers[0].load()
     stage.workers[0].kill("")
     stage.workers[1].kill("")
@@ -165,8 +165,8 @@ async def test_a_worker_that_ends_when_another_one_has_loaded(stage: Stage, star
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("workers", [2])
-async def test_a_worker_that_refuses_when_another_one_has_loaded(stage: Stage, starting: asyncio.Task[None]) -> None:
-    """What is wrong with the configuration is told where the broker is started, and not tried again and again."""
+async def test_configuration_errors_fail_the_start(stage: Stage, starting: asyncio.Task[None]) -> None:
+    """Even after another worker has loaded the app; without retries."""
     stage.workers[0].load()
     stage.workers[1].refusal = ConfigurationError("there is no cuda:9")
     stage.workers[1].kill("")
@@ -176,8 +176,8 @@ async def test_a_worker_that_refuses_when_another_one_has_loaded(stage: Stage, s
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("workers", [2])
-async def test_a_process_that_cannot_begin_when_another_one_has_loaded(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is tried again, as after a crash."""
+async def test_failed_process_starts_are_retried(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After another worker has loaded the app, as after a crash."""
     full = [OSError(24, "Too many open files")]
 
     async def begin(number: int) -> None:
@@ -192,7 +192,7 @@ async def test_a_process_that_cannot_begin_when_another_one_has_loaded(stage: St
 
 
 @pytest.mark.asyncio
-async def test_a_later_reload_that_fails_is_the_answer_to_an_earlier_one(loaded: Stage) -> None:
+async def test_a_failed_later_reload_fails_an_earlier_one(loaded: Stage) -> None:
     """Nothing has changed then: the workers are those from before both."""
     before = list(loaded.supervisor.workers)
     first = asyncio.create_task(loaded.supervisor.reload())
@@ -209,8 +209,8 @@ async def test_a_later_reload_that_fails_is_the_answer_to_an_earlier_one(loaded:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("workers", [2])
-async def test_a_worker_that_has_loaded_before_the_next_one_is_made(loaded: Stage) -> None:
-    """Forks come one after the other, and each is quick."""
+async def test_a_worker_may_load_before_the_next_one_is_started(loaded: Stage) -> None:
+    """Forks are made in sequence, and each is quick."""
     reload = asyncio.create_task(loaded.supervisor.reload())
     first = await loaded.made(3)
     first.load()
@@ -220,8 +220,8 @@ async def test_a_worker_that_has_loaded_before_the_next_one_is_made(loaded: Stag
 
 
 @pytest.mark.asyncio
-async def test_a_later_reload_before_an_earlier_one_has_made_a_worker(loaded: Stage) -> None:
-    """The earlier one makes none then."""
+async def test_a_later_reload_stops_an_earlier_one_before_its_workers(loaded: Stage) -> None:
+    """The earlier one starts none then."""
     async with loaded.supervisor._zygote._asking:  # where the earlier one waits
         earlier = asyncio.create_task(loaded.supervisor.reload())
         await turns(loaded.supervisor._reloading.locked)
@@ -233,8 +233,8 @@ async def test_a_later_reload_before_an_earlier_one_has_made_a_worker(loaded: St
 
 
 @pytest.mark.asyncio
-async def test_a_fork_that_a_later_reload_ends_says_nothing_about_forks(loaded: Stage) -> None:
-    """The zygote is told of those alone that end by themselves."""
+async def test_forks_ended_by_a_later_reload_do_not_count_as_failures(loaded: Stage) -> None:
+    """The zygote only counts those that end by themselves."""
     told: list[bool] = []
     loaded.zygote.ended = lambda loaded, by_signal: told.append(loaded)  # type: ignore[method-assign]
     earlier = asyncio.create_task(loaded.supervisor.reload())
@@ -253,8 +253,8 @@ async def test_a_fork_that_a_later_reload_ends_says_nothing_about_forks(loaded: 
 
 
 @pytest.mark.asyncio
-async def test_workers_that_end_as_soon_as_they_have_loaded(loaded: Stage) -> None:
-    """Whoever waits for them is told of them, however late its turn comes: there is always one to ask for its endpoints."""
+async def test_workers_that_end_after_loading_are_returned(loaded: Stage) -> None:
+    """A reload returns them, even if they end before it continues: there is always one with the endpoints."""
     reloads = [asyncio.create_task(loaded.supervisor.reload()) for _ in range(500)]
     new = await loaded.made(2)
     new.load()
@@ -262,8 +262,8 @@ async def test_workers_that_end_as_soon_as_they_have_loaded(loaded: Stage) -> No
     assert await asyncio.gather(*reloads) == [[new]] * len(reloads)
 
 
-def test_a_task_that_fails_ends_alone(caplog: pytest.LogCaptureFixture) -> None:
-    """The group of the broker's tasks goes on, and the log has the reason; what the broker is for ends it."""
+def test_failing_tasks_end_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """The group of the broker's tasks continues, and the log has the reason; an error of a vital task ends it."""
     done: list[str] = []
 
     async def fail() -> None:
@@ -301,10 +301,10 @@ async def zygote_ready(zygote: WorkerZygote, earlier: int = 0) -> int:
     return zygote.info()["pid"]
 
 
-def test_a_zygote_that_cannot_be_watched(
+def test_unwatchable_zygotes_count_as_failed_starts(
     zygote: WorkerZygote, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without a descriptor for it, it is a zygote that could not be started, and the next attempt succeeds."""
+    """Without a descriptor for it, and the next attempt succeeds."""
     pidfd_open, attempts = os.pidfd_open, itertools.count()
 
     def refuse(pid: int) -> int:
@@ -323,7 +323,7 @@ def test_a_zygote_that_cannot_be_watched(
     assert "cannot start a zygote: [Errno 24] too many open files" in caplog.text
 
 
-def test_the_loop_does_not_wait_for_the_end_of_a_zygote(zygote: WorkerZygote, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loop_does_not_wait_for_a_zygotes_end(zygote: WorkerZygote, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is replaced at once and reaped when it has ended, also by the broker's end."""
     waited: list[float | None] = []
     wait = subprocess.Popen.wait
@@ -357,7 +357,7 @@ def test_the_loop_does_not_wait_for_the_end_of_a_zygote(zygote: WorkerZygote, mo
         os.close(fd)
 
 
-def test_a_start_that_is_cancelled_leaves_the_zygote(zygote: WorkerZygote) -> None:
+def test_cancelled_starts_keep_the_zygote(zygote: WorkerZygote) -> None:
     """A later reload cancels the start of a worker, and its own workers are forks of the same zygote."""
 
     async def story() -> None:
@@ -386,8 +386,8 @@ def test_a_start_that_is_cancelled_leaves_the_zygote(zygote: WorkerZygote) -> No
     anyio.run(story)
 
 
-def test_a_reload_goes_on_though_its_caller_leaves(caplog: pytest.LogCaptureFixture) -> None:
-    """Its error is logged then."""
+def test_reloads_continue_without_their_caller(caplog: pytest.LogCaptureFixture) -> None:
+    """Errors are logged then."""
 
     async def story() -> None:
         broker, begun = Broker(WorkerCommand("app")), asyncio.Event()
@@ -406,7 +406,7 @@ def test_a_reload_goes_on_though_its_caller_leaves(caplog: pytest.LogCaptureFixt
 
 
 def test_expiries_due_during_a_sweep_are_swept() -> None:
-    """Its table was swept already: it is looked at again, when that is due and not before."""
+    """Tables that were already swept are checked again when due, and not before."""
     sweeps: list[float] = []
 
     async def story() -> None:
@@ -430,8 +430,8 @@ def test_expiries_due_during_a_sweep_are_swept() -> None:
     assert len(sweeps) == 3 and sweeps[2] >= sweeps[1] + 0.05
 
 
-def test_an_error_of_an_expiry_ends_no_sweep(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """It is logged, and the others are swept, now and later."""
+def test_errors_of_an_expiry_do_not_end_the_sweep(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """They are logged, and the others are swept, now and later."""
     monkeypatch.setattr(sweeper, "_LONGEST", 0.0)
     swept: list[int] = []
 

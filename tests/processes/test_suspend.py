@@ -64,8 +64,8 @@ def active(handle: Handle[Any]) -> int:
 # In every role.
 
 
-def test_the_value_is_there_again_after_resume(load: Callable[[], Handle[torch.Tensor]]) -> None:
-    """Meanwhile it raises what says so, and the server knows that nobody has the object active."""
+def test_the_value_is_available_again_after_resume(load: Callable[[], Handle[torch.Tensor]]) -> None:
+    """Meanwhile access raises, and the server counts no active session."""
     handle = load()
     value = handle.value
     assert (handle.suspended, active(handle)) == (False, 1)
@@ -78,8 +78,8 @@ def test_the_value_is_there_again_after_resume(load: Callable[[], Handle[torch.T
     assert (handle.suspended, active(handle), has_numbers(value)) == (False, 1, True)
 
 
-def test_what_a_suspended_handle_still_does(app: App, load: Callable[[], Handle[torch.Tensor]]) -> None:
-    """Everything but what needs the memory."""
+def test_suspended_handles_support_other_operations(app: App, load: Callable[[], Handle[torch.Tensor]]) -> None:
+    """Everything that does not need the memory."""
     handle = load()
     handle.suspend()
     assert (handle.is_stale(), handle.is_current(), handle.revision, handle.released) == (False, True, 0, False)
@@ -97,8 +97,8 @@ def test_what_a_suspended_handle_still_does(app: App, load: Callable[[], Handle[
     assert (handle.suspended, handle.released, has_numbers(latest.value)) == (False, True, True)
 
 
-def test_a_released_handle_is_neither_suspended_nor_resumed(load: Callable[[], Handle[torch.Tensor]]) -> None:
-    """It has no lease that could bring the memory back."""
+def test_released_handles_can_be_neither_suspended_nor_resumed(load: Callable[[], Handle[torch.Tensor]]) -> None:
+    """There is no lease to restore the memory."""
     handle = load()
     handle.release()
     for refused in (handle.suspend, handle.resume, handle.active().__enter__):
@@ -107,7 +107,7 @@ def test_a_released_handle_is_neither_suspended_nor_resumed(load: Callable[[], H
         assert caught.value.reason == "released"
 
 
-def test_a_block_leaves_the_handle_as_it_found_it(load: Callable[[], Handle[torch.Tensor]]) -> None:
+def test_a_block_restores_the_handles_state(load: Callable[[], Handle[torch.Tensor]]) -> None:
     """Active within, however it ends, and nested too."""
     handle = load()
     with handle.active() as value:
@@ -122,8 +122,8 @@ def test_a_block_leaves_the_handle_as_it_found_it(load: Callable[[], Handle[torc
     assert (handle.suspended, active(handle)) == (True, 0)
 
 
-def test_suspending_in_a_block_waits_for_its_end(load: Callable[[], Handle[torch.Tensor]]) -> None:
-    """What is used is not pulled away; and resuming in a block outlasts it."""
+def test_suspending_in_a_block_takes_effect_at_its_end(load: Callable[[], Handle[torch.Tensor]]) -> None:
+    """Memory in use stays; resuming in a block outlasts it."""
     handle = load()
     with handle.active() as value:
         handle.suspend()
@@ -135,7 +135,7 @@ def test_suspending_in_a_block_waits_for_its_end(load: Callable[[], Handle[torch
 
 
 def test_an_object_is_active_until_its_last_handle_is_suspended(load: Callable[[], Handle[torch.Tensor]]) -> None:
-    """One of two handles gives nothing up; the value of the other one can be used on."""
+    """Suspending one of two handles unmaps nothing; the value of the other one remains usable."""
     one, other = load(), load()
     one.suspend()
     assert (active(one), has_numbers(other.value), one.suspended) == (1, True, True)
@@ -149,7 +149,7 @@ def test_an_object_is_active_until_its_last_handle_is_suspended(load: Callable[[
 def test_the_end_of_the_last_active_handle_suspends_the_object(
     app: App, load: Callable[[], Handle[torch.Tensor]], way: str
 ) -> None:
-    """Where suspended ones are left, the object is not active any more."""
+    """If only suspended handles are left, the object is no longer active."""
     one, other = load(), load()
     one.suspend()
     if way == "release":
@@ -177,8 +177,8 @@ def test_another_call_resumes_the_object(load: Callable[[], Handle[torch.Tensor]
 
 
 @pytest.mark.parametrize("endpoint", ["load", "load_read_only"])
-def test_memory_goes_and_comes_back_at_its_address(client: Client, endpoint: str) -> None:
-    """Tensors that were taken before are good again."""
+def test_memory_returns_at_its_address(client: Client, endpoint: str) -> None:
+    """Earlier tensors are valid again."""
     handle = client.call(endpoint)
     part, address, before = handle.value[7:], handle.value.data_ptr(), rights_of(handle.value)
     handle.suspend()
@@ -188,8 +188,8 @@ def test_memory_goes_and_comes_back_at_its_address(client: Client, endpoint: str
     assert torch.equal(part, torch.arange(7, SIZE))
 
 
-def test_writes_of_others_are_there_after_resume(broker: BrokerApp, client: Client, children: list[Child]) -> None:
-    """It is the same shared memory: what another process wrote meanwhile is seen, and what this one writes then."""
+def test_writes_of_others_are_visible_after_resume(broker: BrokerApp, client: Client, children: list[Child]) -> None:
+    """It is the same shared memory in both directions."""
     handle, other = client.call("load"), broker.connect().call("load")
     handle.suspend()
     writer = python(
@@ -210,7 +210,7 @@ def test_writes_of_others_are_there_after_resume(broker: BrokerApp, client: Clie
 
 
 def test_another_client_of_the_process_keeps_the_memory(broker: BrokerApp, client: Client) -> None:
-    """Memory is mapped once in a process, and goes when no client has a handle active; each tells its own session."""
+    """Memory is mapped once in a process, until no client has a handle active; each reports to its own session."""
     one, other = client.call("load"), broker.connect().call("load")
     value = one.value
     one.suspend()
@@ -225,8 +225,8 @@ def test_another_client_of_the_process_keeps_the_memory(broker: BrokerApp, clien
     assert (has_numbers(other.value), active(other)) == (True, 1)
 
 
-def test_a_call_that_makes_another_value_has_it_over_the_same_memory(client: Client) -> None:
-    """Lists have no weak references, so that each call makes one; the suspended one's tensors are at their address too."""
+def test_values_of_later_calls_use_the_same_memory(client: Client) -> None:
+    """Lists have no weak references, so each call makes one; the suspended one's tensors are at their address too."""
     handle = client.call("load_list")
     [first] = handle.value
     handle.suspend()
@@ -240,8 +240,8 @@ def test_a_call_that_makes_another_value_has_it_over_the_same_memory(client: Cli
     assert has_numbers(second)
 
 
-def test_an_export_reads_a_suspended_object(client: Client) -> None:
-    """The record has a lease of its own, and is mapped where the object was; with its end the memory goes again."""
+def test_exports_read_suspended_objects(client: Client) -> None:
+    """The record has its own lease, and is mapped at the object's address; it is unmapped with the record's end."""
     handle = client.call("load")
     value = handle.value
     handle.suspend()
@@ -255,8 +255,8 @@ def test_an_export_reads_a_suspended_object(client: Client) -> None:
     assert has_numbers(value)
 
 
-def test_a_suspended_value_is_no_argument(client: Client) -> None:
-    """Sending a tensor of it reads it: the error says what to do."""
+def test_suspended_values_cannot_be_arguments(client: Client) -> None:
+    """Sending a tensor reads it: the error gives the remedy."""
     handle = client.call("load")
     value = handle.value
     handle.suspend()
@@ -268,8 +268,8 @@ def test_a_suspended_value_is_no_argument(client: Client) -> None:
 # Sessions.
 
 
-def test_a_handle_whose_lease_has_ended_is_not_suspended(no_leaks: None, broker_app: BrokerApp) -> None:
-    """Nothing would bring its memory back, so it stays: a restarted server has no such object."""
+def test_handles_without_a_lease_are_not_suspended(no_leaks: None, broker_app: BrokerApp) -> None:
+    """Their memory could not be restored: a restarted server lacks the object."""
     broker_app.write(APP)
     first = broker_app.start()
     handle = broker_app.connect().call("load")
@@ -286,8 +286,8 @@ def test_a_handle_whose_lease_has_ended_is_not_suspended(no_leaks: None, broker_
     assert (handle.suspended, has_numbers(value)) == (False, True)
 
 
-def test_a_forked_child_leaves_a_suspended_object_alone(broker: BrokerApp, children: list[Child]) -> None:
-    """The lease is the parent's: the child's handle raises, and the parent resumes it as ever."""
+def test_forked_children_cannot_use_a_suspended_object(broker: BrokerApp, children: list[Child]) -> None:
+    """The lease is the parent's: the child's handle raises, and the parent resumes it as usual."""
     parent = python(
         """
         import os, torch
@@ -326,7 +326,7 @@ def async_client(broker: BrokerApp) -> Iterator[AsyncClient]:
 
 @pytest.mark.anyio
 async def test_coroutines_suspend_and_resume(async_client: AsyncClient) -> None:
-    """The same methods, to be awaited."""
+    """With the same methods."""
     async with async_client as client, await client.call("load") as handle:
         assert isinstance(handle, AsyncHandle)
         value = handle.value
@@ -343,8 +343,8 @@ async def test_coroutines_suspend_and_resume(async_client: AsyncClient) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_cancelled_block_gives_the_memory_up(async_client: AsyncClient) -> None:
-    """As a block that ends in another way does."""
+async def test_a_cancelled_block_unmaps_the_memory(async_client: AsyncClient) -> None:
+    """Like a block that ends in another way."""
     async with async_client as client:
         handle = await client.call("load")
         value = handle.value
@@ -359,8 +359,8 @@ async def test_a_cancelled_block_gives_the_memory_up(async_client: AsyncClient) 
 # Threads of one client.
 
 
-def test_a_process_that_touches_suspended_memory_ends_alone(broker: BrokerApp, client: Client) -> None:
-    """By SIGSEGV, and it says what it touched and what to do; others have the object as before."""
+def test_accesses_to_suspended_memory_end_only_the_process(broker: BrokerApp, client: Client) -> None:
+    """By SIGSEGV, with the address and the remedy; others have the object as before."""
     handle = client.call("load")
     culprit = python(
         """
@@ -392,8 +392,8 @@ def evict(client: Client, target: str) -> None:
 
 
 @pytest.mark.parametrize("endpoint", ["load", *deep("load_read_only", "load_list")])
-def test_an_evicted_object_comes_back_at_its_address(client: Client, endpoint: str) -> None:
-    """As often as it is evicted: tensors that were taken before have the bytes, and nothing is left of earlier memory."""
+def test_evicted_objects_return_at_their_address(client: Client, endpoint: str) -> None:
+    """After any number of evictions: earlier tensors have the bytes, and nothing is left of earlier memory."""
     gc.collect()
     MAPPINGS.drain()
     others = len(MAPPINGS)
@@ -410,8 +410,8 @@ def test_an_evicted_object_comes_back_at_its_address(client: Client, endpoint: s
     assert len(MAPPINGS) == others + 1
 
 
-def test_what_was_written_before_is_there_after_an_eviction(broker: BrokerApp, client: Client) -> None:
-    """By this process or another one; and what is written after it is seen by all who have it."""
+def test_writes_survive_an_eviction(broker: BrokerApp, client: Client) -> None:
+    """Of this process or another one; and later writes are visible to all."""
     handle, other = client.call("load"), broker.connect().call("load")
     handle.value.mul_(3)
     handle.suspend()
@@ -425,8 +425,8 @@ def test_what_was_written_before_is_there_after_an_eviction(broker: BrokerApp, c
     assert torch.equal(other.value, torch.arange(SIZE) * 3 + 1)
 
 
-def test_a_module_comes_back_with_what_the_process_has_of_its_own(client: Client) -> None:
-    """Parameters are shared and go; statistics that each process has for itself stay as they were."""
+def test_private_tensors_survive_a_suspension(client: Client) -> None:
+    """Parameters are shared and unmapped; statistics of each process stay."""
     handle = client.call("load_module")
     module = handle.value
     norm = module[1]
@@ -441,8 +441,8 @@ def test_a_module_comes_back_with_what_the_process_has_of_its_own(client: Client
         assert torch.equal(module(torch.ones(4, 300)), before)
 
 
-def test_memory_without_a_handle_is_not_mixed_up_with_the_restored(client: Client) -> None:
-    """A value that nothing leases keeps the memory that was evicted; the next call has what all others have."""
+def test_values_without_a_handle_keep_the_evicted_memory(client: Client) -> None:
+    """The next call has the restored one, like all others."""
     old = client.call("get")
     (info,) = [each for each in client.list_objects() if each["endpoint"] == "get"]
     evict(client, info["object_id"])
@@ -453,8 +453,8 @@ def test_memory_without_a_handle_is_not_mixed_up_with_the_restored(client: Clien
     assert client.call("get") is new
 
 
-def test_tensors_of_another_object_in_the_memory_come_along(client: Client) -> None:
-    """They share it with a suspended object: after the eviction of both, they are over what is resumed."""
+def test_tensors_of_another_object_share_the_resumed_memory(client: Client) -> None:
+    """It shares memory with a suspended object: after the eviction of both, its tensors use the resumed memory."""
     handle, part = client.call("whole"), client.call("part")
     assert part.untyped_storage().data_ptr() == handle.value.untyped_storage().data_ptr()
     handle.suspend()
@@ -476,10 +476,10 @@ def server(provider: Provider, serve: Serve, tmp_path: Path) -> Callable[[], Ser
     return serve(spill_dir=tmp_path)
 
 
-def test_the_servers_own_process_has_what_was_restored(
+def test_the_servers_own_process_uses_the_restored_memory(
     no_leaks: None, provider: Provider, server: Server, connect: Connect, base_path: str, children: list[Child]
 ) -> None:
-    """A suspended handle keeps nothing of what was evicted, and the resumed one has the memory that all have then."""
+    """A suspended handle keeps nothing of the evicted memory, and the resumed one has the same memory as all others."""
     own = provider.call("load")
     found = MAPPINGS.find(own.value.data_ptr())
     assert found is not None
@@ -511,8 +511,8 @@ def test_the_servers_own_process_has_what_was_restored(
     assert provider.call("load").value is own.value
 
 
-def test_a_warm_object_of_the_servers_own_process_is_the_same_again(no_leaks: None, provider: Provider, server: Server) -> None:
-    """It is the endpoint's result, which nobody has evicted."""
+def test_warm_objects_of_the_servers_own_process_are_unchanged(no_leaks: None, provider: Provider, server: Server) -> None:
+    """Without an eviction it is still the endpoint's own result."""
     own = provider.call("load")
     value = own.value
     own.suspend()

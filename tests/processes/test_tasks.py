@@ -107,8 +107,8 @@ def share_looking(app: App, begun: threading.Event) -> None:
 # Submitting.
 
 
-def test_submit_and_wait(app: App) -> None:
-    """A task is a call that somebody waits for later, and all there is to know of it is told."""
+def test_submitted_tasks_can_be_waited_for(app: App) -> None:
+    """A task has the result of a call, and all its facts are reported."""
 
     app.share("ones")(lambda size, scale=2.0: torch.ones(size) * scale)
 
@@ -131,8 +131,8 @@ def test_submit_and_wait(app: App) -> None:
     )
 
 
-def test_execute(app: App, go: threading.Event, begun: threading.Event) -> None:
-    """With ``wait`` it gives the result and takes a callback and a timeout, without it the id at once."""
+def test_execute_submits_and_waits(app: App, go: threading.Event, begun: threading.Event) -> None:
+    """With ``wait`` it returns the result and takes a callback and a timeout, without it the id at once."""
     share_held(app, go, begun)
     task_id = app.provider.execute("held", 5, wait=False)
     assert begun.wait(10) and status(app, task_id) == ("running", False)
@@ -149,8 +149,8 @@ def test_execute(app: App, go: threading.Event, begun: threading.Event) -> None:
     assert app.provider.execute("held", number=4).tolist() == [4, 4]
 
 
-def test_submit_of_what_is_cached(app: App) -> None:
-    """The task has ended when its id is there: it never ran, its result is the cached object, and a callback is told once."""
+def test_tasks_of_cached_results_end_at_once(app: App) -> None:
+    """They never run, the result is the cached object, and a callback is called once."""
     built = []
 
     @app.share()
@@ -169,8 +169,8 @@ def test_submit_of_what_is_cached(app: App) -> None:
 
 
 @pytest.mark.parametrize("first", ["call", "submit"])
-def test_a_task_and_a_call_join_each_other(app: App, go: threading.Event, begun: threading.Event, first: str) -> None:
-    """The task is running from the start; the call gets the task's result, and takes nothing from it."""
+def test_tasks_and_calls_join_each_other(app: App, go: threading.Event, begun: threading.Event, first: str) -> None:
+    """The task is running from the start; the call gets the same result, which stays available."""
     ran = share_held(app, go, begun)
     with ThreadPoolExecutor(1) as pool:
         if first == "call":
@@ -187,8 +187,8 @@ def test_a_task_and_a_call_join_each_other(app: App, go: threading.Event, begun:
     assert ran == [5]
 
 
-def test_what_cannot_be_submitted(app: App) -> None:
-    """An unknown endpoint and arguments that do not fit are errors at once, and no tasks."""
+def test_invalid_submits_are_refused(app: App) -> None:
+    """For an unknown endpoint and arguments that do not fit there is an error at once, and no task."""
 
     @app.share()
     def ones(size: int) -> torch.Tensor:
@@ -209,8 +209,8 @@ def test_what_cannot_be_submitted(app: App) -> None:
 # Watching.
 
 
-def test_a_callback_is_told_of_everything_in_order(app: App, go: threading.Event, begun: threading.Event) -> None:
-    """Pending, running, every report and the end, in the thread that waits."""
+def test_callbacks_report_every_change_in_order(app: App, go: threading.Event, begun: threading.Event) -> None:
+    """Pending, running, every progress report and the end, in the thread that waits."""
 
     @app.share(concurrency="serialized", cache=False)
     def work(steps: int) -> torch.Tensor:
@@ -247,8 +247,8 @@ class Stop(Exception):
     """What a callback raises that has seen enough."""
 
 
-def test_a_callback_that_raises(app: App, go: threading.Event, begun: threading.Event) -> None:
-    """The wait ends with what it raised, the task goes on; the client, its session and its leases are as before."""
+def test_a_failing_callback_ends_the_wait(app: App, go: threading.Event, begun: threading.Event) -> None:
+    """With its exception, while the task continues; the client, its session and its leases are unaffected."""
     share_held(app, go, begun, cache=False)
     kept = app.share("kept", managed=True)(lambda: torch.ones(1))
     handle = kept()
@@ -275,8 +275,8 @@ def test_a_callback_that_raises(app: App, go: threading.Event, begun: threading.
 
 
 @pytest.mark.parametrize("app", ["local", "client"], indirect=True)
-def test_a_callback_that_raises_as_the_task_ends(app: App, go: threading.Event, begun: threading.Event) -> None:
-    """The result that was claimed for it meanwhile is given back: whoever fetches it is its only holder."""
+def test_a_callback_that_fails_at_the_end_releases_the_result(app: App, go: threading.Event, begun: threading.Event) -> None:
+    """The claimed result is released: its later fetcher is its only holder."""
     share_held(app, go, begun, cache=False)
 
     def callback(info: TaskInfo) -> None:
@@ -296,8 +296,8 @@ def test_a_callback_that_raises_as_the_task_ends(app: App, go: threading.Event, 
 
 
 @pytest.mark.parametrize("timeout", [0, -1, 0.02])
-def test_a_wait_that_ends_before_its_task(app: App, go: threading.Event, begun: threading.Event, timeout: float) -> None:
-    """The error says where the task is, as that of a fetch does; it goes on, and a later wait gets the result."""
+def test_a_wait_can_end_before_its_task(app: App, go: threading.Event, begun: threading.Event, timeout: float) -> None:
+    """The error has the task's status, like that of a fetch; it continues, and a later wait gets the result."""
     share_held(app, go, begun, concurrency="serialized", cache=False)
     first, second = app.provider.submit("held", 1), app.provider.submit("held", 2)
     assert begun.wait(10)
@@ -314,8 +314,8 @@ def test_a_wait_that_ends_before_its_task(app: App, go: threading.Event, begun: 
     assert app.provider.wait_for_task(first, timeout).tolist() == [1, 1]
 
 
-def test_many_wait_for_one_task(app: App, go: threading.Event, begun: threading.Event) -> None:
-    """All who wait when it ends get its result, one memory, though it can be fetched once. Without a timeout they wait too."""
+def test_many_waiters_get_one_result(app: App, go: threading.Event, begun: threading.Event) -> None:
+    """All get the same memory, although it can be fetched once. Without a timeout they wait too."""
     share_held(app, go, begun, cache=False)
     task_id = app.provider.submit("held", 5)
     assert begun.wait(10)
@@ -333,8 +333,8 @@ def test_many_wait_for_one_task(app: App, go: threading.Event, begun: threading.
     eventually(lambda: objects(app) == 0)
 
 
-def test_an_endpoint_waits_for_a_task(app: App) -> None:
-    """However many do: who waits does not use up the threads that the task needs."""
+def test_endpoints_can_wait_for_tasks(app: App) -> None:
+    """In any number: waiting does not use up the threads of the tasks."""
 
     @app.share(cache=False)
     def tower(height: int) -> torch.Tensor:
@@ -347,8 +347,8 @@ def test_an_endpoint_waits_for_a_task(app: App) -> None:
 
 
 @in_process
-def test_tasks_on_the_servers_loop(app: App) -> None:
-    """An ``async def`` endpoint may submit, look, cancel and fetch; waiting there is an error that says what to do instead."""
+def test_async_endpoints_can_use_tasks(app: App) -> None:
+    """To submit, query, cancel and fetch; waiting there is an error with the remedy."""
 
     app.share("base")(lambda: torch.ones(2))
 
@@ -370,8 +370,8 @@ def test_tasks_on_the_servers_loop(app: App) -> None:
 # Results.
 
 
-def test_a_cached_result_is_fetched_as_often_as_asked(app: App) -> None:
-    """It is one memory, for as long as the cache keeps it."""
+def test_cached_results_can_be_fetched_repeatedly(app: App) -> None:
+    """It is one memory, while the cache keeps it."""
     ones = app.share("ones")(lambda: torch.ones(2))
     task_id = app.provider.submit("ones")
     first = app.provider.wait_for_task(task_id, 10)
@@ -386,8 +386,8 @@ def test_a_cached_result_is_fetched_as_often_as_asked(app: App) -> None:
         app.provider.get_task_result(task_id)
 
 
-def test_what_was_invalidated_while_it_was_made(app: App, go: threading.Event, begun: threading.Event) -> None:
-    """Those who wait for the run and those who wait for its tasks get the result, which nothing keeps after that."""
+def test_invalidated_builds_reach_their_waiters(app: App, go: threading.Event, begun: threading.Event) -> None:
+    """Waiters of the run and of its tasks get the result, which is not kept after that."""
     share_held(app, go, begun)
     ids = [app.provider.submit("held", 5) for _ in range(2)]
     assert begun.wait(10)
@@ -408,7 +408,7 @@ def test_what_was_invalidated_while_it_was_made(app: App, go: threading.Event, b
 
 @pytest.mark.parametrize("fetch", ["wait_for_task", "get_task_result"])
 def test_an_uncached_result_is_fetched_once(app: App, fetch: str) -> None:
-    """It is kept until then, and not after; the task is completed all the same."""
+    """It is kept until then, and not after; the task stays completed."""
     app.share("ones", cache=False)(lambda: torch.ones(2))
     task_id = app.provider.submit("ones")
     eventually(lambda: status(app, task_id) == ("completed", False))
@@ -422,8 +422,8 @@ def test_an_uncached_result_is_fetched_once(app: App, fetch: str) -> None:
     assert status(app, task_id) == ("completed", False)
 
 
-def test_a_managed_result_is_the_tasks_until_it_is_fetched(app: App) -> None:
-    """It does not idle before, its lease is handed over by the fetch, and it goes when that is given back."""
+def test_managed_results_are_held_by_their_task(app: App) -> None:
+    """They do not count as idle, the fetch passes the lease on, and they end with it."""
 
     app.share("model", managed=True, idle_ttl=0)(lambda: torch.ones(2))
 
@@ -452,8 +452,8 @@ def test_a_managed_result_is_the_tasks_until_it_is_fetched(app: App) -> None:
     assert caught.value.reason == "released"
 
 
-def test_a_task_that_has_expired(provider: Provider, serve: Serve, connect: Connect) -> None:
-    """Its id says so in every question, and what it kept has gone."""
+def test_expired_tasks_are_reported(provider: Provider, serve: Serve, connect: Connect) -> None:
+    """By every query about their id; and their results are released."""
     provider.share("ones", cache=False)(lambda: torch.ones(2))
     provider.share("managed", managed=True, idle_ttl=0)(lambda: torch.ones(2))
 
@@ -473,8 +473,8 @@ def test_a_task_that_has_expired(provider: Provider, serve: Serve, connect: Conn
     assert server.info()["tasks"] == {"pending": 0, "running": 0, "completed": 0, "failed": 0, "cancelled": 0}
 
 
-def test_a_cached_result_idles_while_its_task_is_remembered(app: App) -> None:
-    """Once it is fetched; a task lives longer than most results."""
+def test_cached_results_expire_before_their_task(app: App) -> None:
+    """Once fetched, they can be idle; tasks are remembered longer than most results."""
     app.share("brief", idle_ttl=0.05)(lambda: torch.ones(2))
     task_id = app.provider.submit("brief")
     assert app.provider.wait_for_task(task_id, 10).tolist() == [1, 1]
@@ -482,8 +482,8 @@ def test_a_cached_result_idles_while_its_task_is_remembered(app: App) -> None:
     assert status(app, task_id) == ("completed", False)
 
 
-def test_an_unknown_task(app: App) -> None:
-    """Every question about it is the same error."""
+def test_unknown_tasks_are_an_error(app: App) -> None:
+    """The same one for every query."""
     provider = app.provider
     for question in (provider.get_task_status, provider.get_task_result, provider.wait_for_task, provider.cancel_task):
         with pytest.raises(TaskError) as caught:
@@ -506,8 +506,8 @@ class OutOfWeights(RuntimeError):
         return f"{self.missing} of {self.model}"
 
 
-def test_a_failing_endpoint(app: App) -> None:
-    """Its exception is raised with its own type, as often as it is asked for, and the status tells type and message."""
+def test_failing_endpoints_fail_their_task(app: App) -> None:
+    """The exception is raised with its own type, repeatedly, and the status has type and message."""
 
     @app.share()
     def load() -> torch.Tensor:
@@ -527,8 +527,8 @@ def test_a_failing_endpoint(app: App) -> None:
     assert info.finished_at is not None
 
 
-def test_the_librarys_own_errors(app: App) -> None:
-    """They mean what they mean elsewhere, for the callback first; a cancellation that nobody asked for is a failure."""
+def test_library_errors_fail_tasks(app: App) -> None:
+    """With their usual meaning, for the callback first; an unrequested cancellation is a failure."""
 
     @app.share(cache=False)
     def load(error: str) -> torch.Tensor:
@@ -559,8 +559,8 @@ class Full(Exception):
 
 @pytest.mark.parametrize("app", ["local", "client"], indirect=True)
 @pytest.mark.parametrize("how", ["plainly", "in a group", "in a circle", "by its exception"])
-def test_a_failure_keeps_nothing_that_its_endpoint_and_its_waiters_had(app: App, how: str) -> None:
-    """A task is remembered for an hour, and a model that failed to load is not kept for it."""
+def test_failures_keep_no_objects_of_their_endpoint(app: App, how: str) -> None:
+    """A task is remembered for an hour, but not the model that failed to load."""
     seen: list[weakref.ref[Big]] = []
 
     def load_part() -> None:
@@ -598,8 +598,8 @@ def test_a_failure_keeps_nothing_that_its_endpoint_and_its_waiters_had(app: App,
 # Cancelling.
 
 
-def test_cancelling_what_has_not_begun(app: App, go: threading.Event, begun: threading.Event) -> None:
-    """It never runs; those who wait for it are told, and those who ask later; others are not touched."""
+def test_cancelled_pending_tasks_never_run(app: App, go: threading.Event, begun: threading.Event) -> None:
+    """Present and later waiters get an error; other tasks are unaffected."""
     ran = share_held(app, go, begun, concurrency="serialized")
     first, second, third = (app.provider.submit("held", number) for number in (1, 2, 3))
     assert begun.wait(10)
@@ -622,8 +622,8 @@ def test_cancelling_what_has_not_begun(app: App, go: threading.Event, begun: thr
     assert ran == [1, 3]
 
 
-def test_cancelling_what_runs(app: App, begun: threading.Event) -> None:
-    """An endpoint that looks ends at once; asking twice is asking once, and after the end it is too late."""
+def test_cancelled_running_tasks_stop(app: App, begun: threading.Event) -> None:
+    """An endpoint that polls ends at once; a repeated request has no effect, nor has one after the end."""
     share_looking(app, begun)
     task_id = app.provider.submit("looking")
     assert begun.wait(10)
@@ -646,8 +646,8 @@ def test_cancelling_what_runs(app: App, begun: threading.Event) -> None:
     assert app.provider.cancel_task(task_id) is False
 
 
-def test_an_endpoint_that_does_not_look(app: App, go: threading.Event, begun: threading.Event) -> None:
-    """It runs on: asking again is true again, and those who wait are told once. Its result may be a part, and is not cached."""
+def test_endpoints_that_do_not_poll_run_on(app: App, go: threading.Event, begun: threading.Event) -> None:
+    """A repeated request returns True again, and waiters get one error. The result may be partial, and is not cached."""
     ran = share_held(app, go, begun)
     task_id = app.provider.submit("held", 5)
     assert begun.wait(10)
@@ -668,8 +668,10 @@ def test_an_endpoint_that_does_not_look(app: App, go: threading.Event, begun: th
 
 
 @pytest.mark.parametrize("started", [True, False], ids=["running", "pending"])
-def test_cancelling_one_of_two_tasks_of_a_run(app: App, go: threading.Event, begun: threading.Event, started: bool) -> None:
-    """It leaves the run, which goes on for the other, and its result is cached."""
+def test_cancelling_one_of_two_tasks_keeps_the_run(
+    app: App, go: threading.Event, begun: threading.Event, started: bool
+) -> None:
+    """It continues for the other task, and its result is cached."""
     ran = share_held(app, go, begun, concurrency="serialized")
     if not started:
         app.provider.submit("held", 1)
@@ -689,7 +691,7 @@ def test_cancelling_one_of_two_tasks_of_a_run(app: App, go: threading.Event, beg
     assert app.provider.cancel_task(one) is False
 
 
-def test_cancelling_all_tasks_of_a_run(app: App, go: threading.Event, begun: threading.Event) -> None:
+def test_cancelling_all_tasks_stops_the_run(app: App, go: threading.Event, begun: threading.Event) -> None:
     """The last one asks it to stop."""
     share_looking(app, begun)
     app.share("shared")(app.inside["looking"]._endpoint.function)
@@ -702,8 +704,8 @@ def test_cancelling_all_tasks_of_a_run(app: App, go: threading.Event, begun: thr
     assert app.waiting() == 0
 
 
-def test_nobody_joins_a_run_that_was_asked_to_stop(app: App, go: threading.Event, begun: threading.Event) -> None:
-    """Who comes after that has a run of its own, while the first one goes on."""
+def test_stopped_runs_are_not_joined(app: App, go: threading.Event, begun: threading.Event) -> None:
+    """Later calls have their own run, while the first one continues."""
     ran = []
 
     @app.share()
@@ -726,8 +728,8 @@ def test_nobody_joins_a_run_that_was_asked_to_stop(app: App, go: threading.Event
     assert shares_memory(app.provider.call("load"), second)
 
 
-def test_an_async_endpoint_is_cancelled_where_it_awaits(app: App, begun: threading.Event) -> None:
-    """It need not look, and may clean up."""
+def test_async_endpoints_are_cancelled_at_their_await(app: App, begun: threading.Event) -> None:
+    """They need not poll, and may clean up."""
     ended = []
 
     @app.share()
@@ -762,8 +764,8 @@ class Heavy(torch.nn.Module):
 
 
 @pytest.mark.parametrize("app", ["client"], indirect=True)
-def test_an_async_endpoint_is_cancelled_while_its_arguments_are_loaded(app: App) -> None:
-    """Then it ends where it first awaits, or does not begin."""
+def test_async_endpoints_are_cancelled_while_arguments_are_loaded(app: App) -> None:
+    """They end at the first await, or do not begin."""
     ended = []
 
     @app.share(cache=False)
@@ -787,8 +789,8 @@ def test_an_async_endpoint_is_cancelled_while_its_arguments_are_loaded(app: App)
 # Endpoints that are always tasks.
 
 
-def test_a_call_of_an_endpoint_that_is_a_task(app: App, go: threading.Event, begun: threading.Event) -> None:
-    """It returns what any call does, and is listed meanwhile and afterwards."""
+def test_calls_of_task_endpoints_return_results(app: App, go: threading.Event, begun: threading.Event) -> None:
+    """Like any call, and are listed during and after the run."""
 
     @app.share(execution="task")
     def load(size: int) -> torch.Tensor:
@@ -808,7 +810,7 @@ def test_a_call_of_an_endpoint_that_is_a_task(app: App, go: threading.Event, beg
     assert shares_memory(app.provider.get_task_result(info.task_id), result)
 
 
-def test_a_cached_result_of_an_endpoint_that_is_a_task(app: App) -> None:
+def test_cached_results_of_task_endpoints_need_no_task(app: App) -> None:
     """It makes no task, and is handed out once."""
     load = app.share("load", execution="task", managed=True)(lambda: torch.ones(2))
     handle = load()
@@ -821,8 +823,8 @@ def test_a_cached_result_of_an_endpoint_that_is_a_task(app: App) -> None:
     eventually(lambda: leases(app) == 0, seconds=1)
 
 
-def test_a_task_behind_a_call_is_not_kept(app: App) -> None:
-    """Its caller has the result, and nothing waits to be fetched."""
+def test_tasks_behind_calls_are_not_kept(app: App) -> None:
+    """The caller has the result, and nothing is left to fetch."""
     app.share("plain", execution="task", cache=False)(lambda: torch.ones(1))
     app.share("managed", execution="task", cache=False, managed=True)(lambda: torch.ones(1))
     assert app.provider.call("plain") == 1
@@ -838,8 +840,8 @@ def test_a_task_behind_a_call_is_not_kept(app: App) -> None:
 
 
 @pytest.mark.parametrize("app", ["local", "server"], indirect=True)
-def test_a_call_that_is_a_task_is_given_up(app: App, go: threading.Event, begun: threading.Event) -> None:
-    """What has not begun is dropped with its caller; what runs goes on, and is not kept for anybody."""
+def test_abandoned_calls_of_task_endpoints_are_dropped(app: App, go: threading.Event, begun: threading.Event) -> None:
+    """If they have not begun; running ones continue, and are not kept."""
     ran = []
 
     @app.share(execution="task", concurrency="serialized", cache=False)
@@ -871,8 +873,8 @@ def test_a_call_that_is_a_task_is_given_up(app: App, go: threading.Event, begun:
 # Lists.
 
 
-def test_a_list_longer_than_a_page(app: App) -> None:
-    """All tasks are listed, each once, in the order in which they were submitted, or those of one status."""
+def test_task_lists_are_paged(app: App) -> None:
+    """All tasks are listed, without duplicates, in order of submission, or those of one status."""
     ones = app.share("ones")(lambda: torch.ones(1))
     ones()
     ids = [app.provider.submit("ones") for _ in range(1001)]
@@ -886,10 +888,10 @@ def test_a_list_longer_than_a_page(app: App) -> None:
 # Limits.
 
 
-def test_a_call_that_is_one_task_too_many(
+def test_calls_beyond_max_tasks_are_refused(
     provider: Provider, serve: Serve, connect: Connect, go: threading.Event, begun: threading.Event
 ) -> None:
-    """It is refused like a submit; calls that are no tasks and cached results are not. Then there is capacity again."""
+    """Like a submit; other calls and cached results are not."""
 
     @provider.share(cache=False)
     def held() -> torch.Tensor:
@@ -915,10 +917,10 @@ def test_a_call_that_is_one_task_too_many(
     assert client.call("task", 2).sum() == 2
 
 
-def test_tasks_hold_up_no_calls(
+def test_tasks_do_not_block_calls(
     provider: Provider, serve: Serve, connect: Connect, go: threading.Event, begun: threading.Event
 ) -> None:
-    """With a single worker and several tasks that take long, a call is answered at once, from near and far."""
+    """With a single worker and several long tasks, a call is answered at once, in this and another process."""
 
     @provider.share(cache=False)
     def train() -> torch.Tensor:
@@ -1011,10 +1013,10 @@ def statuses(client: Client) -> list[str]:
 # Clients that are killed.
 
 
-def test_the_submitter_is_killed(
+def test_killed_submitters_do_not_stop_their_task(
     server: Server, client: Client, children: list[Child], go: threading.Event, begun: threading.Event
 ) -> None:
-    """Its task goes on and keeps its result, which any process that knows the id can fetch."""
+    """It continues and keeps its result, which any process with the id can fetch."""
     submitter = python(f"{CLIENT}\nprint('task', client.submit('managed', 7))\nsignal.pause()")
     children.append(submitter)
     task_id = submitter.expect("task").split()[1]
@@ -1039,10 +1041,10 @@ def test_the_submitter_is_killed(
     eventually(lambda: kept(server) == (0, 0))
 
 
-def test_a_process_is_killed_while_it_waits(
+def test_killed_waiters_do_not_stop_their_task(
     server: Server, client: Client, children: list[Child], go: threading.Event, begun: threading.Event
 ) -> None:
-    """Its wait is taken back, and the task goes on for others; one that has not begun is not dropped."""
+    """It continues for others; one that has not begun is not dropped."""
     ids = {"running": client.submit("task", 1), "pending": client.submit("task", 2)}
     assert begun.wait(10)
     waiter = python(f"{CLIENT}\nclient._run(fetch_task('{ids['pending']}', print, False))")
@@ -1066,10 +1068,10 @@ def account(server: Server) -> dict[str, int]:
     return {**held, "watchers": watchers_of(server), "fds": open_fds(), "threads": len(os.listdir("/proc/self/task"))}
 
 
-def test_a_crowd_waits_for_one_task(
+def test_many_processes_can_wait_for_one_task(
     server: Server, client: Client, go: threading.Event, begun: threading.Event, ran: list[int]
 ) -> None:
-    """It costs the server no thread, all get the result, and all that they held goes back."""
+    """Without a thread in the server; all get the result, and everything is released."""
     go.set()
     client.execute("managed", 1, timeout=10).release()
     go.clear()
@@ -1102,8 +1104,8 @@ def test_a_crowd_waits_for_one_task(
     eventually(lambda: all(now <= before[name] for name, now in account(server).items()), what=f"{before} again")
 
 
-def test_one_who_does_not_read(provider: Provider, serve: Serve, connect: Connect, begun: threading.Event) -> None:
-    """Those who do are told everything meanwhile; it misses reports, not the end, and what waits for it is bounded."""
+def test_slow_readers_miss_progress_only(provider: Provider, serve: Serve, connect: Connect, begun: threading.Event) -> None:
+    """Others get every report; a slow one gets the end, and its unread messages are bounded."""
     count, waits, heard = 60, 200, threading.Semaphore(0)
 
     @provider.share(cache=False)
@@ -1149,8 +1151,8 @@ def test_one_who_does_not_read(provider: Provider, serve: Serve, connect: Connec
 # Waiting for a task without taking its result: who deploys weights maps none.
 
 
-def test_a_watched_task_is_left_to_others(server: Server, client: Client, go: threading.Event) -> None:
-    """Its end is told, with every change before it; this process has no lease, and the result is there for who wants it."""
+def test_watched_tasks_keep_their_result(server: Server, client: Client, go: threading.Event) -> None:
+    """Every change is reported; this process has no lease, and others can fetch the result."""
     seen: list[TaskInfo] = []
     task_id = client.submit("managed", 7)
     for timeout in (0, 0.05):
@@ -1164,8 +1166,8 @@ def test_a_watched_task_is_left_to_others(server: Server, client: Client, go: th
         assert handle.value.tolist() == [7] * 4
 
 
-def test_a_watcher_needs_no_torch(server: Server, go: threading.Event) -> None:
-    """Nothing is rebuilt in its process."""
+def test_watchers_need_no_torch(server: Server, go: threading.Event) -> None:
+    """Nothing is rebuilt in their process."""
     go.set()
     child = python(
         """
@@ -1180,8 +1182,8 @@ def test_a_watcher_needs_no_torch(server: Server, go: threading.Event) -> None:
     assert child.close() == (0, "")
 
 
-def test_a_failed_task_is_told_and_not_raised(server: Server, client: Client) -> None:
-    """Whoever wants its exception asks for the result."""
+def test_watched_failures_are_not_raised(server: Server, client: Client) -> None:
+    """The exception is raised by fetching the result."""
     task_id = client.submit("fails")
     ended = client.watch_task(task_id, 10)
     assert (ended.status, ended.error_type) == (TaskStatus.FAILED, "ValueError")

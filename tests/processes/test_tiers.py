@@ -81,7 +81,7 @@ def held(raw: Raw, client: Client, size: int = 4) -> str:
 
 
 def test_an_eviction_ends_when_the_memory_is_free(client: Client, threads: ThreadPoolExecutor) -> None:
-    """Whoever has asked for it may need the memory now; the descriptors are closed by another thread."""
+    """The requester may need the memory now; another thread closes the descriptors."""
     with client.create_buffer(1 << 20, "float32", keep=True) as handle:
         object_id = handle.object_id
     with late_closings() as free:
@@ -93,8 +93,8 @@ def test_an_eviction_ends_when_the_memory_is_free(client: Client, threads: Threa
         assert [move["tier"] for move in answer.result(30)] == ["file"]
 
 
-def test_a_suspended_lease_is_kept_and_is_not_active(raw: Raw, client: Client) -> None:
-    """Suspending twice counts once, and an object that the session does not hold not at all."""
+def test_suspended_leases_are_kept_inactive(raw: Raw, client: Client) -> None:
+    """A second suspension does not count, nor does one of an object that the session does not hold."""
     object_id = held(raw, client)
     assert client.get_object_info(object_id)["active"] == 1
     assert raw.ask(t.Suspend([object_id, object_id, "0" * 24])) == m.Count(1)
@@ -103,8 +103,8 @@ def test_a_suspended_lease_is_kept_and_is_not_active(raw: Raw, client: Client) -
     assert (info["leases"], info["active"], info["tier"]) == (1, 0, "device")
 
 
-def test_a_lease_is_active_again_when_it_is_resumed(raw: Raw, client: Client) -> None:
-    """The answer brings the segments of the record, in their order, with their descriptors."""
+def test_resumed_leases_are_active(raw: Raw, client: Client) -> None:
+    """The answer has the segments of the record, in order, with their descriptors."""
     object_id = held(raw, client)
     raw.ask(t.Suspend([object_id]))
     raw.say(t.Resume(object_id), 7)
@@ -117,8 +117,8 @@ def test_a_lease_is_active_again_when_it_is_resumed(raw: Raw, client: Client) ->
     assert client.get_object_info(object_id)["active"] == 1
 
 
-def test_leases_are_taken_again_as_suspended_or_outdated_ones(raw: Raw, client: Client) -> None:
-    """A session that names memory which the object has no more gets an inactive lease, and is told so."""
+def test_leases_are_renewed_as_suspended_or_outdated(raw: Raw, client: Client) -> None:
+    """A session that names replaced memory gets an inactive lease, and is notified."""
     with client.call("model", 4) as handle:
         object_id = handle.object_id
         (mapping,) = MAPPINGS.of_objects({object_id})[object_id]
@@ -139,8 +139,8 @@ def test_leases_are_taken_again_as_suspended_or_outdated_ones(raw: Raw, client: 
     assert taken([], {object_id: [f"{mapping.info.name}.1"]}) == (m.Held(held), 1)
 
 
-def test_only_a_holder_resumes(raw: Raw, client: Client) -> None:
-    """A session without a lease is told so, and an object that is gone is named."""
+def test_only_holders_can_resume(raw: Raw, client: Client) -> None:
+    """A session without a lease gets an error, and a dropped object is named."""
     with client.call("model", 4) as handle:
         answer = raw.ask(t.Resume(handle.object_id))
         assert isinstance(answer, m.Error) and (answer.code, answer.detail["reason"]) == (StaleHandleError.code, "released")
@@ -189,8 +189,8 @@ def cold(client: Client, size: int = 1000, endpoint: str = "model") -> str:
     return object_id
 
 
-def test_an_evicted_object_is_restored_for_the_next_caller(client: Client) -> None:
-    """Its bytes are the same, in other memory, and it is the same object."""
+def test_evicted_objects_are_restored_by_the_next_call(client: Client) -> None:
+    """The same object with the same bytes, in other memory."""
     with client.call("model", 1000) as handle:
         object_id = handle.object_id
     (moved,) = client.evict(object_id)
@@ -208,8 +208,8 @@ def test_an_evicted_object_is_restored_for_the_next_caller(client: Client) -> No
     assert client.get_object_info(object_id)["tier"] == "device"
 
 
-def test_an_object_is_evicted_and_restored_by_name(client: Client) -> None:
-    """All objects of an endpoint; those that are where they are asked to be are not moved."""
+def test_objects_are_evicted_and_restored_by_endpoint(client: Client) -> None:
+    """All of them; those already in the tier are not moved."""
     ids = {cold(client, size) for size in (10, 20)}
     assert client.evict("model") == []
     moves = client.restore("model")
@@ -229,8 +229,8 @@ def suspend(client: Client, object_id: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["call", "task", "latest", "ticket", "export"])
-def test_every_way_to_an_object_restores_it(client: Client, way: str) -> None:
-    """The asker gets the bytes that were evicted, in memory that all who come later have too."""
+def test_every_access_restores_the_object(client: Client, way: str) -> None:
+    """The bytes are the same, in memory that later accesses share."""
     with client.call("model", 10) as first:
         ticket = first.ticket()
         suspend(client, first.object_id)
@@ -249,8 +249,8 @@ def test_every_way_to_an_object_restores_it(client: Client, way: str) -> None:
     assert found.sum() == 45
 
 
-def test_a_cold_room_is_not_adopted(client: Client, raw: Raw) -> None:
-    """Whoever suspended it has to resume it first."""
+def test_cold_allocations_are_not_adopted(client: Client, raw: Raw) -> None:
+    """Their holder must resume them first."""
     with client.call("model", 10) as handle, client.export(handle) as record:
         room = client.allocate(record.header)
         for target, source in zip(room.segments, record.segments, strict=True):
@@ -263,16 +263,16 @@ def test_a_cold_room_is_not_adopted(client: Client, raw: Raw) -> None:
         room.close()
 
 
-def test_an_object_in_use_is_not_evicted(client: Client, connect: Connect) -> None:
-    """The error names the process, and what it has to do."""
+def test_objects_in_use_are_not_evicted(client: Client, connect: Connect) -> None:
+    """The error names the process, and the remedy."""
     busy = rf"in use by pid {os.getpid()}: suspend or release"
     with connect().call("model", 4) as handle, pytest.raises(ServerBusy, match=busy):
         client.evict(handle.object_id)
     assert len(client.evict(handle.object_id)) == 1
 
 
-def test_the_objects_of_an_endpoint_that_can_be_are_evicted(client: Client) -> None:
-    """The error says which one was not, and how many were."""
+def test_evictable_objects_of_an_endpoint_are_evicted(client: Client) -> None:
+    """The error names the others, and the number of evicted ones."""
     with client.call("model", 4) as used:
         client.call("model", 5).release()
         with pytest.raises(ServerBusy, match=rf"1 objects were moved, and 1 were not: object {used.object_id}"):
@@ -289,15 +289,15 @@ def test_the_objects_of_an_endpoint_that_can_be_are_evicted(client: Client) -> N
         ("model", "disk", CapabilityError, "'disk'"),
     ],
 )
-def test_what_cannot_be_evicted(client: Client, endpoint: str, to: Any, error: type[Exception], says: str) -> None:
-    """The error says why; the object stays."""
+def test_unevictable_objects_are_refused(client: Client, endpoint: str, to: Any, error: type[Exception], says: str) -> None:
+    """The error gives the reason; the object stays."""
     client.call(endpoint, 4).release()
     with pytest.raises(error, match=says):
         client.evict(endpoint, to)
     assert client.list_objects()[0]["tier"] == "device"
 
 
-def test_host_memory_needs_a_directory_for_files(shared: Provider, serve: Serve, connect: Connect) -> None:
+def test_host_objects_need_a_directory_for_files(shared: Provider, serve: Serve, connect: Connect) -> None:
     """The error names the option."""
     serve()
     client = connect()
@@ -306,14 +306,14 @@ def test_host_memory_needs_a_directory_for_files(shared: Provider, serve: Serve,
         client.evict("model")
 
 
-def test_a_server_does_not_start_without_its_directory(shared: Provider, serve: Serve, tmp_path: Path) -> None:
-    """It would find that out when its memory is full."""
+def test_a_missing_directory_fails_the_start(shared: Provider, serve: Serve, tmp_path: Path) -> None:
+    """Rather than the first eviction."""
     with pytest.raises(ConfigurationError, match=r"cannot spill objects to .*missing"):
         serve(spill_dir=tmp_path / "missing")
 
 
-def test_a_call_during_an_eviction_has_the_object_stay(client: Client, lowering: Gate) -> None:
-    """Though its handle is released before the copy is there: the process may have written meanwhile."""
+def test_a_call_during_an_eviction_cancels_it(client: Client, lowering: Gate) -> None:
+    """Even if its handle is released before the copy is complete: the process may have written meanwhile."""
     client.call("model", 4).release()
     with ThreadPoolExecutor(1) as pool:
         evicted = pool.submit(client.evict, "model")
@@ -328,10 +328,8 @@ def test_a_call_during_an_eviction_has_the_object_stay(client: Client, lowering:
         assert handle.value.tolist() == [9] * 4
 
 
-def test_a_revision_that_is_written_while_the_bytes_are_copied_makes_another_copy(
-    client: Client, raw: Raw, lowering: Gate, server: Server
-) -> None:
-    """A page outlives the lease of whoever has it mapped."""
+def test_writes_during_a_copy_cause_another_copy(client: Client, raw: Raw, lowering: Gate, server: Server) -> None:
+    """A page outlives the lease of a process that has it mapped."""
     object_id = held(raw, client)
     raw.say(g.GetRevision(object_id), 5)
     frame = raw.hear_frame()
@@ -347,8 +345,8 @@ def test_a_revision_that_is_written_while_the_bytes_are_copied_makes_another_cop
     assert moved["copied"] == 2 * moved["nbytes"]
 
 
-def test_a_copy_is_made_with_the_build(client: Client, lowering: Gate) -> None:
-    """In the background: the object is there before. Its eviction copies nothing, until an update makes the copy old."""
+def test_copies_can_be_made_at_the_build(client: Client, lowering: Gate) -> None:
+    """In the background, after the object is available. Its eviction copies nothing, until an update makes the copy old."""
     client.call("ahead", 4).release()
     lowering.open.set()
     eventually(lambda: list(client.list_objects()[0]["copies"]) == ["file"])
@@ -375,8 +373,8 @@ def buffer_of_two(client: Client, raw: Raw) -> tuple[str, str]:
     return object_id, result.segments[0].id
 
 
-def test_objects_that_share_memory_go_together(client: Client, raw: Raw) -> None:
-    """One that is in use keeps the others, and the error names it; together they are restored, over one memory again."""
+def test_objects_that_share_memory_move_together(client: Client, raw: Raw) -> None:
+    """One in use keeps the others, and the error names it; they are restored together, over one memory again."""
     first, segment = buffer_of_two(client, raw)
     kept = raw.ask(m.KeepSegments([segment]))
     assert isinstance(kept, m.Result)
@@ -394,8 +392,8 @@ def test_objects_that_share_memory_go_together(client: Client, raw: Raw) -> None
     client.free_buffer(first)
 
 
-def test_a_cold_object_is_invalidated(client: Client, server: Server) -> None:
-    """Its file goes, and with it its descriptors; the next call builds it again."""
+def test_cold_objects_can_be_invalidated(client: Client, server: Server) -> None:
+    """The file is closed with its descriptors; the next call builds the object again."""
     object_id = cold(client)
     assert client.invalidate_call_cache("model", 1000) == 1
     assert client.list_objects() == [] and client.get_server_info()["descriptors"]["used"] == 0
@@ -403,8 +401,8 @@ def test_a_cold_object_is_invalidated(client: Client, server: Server) -> None:
         assert handle.object_id != object_id
 
 
-def test_a_superseded_cold_object_stays_with_its_holder(client: Client, raw: Raw) -> None:
-    """Who suspended it resumes the bytes that it had."""
+def test_superseded_cold_objects_stay_with_their_holder(client: Client, raw: Raw) -> None:
+    """They can be resumed with their bytes."""
     object_id = held(raw, client)
     raw.ask(t.Suspend([object_id]))
     client.evict(object_id)
@@ -415,8 +413,8 @@ def test_a_superseded_cold_object_stays_with_its_holder(client: Client, raw: Raw
     assert reply.segments[0].name == reply.segments[0].id.partition(".")[0] and reply.segments[0].id.endswith(".1")
 
 
-def test_a_damaged_file_has_the_object_built_again(client: Client, server: Server, caplog: pytest.LogCaptureFixture) -> None:
-    """Its bytes are not used. Whoever asks by a call gets a new object, and the log says why."""
+def test_damaged_files_cause_a_rebuild(client: Client, server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    """Their bytes are not used. A call gets a new object, and the log has the reason."""
     object_id = cold(client)
     damage(server, object_id)
     with caplog.at_level(logging.ERROR), client.call("model", 1000) as handle:
@@ -425,8 +423,8 @@ def test_a_damaged_file_has_the_object_built_again(client: Client, server: Serve
     assert f"object {object_id}" in caplog.text and "damaged" in caplog.text
 
 
-def test_a_damaged_file_is_told_to_who_resumes(client: Client, server: Server, raw: Raw) -> None:
-    """The object is gone: its bytes cannot be had any more."""
+def test_damaged_files_fail_a_resumption(client: Client, server: Server, raw: Raw) -> None:
+    """The object is dropped, since its bytes are lost."""
     object_id = held(raw, client)
     raw.ask(t.Suspend([object_id]))
     client.evict(object_id)
@@ -447,8 +445,8 @@ def damage(server: Server, object_id: str) -> None:
     server.engine.ask(change)
 
 
-def test_a_full_disk_leaves_the_object_where_it_is(client: Client) -> None:
-    """The eviction fails, and says for what there is no capacity."""
+def test_a_full_disk_keeps_the_object_in_place(client: Client) -> None:
+    """The eviction fails, and names the lack."""
     client.call("model", 100_000).release()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (65536, hard))
@@ -461,17 +459,15 @@ def test_a_full_disk_leaves_the_object_where_it_is(client: Client) -> None:
     assert len(client.evict("model")) == 1
 
 
-def test_a_restored_object_is_an_argument_by_reference(client: Client) -> None:
-    """The endpoint maps the memory that clients have now."""
+def test_restored_objects_are_arguments_by_reference(client: Client) -> None:
+    """The endpoint maps the clients' present memory."""
     cold(client, 10, "frozen")
     with client.call("frozen", 10) as handle:
         assert client.call("total", handle.value).item() == 45
 
 
-def test_a_coroutine_on_the_servers_loop_does_not_wait_for_a_cold_object(
-    server: Server, shared: Provider, client: Client
-) -> None:
-    """The loop restores the object: it is told to wait in a thread."""
+def test_coroutines_on_the_servers_loop_cannot_wait_for_a_restore(server: Server, shared: Provider, client: Client) -> None:
+    """The loop restores the object: the error says to wait in a thread."""
     with client.call("model", 10) as handle:
         ticket = handle.ticket()
     client.evict(handle.object_id)
@@ -486,7 +482,7 @@ def test_a_coroutine_on_the_servers_loop_does_not_wait_for_a_cold_object(
 
 
 def test_the_local_role_has_no_tiers(base_path: str) -> None:
-    """Its results lie in no shared memory."""
+    """Its results are not in shared memory."""
     provider = Provider(base_path, execution_mode="local", device="cpu")
 
     @provider.share(managed=True)
@@ -500,8 +496,8 @@ def test_the_local_role_has_no_tiers(base_path: str) -> None:
     provider.close()
 
 
-def test_an_object_that_is_dropped_while_it_is_evicted(client: Client, server: Server, lowering: Gate) -> None:
-    """Nothing is moved, and nothing is left of the copy. Whoever waits for the end of that move is told the same."""
+def test_objects_dropped_during_an_eviction_are_not_moved(client: Client, server: Server, lowering: Gate) -> None:
+    """Nothing is left of the copy. Others that wait for the move get the same error."""
     client.call("model", 4).release()
     with ThreadPoolExecutor(3) as pool:
         first = pool.submit(client.evict, "model")
@@ -517,8 +513,8 @@ def test_an_object_that_is_dropped_while_it_is_evicted(client: Client, server: S
 
 
 @pytest.mark.parametrize("change", ["goes", "comes"])
-def test_objects_that_share_memory_change_while_one_is_evicted(client: Client, raw: Raw, lowering: Gate, change: str) -> None:
-    """One that goes leaves the others to be evicted; one that comes is in use, and the error names it."""
+def test_a_changed_group_is_evicted_correctly(client: Client, raw: Raw, lowering: Gate, change: str) -> None:
+    """A dropped object leaves the others to be evicted; a new one is in use, and the error names it."""
     first, segment = buffer_of_two(client, raw)
     kept = ""
     if change == "goes":
@@ -547,8 +543,8 @@ def test_objects_that_share_memory_change_while_one_is_evicted(client: Client, r
         assert int(again.value.sum()) == 7 * 4096
 
 
-def test_an_object_that_is_dropped_while_it_is_restored(client: Client, connect: Connect, raising: Gate) -> None:
-    """Who called for it gets a new one; nothing is left of the earlier one."""
+def test_objects_dropped_during_a_restore_are_built_again(client: Client, connect: Connect, raising: Gate) -> None:
+    """The caller gets a new one; nothing is left of the earlier one."""
     object_id = cold(client, 10)
     with ThreadPoolExecutor(2) as pool:
         called = pool.submit(client.call, "model", 10)

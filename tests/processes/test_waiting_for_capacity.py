@@ -105,8 +105,8 @@ def full(shared: Provider, unit: int, connect: Connect, threads: ThreadPoolExecu
         yield Full(shared, unit, connect, threads, stack)
 
 
-def test_a_result_waits_for_capacity(full: Full, unit: int) -> None:
-    """It is kept when another client releases what it holds; that is dropped for it."""
+def test_results_wait_for_capacity(full: Full, unit: int) -> None:
+    """Until another client releases an object, which is dropped."""
     holder, client = full.start(1, 2)
     first = holder.call("model", 1, unit)
     answer = full.ask(client.call, "model", 2, unit)
@@ -116,8 +116,8 @@ def test_a_result_waits_for_capacity(full: Full, unit: int) -> None:
     assert full.used() == unit
 
 
-def test_a_buffer_waits_for_capacity(full: Full, unit: int) -> None:
-    """No memory is made for it before."""
+def test_buffers_wait_for_capacity(full: Full, unit: int) -> None:
+    """No memory is allocated before."""
     holder, client = full.start(1, 2)
     first = holder.create_buffer(unit)
     answer = full.ask(client.create_buffer, unit)
@@ -127,7 +127,7 @@ def test_a_buffer_waits_for_capacity(full: Full, unit: int) -> None:
 
 
 def test_the_error_of_a_deadline_names_who_holds_what(full: Full, unit: int) -> None:
-    """Processes, objects and bytes, and what to do."""
+    """With processes, objects, bytes and the remedy."""
     [holder], client = full.start(2), full.client(timeout=SHORTLY)
     with holder.call("model", 1, 2 * unit) as handle:
         for request in (lambda: client.call("model", 2, unit), lambda: client.create_buffer(unit)):
@@ -139,8 +139,8 @@ def test_the_error_of_a_deadline_names_who_holds_what(full: Full, unit: int) -> 
             assert "Suspend or release" in text
 
 
-def test_whoever_gives_up_leaves_nothing(full: Full, unit: int) -> None:
-    """Neither its place in line, nor its result, nor bytes that are set aside."""
+def test_abandoned_requests_leave_nothing(full: Full, unit: int) -> None:
+    """Neither a place in the queue, nor a result, nor reserved bytes."""
     [holder], client = full.start(1), full.client(timeout=SHORTLY)
     with holder.call("model", 1, unit):
         with pytest.raises(ServerBusy):
@@ -152,8 +152,8 @@ def test_whoever_gives_up_leaves_nothing(full: Full, unit: int) -> None:
     assert client.get_server_info()["running"] == 0
 
 
-def test_a_result_is_built_again_when_there_is_capacity(full: Full, builds: list[int], unit: int) -> None:
-    """What it took the last time is set aside before its endpoint runs."""
+def test_rebuilds_reserve_the_last_size(full: Full, builds: list[int], unit: int) -> None:
+    """Before the endpoint runs."""
     holder, client = full.start(1, 2)
     client.call("dropped", 1, unit).release()
     first = holder.call("dropped", 2, unit)
@@ -164,8 +164,8 @@ def test_a_result_is_built_again_when_there_is_capacity(full: Full, builds: list
         assert builds == [1, 2, 1]
 
 
-def test_a_build_that_waits_for_capacity_is_left(full: Full, unit: int) -> None:
-    """Its endpoint does not run; one that is serialized lets the next run begin."""
+def test_builds_that_wait_for_capacity_can_be_abandoned(full: Full, unit: int) -> None:
+    """The endpoint does not run; the next run of a serialized endpoint begins."""
     [holder], client = full.start(2), full.client(timeout=SHORTLY)
     client.call("line", 1, 2 * unit).release()
     with holder.call("model", 2, unit):
@@ -176,7 +176,7 @@ def test_a_build_that_waits_for_capacity_is_left(full: Full, unit: int) -> None:
     assert full.waiting() == 0
 
 
-def test_a_failing_build_gives_its_capacity_back(full: Full, shared: Provider, unit: int) -> None:
+def test_failing_builds_release_their_reservation(full: Full, shared: Provider, unit: int) -> None:
     """What was set aside for it."""
     good = [True]
 
@@ -196,8 +196,8 @@ def test_a_failing_build_gives_its_capacity_back(full: Full, shared: Provider, u
 
 
 @pytest.mark.parametrize("built", [False, True], ids=["before its build", "after its build"])
-def test_a_task_tells_which_capacity_it_waits_for(full: Full, unit: int, built: bool) -> None:
-    """And who has it; without a deadline it goes on waiting, until there is capacity."""
+def test_waiting_tasks_report_the_capacity(full: Full, unit: int, built: bool) -> None:
+    """And its holders; without a deadline they wait until there is capacity."""
     holder, client = full.start(1, 2)
     if built:
         client.call("dropped", 2, unit).release()
@@ -221,8 +221,8 @@ def test_a_task_tells_which_capacity_it_waits_for(full: Full, unit: int, built: 
 
 
 @pytest.mark.parametrize("kind", ["known", "cold"])
-def test_a_task_that_waits_for_capacity_is_cancelled_at_once(full: Full, unit: int, tmp_path: Path, kind: str) -> None:
-    """Whether it would be built then, or its result restored; it waits no more."""
+def test_waiting_tasks_are_cancelled_at_once(full: Full, unit: int, tmp_path: Path, kind: str) -> None:
+    """Whether they wait for a build or for a restore."""
     [client] = full.start(1, spill_dir=str(tmp_path))
     endpoint = "dropped" if kind == "known" else "model"
     client.call(endpoint, 2, unit).release()
@@ -238,8 +238,8 @@ def test_a_task_that_waits_for_capacity_is_cancelled_at_once(full: Full, unit: i
         assert client.get_object_info(first.object_id)["tier"] == "device"
 
 
-def test_calls_join_a_result_that_waits(full: Full, threads: ThreadPoolExecutor, builds: list[int], unit: int) -> None:
-    """They are the same run still, and it is built once."""
+def test_calls_join_a_waiting_result(full: Full, threads: ThreadPoolExecutor, builds: list[int], unit: int) -> None:
+    """It is built once."""
     holder, client, other = full.start(1, 3)
     first = holder.call("model", 1, unit)
     answer = full.ask(client.call, "model", 2, unit)
@@ -252,8 +252,8 @@ def test_calls_join_a_result_that_waits(full: Full, threads: ThreadPoolExecutor,
         assert builds == [1, 2]
 
 
-def test_the_server_stops_though_requests_wait(full: Full, unit: int) -> None:
-    """They are told, and their results are gone."""
+def test_a_stopping_server_refuses_waiting_requests(full: Full, unit: int) -> None:
+    """Their results are dropped."""
     [holder] = full.start(1)
     first = holder.call("model", 1, unit)
     answers = [full.ask(full.client().call, "model", 2, unit), full.ask(full.client().create_buffer, unit)]
@@ -263,7 +263,7 @@ def test_the_server_stops_though_requests_wait(full: Full, unit: int) -> None:
 
 
 def test_a_server_that_refuses_does_so_at_once(full: Full, unit: int) -> None:
-    """As without the option: cached objects that nobody holds are dropped, and nothing waits."""
+    """Like the default: cached objects without holders are dropped, and nothing waits."""
     full.start(1, when_full="refuse")
     client = full.client(timeout=None)
     client.call("model", 1, unit).release()
@@ -284,8 +284,8 @@ def test_a_server_that_refuses_does_so_at_once(full: Full, unit: int) -> None:
     ],
     ids=str,
 )
-def test_options_that_cannot_be(full: Full, options: dict[str, Any], text: str) -> None:
-    """The server does not start, and says why."""
+def test_impossible_options_are_refused(full: Full, options: dict[str, Any], text: str) -> None:
+    """The server does not start, and gives the reason."""
     with pytest.raises(ConfigurationError, match=text):
         full.start(1, **options)
 
@@ -304,8 +304,8 @@ def made(client: Client, number: int, nbytes: int, endpoint: str = "model") -> s
         return str(handle.object_id)
 
 
-def test_a_suspended_object_is_evicted_and_resumed(full: Full, tmp_path: Path, unit: int) -> None:
-    """By whoever needs the memory; the session that resumes it waits until there is capacity again."""
+def test_suspended_objects_are_evicted_and_resumed(full: Full, tmp_path: Path, unit: int) -> None:
+    """Evicted for another request; the resuming session waits for capacity."""
     [client], session = full.start(1, spill_dir=tmp_path), full.session()
     object_id = made(client, 1, unit)
     session.hold(object_id)
@@ -317,8 +317,8 @@ def test_a_suspended_object_is_evicted_and_resumed(full: Full, tmp_path: Path, u
     assert isinstance(session.heard(), t.Resumed) and tier_of(client, object_id) == "device"
 
 
-def test_a_restore_waits_for_capacity(full: Full, tmp_path: Path, unit: int) -> None:
-    """And is left when its caller does not wait any more."""
+def test_restores_wait_for_capacity(full: Full, tmp_path: Path, unit: int) -> None:
+    """And are abandoned with their caller."""
     client, holder = full.start(1, 2, spill_dir=tmp_path)
     object_id = made(client, 1, unit)
     with holder.call("model", 2, unit):
@@ -329,8 +329,8 @@ def test_a_restore_waits_for_capacity(full: Full, tmp_path: Path, unit: int) -> 
     assert [move["object_id"] for move in answer.result(30)] == [object_id]
 
 
-def test_a_call_waits_until_its_object_is_restored(full: Full, builds: list[int], tmp_path: Path, unit: int) -> None:
-    """It is not built again."""
+def test_calls_wait_for_a_restore(full: Full, builds: list[int], tmp_path: Path, unit: int) -> None:
+    """Instead of building again."""
     client, holder = full.start(1, 2, spill_dir=tmp_path)
     made(client, 1, unit)
     second = holder.call("model", 2, unit)
@@ -340,8 +340,8 @@ def test_a_call_waits_until_its_object_is_restored(full: Full, builds: list[int]
         assert first.value.unique().tolist() == [1] and builds == [1, 2]
 
 
-def test_a_new_user_of_an_object_stands_behind_those_who_wait(full: Full, tmp_path: Path, unit: int) -> None:
-    """The object comes to rest, and comes back for the new user; who uses it already may ask for it again."""
+def test_new_users_of_an_object_queue_behind_others(full: Full, tmp_path: Path, unit: int) -> None:
+    """It becomes idle, and is restored for the new user; present users are not blocked."""
     client, user = full.start(1, 2, spill_dir=tmp_path)
     late = full.session()
     other, object_id = made(client, 2, unit), made(client, 1, unit)
@@ -363,7 +363,7 @@ def test_a_new_user_of_an_object_stands_behind_those_who_wait(full: Full, tmp_pa
 
 
 def test_a_full_disk_is_named(full: Full, unit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where an object cannot leave, the error of who waits says why; the object is as it was."""
+    """If an object cannot be moved, the waiting request's error gives the reason; the object is unchanged."""
     full.start(1, spill_dir=tmp_path, host_quota=0)
 
     def fail(*args: Any) -> None:
@@ -379,7 +379,7 @@ def test_a_full_disk_is_named(full: Full, unit: int, tmp_path: Path, monkeypatch
     full.client().create_buffer(unit).release()
 
 
-def test_the_calls_of_an_endpoint_that_runs_go_first(
+def test_calls_of_running_endpoints_go_first(
     full: Full,
     shared: Provider,
     threads: ThreadPoolExecutor,
@@ -388,7 +388,7 @@ def test_the_calls_of_an_endpoint_that_runs_go_first(
     tmp_path: Path,
     unit: int,
 ) -> None:
-    """Those who wait may wait for what it uses: it is not held up by them, be its objects on the device or below."""
+    """Others may wait for memory that the endpoint uses: it is not blocked by them, for warm and cold objects."""
 
     @shared.share(managed=True)
     def both(nbytes: int) -> torch.Tensor:
@@ -411,8 +411,8 @@ def test_the_calls_of_an_endpoint_that_runs_go_first(
         assert handle.value.unique().tolist() == [3]
 
 
-def test_what_only_the_cache_kept_gives_way_when_it_is_invalidated(full: Full, unit: int) -> None:
-    """A pinned result, which would not have gone."""
+def test_pinned_results_are_freed_by_invalidation(full: Full, unit: int) -> None:
+    """They would not have been evicted."""
     holder, client = full.start(2, 2)
     client.call("pinned", unit).release()
     with holder.call("model", 1, unit):
@@ -421,10 +421,10 @@ def test_what_only_the_cache_kept_gives_way_when_it_is_invalidated(full: Full, u
         answer.result(30).release()
 
 
-def test_a_result_that_nobody_waits_for_does_not_wait(
+def test_abandoned_results_do_not_wait(
     full: Full, shared: Provider, begun: threading.Event, go: threading.Event, unit: int
 ) -> None:
-    """Its caller gave up while it was being built: it is kept if there is capacity, and dropped if not."""
+    """After the caller has left during the build, the result is kept if there is capacity, and else dropped."""
 
     @shared.share(managed=True)
     def slow(number: int, nbytes: int) -> torch.Tensor:

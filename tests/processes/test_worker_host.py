@@ -33,7 +33,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[WorkerHost, Raw]]:
     host.wait()
 
 
-def test_memory_that_cannot_be_sent(worker: tuple[WorkerHost, Raw], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_be_sent_is_reported(worker: tuple[WorkerHost, Raw], monkeypatch: pytest.MonkeyPatch) -> None:
     """At its limit of files, the worker answers with the reason and keeps no descriptor."""
     host, broker = worker
     send = host._stream.send
@@ -48,7 +48,7 @@ def test_memory_that_cannot_be_sent(worker: tuple[WorkerHost, Raw], monkeypatch:
     assert isinstance(answer, Error) and "OSError: [Errno 24] Too many open files" in answer.text
 
 
-def test_memory_that_no_thread_can_make(worker: tuple[WorkerHost, Raw], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_without_a_thread_is_refused(worker: tuple[WorkerHost, Raw], monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker answers with the reason."""
     host, broker = worker
     monkeypatch.setattr(host._memory._threads, "start", Mock(side_effect=RuntimeError("can't start new thread")))
@@ -56,8 +56,8 @@ def test_memory_that_no_thread_can_make(worker: tuple[WorkerHost, Raw], monkeypa
     assert isinstance(answer, Error) and "can't start new thread" in answer.text
 
 
-def test_a_run_that_no_thread_can_begin(worker: tuple[WorkerHost, Raw], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker answers with the reason, and goes on."""
+def test_runs_without_a_thread_are_refused(worker: tuple[WorkerHost, Raw], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker answers with the reason, and continues."""
     host, broker = worker
     provider = Provider(device="cpu", execution_mode="local")
     provider.share("f")(lambda: None)

@@ -99,9 +99,9 @@ def app(tmp_path: Path, base_path: str, children: list[Child]) -> Iterator[Impat
 
 
 def test_later_workers_are_forks(app: ImpatientApp) -> None:
-    """After a reload and after a crash; the first ones are new processes, and tell what to import.
+    """After a reload and after a crash; the first ones are new processes, and report the imports.
 
-    Each fork has random numbers of its own, no descriptor of the broker's or of another worker, and its own end of the link.
+    Each fork has its own random state, no descriptor of the broker or of another worker, and its own end of the link.
     """
     app.write(
         SAYS,
