@@ -294,11 +294,9 @@ def _part(tensor: torch.Tensor, piece: _Piece) -> torch.Tensor:
 
 def _put(parts: Parts, turn: int, fill: Sequence[tuple[_Piece, torch.Tensor]]) -> None:
     slot = parts.slots[turn]
-    with _plainly():
-        for piece, tensor in fill:
-            whole = piece.nbytes == tensor.nbytes
-            source = tensor.detach() if whole else _part(tensor.detach().contiguous(), piece)
-            _place(slot, piece).copy_(source, non_blocking=True)
+    for piece, tensor in fill:
+        whole = piece.nbytes == tensor.nbytes
+        _copy(_place(slot, piece), tensor.detach() if whole else _part(tensor.detach().contiguous(), piece))
     parts.synchronize(copied=True)
 
 
