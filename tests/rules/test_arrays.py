@@ -62,8 +62,8 @@ def arrays_of(value: Any) -> Any:
         *("small", "empty"),
     ],
 )
-def test_arrays_come_back_as_they_were(device: str, rebuilt: Rebuilt, make: Callable[[], Any]) -> None:
-    """Class, dtype, shape, order and elements, and whether they can be written to: what pickle makes of them."""
+def test_arrays_round_trip(device: str, rebuilt: Rebuilt, make: Callable[[], Any]) -> None:
+    """Class, dtype, shape, order and elements, and writability, as with pickle."""
     array = make()
     expected = pickle.loads(pickle.dumps(array, protocol=5))
     (result,) = arrays_of(rebuilt(beside_a_tensor(device, array)))
@@ -76,7 +76,7 @@ def test_arrays_come_back_as_they_were(device: str, rebuilt: Rebuilt, make: Call
 
 
 def test_each_rebuilt_object_has_its_own_writes(device: str, published: Callable[..., Record]) -> None:
-    """Two objects that are rebuilt of one record in one process do not see each other's writes, as with copies."""
+    """Two objects rebuilt from one record in one process do not see each other's writes, like copies."""
     record = published(beside_a_tensor(device, numpy.zeros(LARGE)))
     one, other = (arrays_of(decode_result(record.skeleton, record.table, record.segments))[0] for _ in range(2))
     one[0] = 1
@@ -84,8 +84,8 @@ def test_each_rebuilt_object_has_its_own_writes(device: str, published: Callable
     assert (one[0], other[0], later[0]) == (1, 0, 0)
 
 
-def test_read_only_arrays(device: str, rebuilt: Rebuilt) -> None:
-    """With ``access="read"`` an array cannot be written to, nor made so that it can."""
+def test_read_only_arrays_cannot_be_made_writable(device: str, rebuilt: Rebuilt) -> None:
+    """With ``access="read"``."""
     (result,) = arrays_of(rebuilt(beside_a_tensor(device, numpy.arange(LARGE)), "read"))
     assert (result == numpy.arange(LARGE)).all()
     with pytest.raises(ValueError, match="read-only"):
@@ -96,7 +96,7 @@ def test_read_only_arrays(device: str, rebuilt: Rebuilt) -> None:
 
 @pytest.mark.parametrize("access", ["read_write", "read"])
 def test_the_segment_of_arrays_is_sealed(device: str, published: Callable[..., Record], access: str) -> None:
-    """The segment is sealed: the kernel refuses a mapping through which others would see a write."""
+    """The kernel refuses a mapping through which others would see a write."""
     record = published(beside_a_tensor(device, numpy.arange(LARGE)), access)
     segment = record.segments[-1]
     with pytest.raises(CapabilityError, match="shared read-only"):
@@ -104,7 +104,7 @@ def test_the_segment_of_arrays_is_sealed(device: str, published: Callable[..., R
 
 
 def test_memory_lives_as_long_as_an_array_over_it(device: str, published: Callable[..., Record]) -> None:
-    """A view of an array keeps the mapping, when the object, the record and the first array are gone; then it goes."""
+    """A view of an array keeps the mapping after the ends of the object, the record and the first array."""
     gc.collect()
     MAPPINGS.drain()
     before = len(MAPPINGS)
@@ -119,8 +119,8 @@ def test_memory_lives_as_long_as_an_array_over_it(device: str, published: Callab
     assert len(MAPPINGS) == before
 
 
-def test_sizes(device: str, published: Callable[..., Record]) -> None:
-    """``nbytes`` is what all share, arrays included; ``private_nbytes`` what everyone copies: small arrays, and objects."""
+def test_sizes_count_shared_and_copied_bytes(device: str, published: Callable[..., Record]) -> None:
+    """``nbytes`` is shared, including arrays; ``private_nbytes`` is copied by each process: small arrays, and objects."""
     alone = published(beside_a_tensor(device))
     array = numpy.arange(LARGE)
     shared = published(beside_a_tensor(device, array))
@@ -131,8 +131,8 @@ def test_sizes(device: str, published: Callable[..., Record]) -> None:
     assert private.private_nbytes > 100 * 800 + LARGE
 
 
-def test_a_record_is_where_its_tensors_are(device: str, published: Callable[..., Record]) -> None:
-    """Arrays are on the host whatever the device is, and come last."""
+def test_a_record_is_on_the_device_of_its_tensors(device: str, published: Callable[..., Record]) -> None:
+    """Arrays are always on the host, and come last."""
     record = published(beside_a_tensor(device, numpy.arange(LARGE)))
     assert [segment.info.device == "cpu" for segment in record.segments] == [device == "cpu", True]
     assert record.device == record.segments[0].info.device
@@ -142,7 +142,7 @@ def test_a_record_is_where_its_tensors_are(device: str, published: Callable[...,
 
 
 @pytest.mark.parametrize("entry", [BufferEntry(0, 8192, 1), BufferEntry(0, -1, 5), BufferEntry(3, 0, 5), BufferEntry(-1, 0, 5)])
-def test_a_buffer_that_leaves_its_segment(no_leaks: None, entry: BufferEntry) -> None:
+def test_buffers_outside_their_segment_are_refused(no_leaks: None, entry: BufferEntry) -> None:
     """A table that does not fit its segments is refused."""
     with closing(HOST.create(8192)) as segment:
         table = msgspec.msgpack.encode(TensorTable(buffers=(entry,)))
@@ -150,8 +150,8 @@ def test_a_buffer_that_leaves_its_segment(no_leaks: None, entry: BufferEntry) ->
             decode_result(pickle.dumps(None), table, [segment])
 
 
-def test_without_memory_for_an_array(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What goes wrong while it is copied is an error, and nothing is left behind."""
+def test_a_lack_of_memory_for_an_array_is_reported(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing is left."""
 
     def full(*_: Any) -> int:
         raise OSError(28, "No space left on device")
@@ -161,8 +161,8 @@ def test_without_memory_for_an_array(no_leaks: None, monkeypatch: pytest.MonkeyP
         publish(beside_a_tensor("cpu", numpy.arange(LARGE)), "cpu", "read_write", "load")
 
 
-def test_copy_on_write_is_for_the_host(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A segment of another kind cannot be mapped so."""
+def test_copy_on_write_is_only_for_the_host(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments of other devices cannot be mapped so."""
     monkeypatch.setattr("shared_rpc.memory.mapping.backend_for", lambda device, mechanism: HOST)
     with closing(HOST.create(4096)) as segment:
         info = msgspec.structs.replace(segment.info, access="copy", mechanism="vmm", device="GPU-1")
@@ -183,8 +183,8 @@ def dynamic(kind: torch.dtype) -> nn.Module:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("kind", [torch.qint8, torch.float16], ids=str)
-def test_packed_weights_are_told_as_copies(no_leaks: None, kind: torch.dtype) -> None:
-    """Everyone packs the weights anew: they count as what each process copies, and not as shared."""
+def test_packed_weights_count_as_copies(no_leaks: None, kind: torch.dtype) -> None:
+    """Each process packs the weights again."""
     module = dynamic(kind)
     with closing(publish({"module": module, "tensor": torch.zeros(10)}, "cpu", "read_write", "load")) as record:
         assert record.nbytes == 40

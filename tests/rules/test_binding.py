@@ -52,7 +52,7 @@ class Calculator(Recorder, Sums):
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient, Provider])
 def test_a_class_has_every_operation(kind: type) -> None:
-    """As a method with the parameters and the text of its definition; a coroutine of the client for coroutines alone."""
+    """As a method with the parameters and the docstring of its definition; a coroutine only in the client for coroutines."""
     for name, body in DEFINED.items():
         if kind is Provider and name == "list_endpoints":
             continue  # those of this process, whatever a server has
@@ -65,16 +65,16 @@ def test_a_class_has_every_operation(kind: type) -> None:
 
 
 @pytest.mark.parametrize(("kind", "handle"), [(Client, "Handle"), (AsyncClient, "AsyncHandle"), (Provider, "Handle")])
-def test_a_handle_is_called_what_it_is(kind: Any, handle: str) -> None:
-    """A signature names the class of handle that its callers take and give, and what an operation returns, not its steps."""
+def test_annotations_name_the_class_of_handles(kind: Any, handle: str) -> None:
+    """A signature has the class's own handle for arguments and results, and not the steps of an operation."""
     assert inspect.signature(kind.create_buffer).return_annotation == f"{handle}[torch.Tensor]"
     assert inspect.signature(kind.latest).parameters["handle"].annotation == f"{handle}[T]"
     assert inspect.signature(kind.list_tasks).return_annotation == "list[TaskInfo]"
     assert kind.list_tasks.__annotations__ == {"status": "str | None", "return": "list[TaskInfo]"}
 
 
-def test_an_operation_is_driven_with_its_arguments() -> None:
-    """By position, by name and beyond; what does not fit is a TypeError that names the operation."""
+def test_operations_are_driven_with_their_arguments() -> None:
+    """Positional, by name and variadic; a mismatch is a TypeError that names the operation."""
     assert Calculator().add(2) == 3
     assert Calculator().add(2, other=5, self=1, ctx=1) == 9
     with pytest.raises(TypeError, match=r"add\(\) missing 1 required positional argument"):
@@ -82,7 +82,7 @@ def test_an_operation_is_driven_with_its_arguments() -> None:
 
 
 def test_own_methods_of_a_class_are_not_replaced() -> None:
-    """A method of that name, of the class or of a subclass, is not replaced; the others are bound."""
+    """Of the class or of a subclass; the others are bound."""
 
     @bound
     class Own(Recorder, Sums):
@@ -97,8 +97,8 @@ def test_own_methods_of_a_class_are_not_replaced() -> None:
     assert isinstance(Own().lend("a"), Leased)
 
 
-def test_a_subclass_may_have_another_driver() -> None:
-    """It is bound anew, to that."""
+def test_subclasses_may_have_another_driver() -> None:
+    """They are bound again."""
 
     class Shouting(Recorder):
         @classmethod
@@ -113,8 +113,8 @@ def test_a_subclass_may_have_another_driver() -> None:
     assert (Loud().add(2), Calculator().add(2)) == ("add: 3!", 3)
 
 
-def test_an_operation_of_no_class_is_itself() -> None:
-    """Before it is bound: its body is a generator, and drives nothing."""
+def test_unbound_operations_are_returned_unchanged() -> None:
+    """The body is a generator, and drives nothing."""
     steps = Sums.add.body(Calculator(), 2)
     assert isinstance(steps.send(None), Work)
     assert not isinstance(Sums.add.body, Request)

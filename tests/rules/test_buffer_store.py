@@ -76,8 +76,8 @@ def limited() -> Iterator[Buffers]:
 # Listed, and held.
 
 
-def test_a_buffer_lingers_after_its_last_holder(buffers: Buffers) -> None:
-    """For so long, in which others may get it; and no longer."""
+def test_buffers_linger_after_their_last_holder(buffers: Buffers) -> None:
+    """During that time others may get them."""
     stored = buffers.make(linger=10)
     assert buffers.end("a", stored) == 10
     buffers.clock.time += 9.5
@@ -87,8 +87,8 @@ def test_a_buffer_lingers_after_its_last_holder(buffers: Buffers) -> None:
     assert buffers.dropped == [stored] and buffers.reason(stored) == "released"
 
 
-def test_a_lingering_buffer_lingers_anew_after_its_next_holder(buffers: Buffers) -> None:
-    """And not at all while it has one, however long that is."""
+def test_lingering_restarts_after_the_next_holder(buffers: Buffers) -> None:
+    """A held buffer is listed without limit."""
     stored = buffers.make(linger=10)
     buffers.end("a", stored)
     buffers.clock.time += 5
@@ -98,8 +98,8 @@ def test_a_lingering_buffer_lingers_anew_after_its_next_holder(buffers: Buffers)
     assert buffers.end("b", stored) == 10
 
 
-def test_a_name_is_that_of_one_listed_buffer(buffers: Buffers) -> None:
-    """Another buffer may have it once the first is not listed any more, for whichever reason."""
+def test_names_are_unique_among_listed_buffers(buffers: Buffers) -> None:
+    """A name can be reused once its buffer is no longer listed, for any reason."""
     for end in (lambda stored: buffers.table.free(stored.object_id), lambda stored: buffers.end("a", stored)):
         stored = buffers.table.add("a", record_of("own"), None, None, name="ring")
         assert buffers.table.named("ring") == stored.object_id
@@ -112,7 +112,7 @@ def test_a_name_is_that_of_one_listed_buffer(buffers: Buffers) -> None:
 
 
 def test_a_freed_buffer_goes_with_its_last_holder(buffers: Buffers) -> None:
-    """Nobody gets it any more, and nobody loses it."""
+    """It can no longer be got, and holders keep it."""
     stored = buffers.make()
     buffers.table.get("b", stored.object_id)
     assert buffers.table.free(stored.object_id)
@@ -126,15 +126,15 @@ def test_a_freed_buffer_goes_with_its_last_holder(buffers: Buffers) -> None:
 
 
 @pytest.mark.parametrize("linger", [0.0, 10.0])
-def test_a_buffer_that_nobody_holds_goes_when_it_is_freed(buffers: Buffers, linger: float) -> None:
-    """At once, also while it lingers: whoever frees it knows that nobody will ask."""
+def test_unheld_buffers_end_when_freed(buffers: Buffers, linger: float) -> None:
+    """At once, even while they linger."""
     stored = buffers.make(ttl=None if linger else 10.0, linger=linger)
     buffers.end("a", stored)
     assert buffers.table.free(stored.object_id) and buffers.dropped == [stored]
 
 
-def test_expiry_takes_nothing_from_a_holder(buffers: Buffers) -> None:
-    """The ttl is about who may still get it; memory goes with the last lease."""
+def test_expiry_does_not_affect_holders(buffers: Buffers) -> None:
+    """The ttl limits who may still get it; memory is freed with the last lease."""
     held, idle = buffers.make(ttl=10), buffers.make(name="other", ttl=20)
     buffers.release("a", idle)
     assert buffers.table.expire() == 10
@@ -148,8 +148,8 @@ def test_expiry_takes_nothing_from_a_holder(buffers: Buffers) -> None:
 
 
 @pytest.mark.parametrize("late", ["get", "free", "facts"])
-def test_the_clock_decides_and_not_the_sweeper(buffers: Buffers, late: str) -> None:
-    """Whoever asks after the time is too late, though nobody has looked since."""
+def test_expiry_does_not_depend_on_the_sweeper(buffers: Buffers, late: str) -> None:
+    """A request after the time is refused, even before the next sweep."""
     stored = buffers.make(ttl=10)
     buffers.clock.time += 9.5
     buffers.table.get("b", stored.object_id)
@@ -161,8 +161,8 @@ def test_the_clock_decides_and_not_the_sweeper(buffers: Buffers, late: str) -> N
     assert buffers.reason(stored) == "expired"
 
 
-def test_as_many_accesses_as_were_allowed(buffers: Buffers) -> None:
-    """The maker's is none of them; the last one is granted before the buffer is unlisted."""
+def test_accesses_are_limited(buffers: Buffers) -> None:
+    """Without the creation; the last one is granted before the buffer is unlisted."""
     stored = buffers.make(max_accesses=2)
     buffers.release("a", stored)
     assert buffers.table.info(stored.object_id)["accesses_left"] == 2
@@ -176,8 +176,8 @@ def test_as_many_accesses_as_were_allowed(buffers: Buffers) -> None:
     assert buffers.dropped == [stored]
 
 
-def test_ids_that_are_no_buffers(buffers: Buffers) -> None:
-    """A result of an endpoint cannot be got by its id, and not freed."""
+def test_other_ids_are_refused(buffers: Buffers) -> None:
+    """A result of an endpoint can neither be got as a buffer nor freed."""
     result = buffers.add("f(1)", holders="a")
     assert buffers.reason(result) == buffers.reason("x" * 1000) == "unknown"
     assert not buffers.table.free(result.object_id) and result.listed
@@ -186,8 +186,8 @@ def test_ids_that_are_no_buffers(buffers: Buffers) -> None:
     assert len(str(caught.value)) < 300
 
 
-def test_the_cache_does_not_touch_buffers() -> None:
-    """They count against its budget and push cached objects out, and are never pushed out themselves."""
+def test_the_cache_does_not_evict_buffers() -> None:
+    """They count against its budget and evict cached objects."""
     buffers = Buffers(max_bytes=250)
     result = buffers.add("f(1)")
     first, second = (buffers.make(name=name) for name in ("one", "two"))
@@ -199,8 +199,8 @@ def test_the_cache_does_not_touch_buffers() -> None:
     buffers.store.clear()
 
 
-def test_only_so_many_buffers() -> None:
-    """Listed or held, and those that are being made: an empty one costs something too."""
+def test_the_number_of_buffers_is_limited() -> None:
+    """Listed or held, and those being created: an empty one has a cost too."""
     buffers = Buffers(capacity=2)
     stored = buffers.make()
     buffers.table.check_capacity(0)
@@ -219,7 +219,7 @@ def test_only_so_many_buffers() -> None:
 
 
 def test_a_buffer_ends_with_its_last_lease(buffers: Buffers) -> None:
-    """Unless it is to be kept, or has a time to live."""
+    """Unless it is kept, or has a ttl."""
     plain, kept = buffers.make("a", "plain"), buffers.table.add("a", record_of("kept"), None, None, keep=True)
     timed = buffers.make("a", "timed", ttl=10)
     buffers.table.get("b", plain.object_id)
@@ -232,8 +232,8 @@ def test_a_buffer_ends_with_its_last_lease(buffers: Buffers) -> None:
     assert {one.object_id for one in buffers.store} == {kept.object_id, timed.object_id}
 
 
-def test_leases_are_taken_again_after_a_restart(buffers: Buffers) -> None:
-    """Nobody's getting and releasing it meanwhile ends it under those who have not yet; when the time is over, it may end."""
+def test_leases_are_renewed_after_a_restart(buffers: Buffers) -> None:
+    """Other accesses do not end the buffer before its holders return; after the time it may end."""
     stored = [buffers.make("a", name) for name in ("claimed", "forgotten")]
     later = Buffers()
     for one in stored:
@@ -252,7 +252,7 @@ def test_leases_are_taken_again_after_a_restart(buffers: Buffers) -> None:
 
 
 def test_results_and_buffers_share_a_quota(limited: Buffers) -> None:
-    """Whatever is held or listed counts, each segment once, and on its own device only."""
+    """Held and listed ones count, each segment once, on its own device only."""
     limited.add("f(1)", "shared", holders="a")
     limited.add("f(2)", "shared", holders="b")
     limited.make(name="buffer")
@@ -265,8 +265,8 @@ def test_results_and_buffers_share_a_quota(limited: Buffers) -> None:
         limited.capacity.take({"cpu": 1}, totals={"cpu": TOTAL})
 
 
-def test_idle_results_give_way(limited: Buffers) -> None:
-    """The least recently used first, and no more of them than are in the way."""
+def test_idle_results_are_evicted(limited: Buffers) -> None:
+    """The least recently used first, as many as necessary."""
     first, second = limited.add("f(1)"), limited.add("f(2)")
     limited.add("f(3)", holders="a")
     limited.store.lookup("f(1)")
@@ -277,7 +277,7 @@ def test_idle_results_give_way(limited: Buffers) -> None:
 
 
 def test_nothing_is_evicted_in_vain(limited: Buffers) -> None:
-    """Where even all of it were not enough."""
+    """If all of it would not suffice."""
     limited.add("f(1)", "shared")
     limited.add("f(2)", "shared", "own", holders="a")
     with pytest.raises(ServerBusy):
@@ -286,7 +286,7 @@ def test_nothing_is_evicted_in_vain(limited: Buffers) -> None:
 
 
 def test_bytes_of_the_largest_holder_are_counted_once(limited: Buffers) -> None:
-    """Objects over one buffer are no more memory than it, and it is not idle while one of them is held."""
+    """Objects over one buffer add no memory, and keep it from being idle."""
     limited.make(session="a", name="shared", nbytes=60)
     limited.add("f(1)", "shared", holders="a")
     limited.add("f(2)", "shared", holders="a")
@@ -298,8 +298,8 @@ def test_bytes_of_the_largest_holder_are_counted_once(limited: Buffers) -> None:
         limited.capacity.take({"cpu": 100}, totals={"cpu": TOTAL})
 
 
-def test_no_bytes_always_fit(limited: Buffers) -> None:
-    """Where what clients hold is over the quota already, too."""
+def test_empty_requests_always_fit(limited: Buffers) -> None:
+    """Even if held objects exceed the quota."""
     limited.add("f(1)", "a", "b", "c", "d", holders="a")
     limited.capacity.take({"cpu": 0}, totals={"cpu": TOTAL})
     with pytest.raises(ServerBusy):
@@ -308,7 +308,7 @@ def test_no_bytes_always_fit(limited: Buffers) -> None:
 
 @pytest.mark.parametrize(("quota", "total", "limit"), [(300, TOTAL, 300), (TOTAL * 2, TOTAL, TOTAL), (None, TOTAL, TOTAL)])
 def test_requests_beyond_the_quota_or_the_device_are_refused(quota: int | None, total: int, limit: int) -> None:
-    """More than the quota, or than the device has: waiting would not help."""
+    """Waiting would not help."""
     limits = {} if quota is None else {"cpu": quota}
     buffers = Buffers(**limits)
     buffers.capacity.take({"cpu": limit}, totals={"cpu": total})
@@ -316,8 +316,8 @@ def test_requests_beyond_the_quota_or_the_device_are_refused(quota: int | None, 
         buffers.capacity.take({"cpu": limit + 1}, totals={"cpu": total})
 
 
-def test_without_a_quota_results_are_not_asked(buffers: Buffers) -> None:
-    """Their memory is there already, whatever the device has."""
+def test_results_without_a_quota_are_accepted(buffers: Buffers) -> None:
+    """Their memory exists already."""
     buffers.capacity.take({"cpu": TOTAL * 10})
     assert buffers.capacity.used("cpu") == TOTAL * 10
 
@@ -326,22 +326,22 @@ def test_without_a_quota_results_are_not_asked(buffers: Buffers) -> None:
 
 
 def test_the_dtypes_are_those_of_torch() -> None:
-    """By its names and with its sizes. (Some are newer than the oldest torch.)"""
+    """With their names and sizes. (Some are newer than the oldest supported torch.)"""
     for name, size in ITEM_SIZES.items():
         if hasattr(torch, name):
             assert getattr(torch, name).itemsize == size
 
 
 @given(st.lists(st.integers(0, 5), max_size=5), st.sampled_from(["bool", "bfloat16", "complex128"]))
-def test_a_shape_is_laid_out_as_torch_does(shape: list[int], dtype: str) -> None:
-    """Contiguous, with the strides that torch gives an empty tensor too."""
+def test_shapes_are_laid_out_like_in_torch(shape: list[int], dtype: str) -> None:
+    """Contiguous, with the strides of torch even for an empty tensor."""
     tensor = torch.empty(shape, dtype=getattr(torch, dtype))
     extent = Extent.of(shape, dtype)
     assert (extent.shape, extent.strides, extent.nbytes) == (tensor.shape, tensor.stride(), tensor.nbytes)
 
 
 def test_an_int_is_a_number_of_bytes() -> None:
-    """Whatever the dtype."""
+    """For any dtype."""
     assert Extent.of(1024, "float32") == Extent((256,), (1,), "float32", 1024)
     assert Extent.of(0, "float64").shape == (0,)
 
@@ -361,14 +361,14 @@ def test_an_int_is_a_number_of_bytes() -> None:
         (4, "", "use one of bool, "),
     ],
 )
-def test_sizes_that_no_tensor_has(size: int | list[int], dtype: str, text: str) -> None:
-    """The error says what was wrong with them."""
+def test_impossible_sizes_are_refused(size: int | list[int], dtype: str, text: str) -> None:
+    """The error names the problem."""
     with pytest.raises(ConfigurationError, match=text):
         Extent.of(size, dtype)
 
 
-def test_buffers_that_are_held_or_listed_count(buffers: Buffers) -> None:
-    """Results are none of them."""
+def test_held_or_listed_buffers_are_counted(buffers: Buffers) -> None:
+    """Results are not."""
     freed, held = buffers.make(name="freed"), buffers.make(name="held")
     buffers.add("f(1)", "result")
     assert len(buffers.table) == 2

@@ -299,15 +299,15 @@ def world(worlds: Callable[..., World]) -> World:
 
 
 def test_a_request_that_fits_is_granted_at_once(world: World) -> None:
-    """Its bytes are reserved until the block ends."""
+    """Its bytes are reserved while the block runs."""
     ask = world.ask("a", gpu=60)
     assert ask.granted and world.capacity.used(GPU) == 60
     world.turn(ask.done.set)
     assert world.capacity.used(GPU) == 0
 
 
-def test_the_least_recently_used_give_way(world: World) -> None:
-    """As many as are needed, and their memory is granted when they have gone."""
+def test_the_least_recently_used_are_evicted(world: World) -> None:
+    """As many as necessary, and the request is granted when they are."""
     *_, last = (world.put(name, {GPU: 30}) for name in "xyz")
     ask = world.ask("a", gpu=50)
     assert world.going == [(["x"], "host"), (["y"], "host")] and not ask.granted
@@ -316,8 +316,8 @@ def test_the_least_recently_used_give_way(world: World) -> None:
     assert ask.granted and last.tier == "device"
 
 
-def test_nothing_gives_way_where_all_is_not_enough(world: World) -> None:
-    """It would be moved for nothing: somebody uses the rest."""
+def test_nothing_is_evicted_if_all_is_not_enough(world: World) -> None:
+    """The rest is in use."""
     world.put("x", {GPU: 30})
     used = world.put("y", {GPU: 60}, active="b")
     ask = world.ask("a", gpu=60)
@@ -326,15 +326,15 @@ def test_nothing_gives_way_where_all_is_not_enough(world: World) -> None:
     assert world.going == [(["x"], "host"), (["y"], "host")]
 
 
-def test_an_object_that_is_there_needs_no_capacity(world: World) -> None:
-    """However full its device is, after the quota was lowered."""
+def test_warm_objects_need_no_capacity(world: World) -> None:
+    """However full the device is, after the quota was lowered."""
     stored = world.put("x", {GPU: 80})
     world.capacity.set_limits({GPU: 50, CPU: 100})
     assert world.ask("a", stored).there
 
 
 def test_bytes_of_pending_evictions_are_counted(world: World) -> None:
-    """While something goes that is enough, nothing else has to."""
+    """If pending evictions suffice, no further ones begin."""
     world.put("x", {GPU: 60})
     world.put("y", {GPU: 40})
     world.ask("a", gpu=50)
@@ -343,7 +343,7 @@ def test_bytes_of_pending_evictions_are_counted(world: World) -> None:
 
 
 def test_objects_that_requests_wait_for_are_evicted_last(world: World) -> None:
-    """Else it would have to come back at once."""
+    """Otherwise they would have to be restored at once."""
     first = world.put("x", {GPU: 50}, active="b")
     second = world.put("y", {GPU: 50}, active="b")
     cold = world.put("z", {GPU: 50}, "file")
@@ -354,8 +354,8 @@ def test_objects_that_requests_wait_for_are_evicted_last(world: World) -> None:
     assert world.going == [(["y"], "host")]
 
 
-def test_an_object_that_can_go_nowhere_is_dropped(world: World) -> None:
-    """If only the cache lists it; one that a session holds stays."""
+def test_objects_without_a_lower_tier_are_dropped(world: World) -> None:
+    """If only the cache lists them; held ones stay."""
     held = world.put("x", {GPU: 50}, below=(), active="b")
     world.suspend("b", held)
     listed = world.put("y", {GPU: 50}, below=())
@@ -363,7 +363,7 @@ def test_an_object_that_can_go_nowhere_is_dropped(world: World) -> None:
 
 
 def test_pinned_objects_stay(world: World) -> None:
-    """Others go for it, though they are not dropped as a pinned one without a lower tier would be."""
+    """Others are evicted instead; the pinned one is not dropped either."""
     world.put("x", {GPU: 50}, below=(), pinned=True)
     world.put("y", {GPU: 50})
     world.ask("a", gpu=50)
@@ -375,7 +375,7 @@ def test_pinned_objects_stay(world: World) -> None:
     [(51, ServerBusy, "51 bytes on GPU-1 do not fit beside what is pinned"), (101, CapabilityError, "more than the quota")],
 )
 def test_impossible_requests_are_refused_before_their_turn(world: World, nbytes: int, kind: type[Exception], text: str) -> None:
-    """Whoever is in the queue before it."""
+    """Regardless of earlier requests in the queue."""
     world.put("x", {GPU: 50}, pinned=True)
     world.put("y", {GPU: 50}, active="b")
     world.ask("a", gpu=50)
@@ -384,7 +384,7 @@ def test_impossible_requests_are_refused_before_their_turn(world: World, nbytes:
 
 
 def test_requests_are_served_in_order(world: World) -> None:
-    """A small one that would fit waits behind a large one; another device's does not."""
+    """A small one that would fit waits behind a large one, but not one for another device."""
     used = world.put("x", {GPU: 60}, active="b")
     large, small, other = world.ask("a", gpu=90), world.ask("c", gpu=10), world.ask("d", cpu=10)
     assert [each.granted for each in (large, small, other)] == [False, False, True]
@@ -393,15 +393,15 @@ def test_requests_are_served_in_order(world: World) -> None:
     assert large.granted and small.granted
 
 
-def test_a_request_for_two_devices_holds_up_both(world: World) -> None:
-    """It would starve otherwise."""
+def test_requests_for_two_devices_block_both(world: World) -> None:
+    """They would starve otherwise."""
     world.put("x", {GPU: 60}, active="b")
     both, other = world.ask("a", gpu=60, cpu=10), world.ask("c", cpu=10)
     assert not both.granted and not other.granted
 
 
-def test_an_object_in_use_comes_to_rest(world: World) -> None:
-    """While another is waited for, whoever wants it next queues too, and gets it when it is back."""
+def test_objects_in_use_become_idle(world: World) -> None:
+    """While another one is waited for, later users of the object queue too, and get it when it is restored."""
     one, two = world.put("x", {GPU: 100}, active="b"), world.put("y", {GPU: 100}, "host")
     first, second = world.ask("a", two), world.ask("c", one)
     assert world.capacity.must_wait("d", one) and not world.capacity.must_wait("b", one) and not second.granted
@@ -416,7 +416,7 @@ def test_an_object_in_use_comes_to_rest(world: World) -> None:
 
 
 def test_all_requests_for_an_object_are_granted_together(world: World) -> None:
-    """With the first of them, those behind others too; who comes later does not."""
+    """With the first of them, including later ones in the queue; subsequent requests queue again."""
     one, two = world.put("x", {GPU: 100}, active="s"), world.put("y", {GPU: 100}, "host")
     first, other, third = world.ask("a", two), world.ask("b", one), world.ask("c", two)
     world.suspend("s", one)
@@ -427,8 +427,8 @@ def test_all_requests_for_an_object_are_granted_together(world: World) -> None:
     assert world.leases.active(two.object_id) == {"a", "c"}
 
 
-def test_a_restore_is_joined(world: World) -> None:
-    """Its bytes are reserved once."""
+def test_restores_are_joined(world: World) -> None:
+    """Their bytes are reserved once."""
     stored = world.put("x", {GPU: 80}, "host")
     asks = [world.ask("a", stored), world.ask("b", stored)]
     assert world.capacity.used(GPU) == 80 and len(world.moves) == 1
@@ -436,8 +436,8 @@ def test_a_restore_is_joined(world: World) -> None:
     assert all(ask.there for ask in asks) and world.capacity.used(GPU) == 80
 
 
-def test_a_restore_that_failed_is_begun_again(world: World) -> None:
-    """By the next one who asks; its bytes are reserved again."""
+def test_failed_restores_are_retried(world: World) -> None:
+    """By the next request, with a new reservation."""
     stored = world.put("x", {GPU: 80}, "host")
     world.ask("a", stored)
     world.end(error="a GPU is gone")
@@ -446,8 +446,8 @@ def test_a_restore_that_failed_is_begun_again(world: World) -> None:
     assert world.capacity.used(GPU) == 80 and len(world.moves) == 1
 
 
-def test_a_request_that_leaves_holds_up_no_other(world: World) -> None:
-    """The next one's turn comes at once."""
+def test_cancelled_requests_block_no_other(world: World) -> None:
+    """The next one is served at once."""
     world.put("x", {GPU: 60}, active="b")
     large, small = world.ask("a", gpu=90), world.ask("c", gpu=10)
     why = world.capacity.why(small)
@@ -456,8 +456,8 @@ def test_a_request_that_leaves_holds_up_no_other(world: World) -> None:
     assert small.granted and len(world.capacity) == 0
 
 
-def test_a_failed_move_is_not_tried_again_at_once(world: World) -> None:
-    """Something else goes; a while later the object may go again. Who waits is told why."""
+def test_failed_moves_are_retried_later(world: World) -> None:
+    """Another object is evicted in the meantime. Waiting requests report the reason."""
     world.put("x", {GPU: 50})
     world.put("y", {GPU: 50})
     ask = world.ask("a", gpu=50)
@@ -469,15 +469,15 @@ def test_a_failed_move_is_not_tried_again_at_once(world: World) -> None:
     assert world.expire() is None and world.going == [(["x"], "host")]
 
 
-def test_a_turn_that_had_come_is_kept(world: World) -> None:
-    """What was made is larger than what was reserved for it: the rest is asked for before all others."""
+def test_requests_keep_their_turn_for_more_memory(world: World) -> None:
+    """If the result is larger than the reservation, the rest is requested before all others."""
     world.put("x", {GPU: 60}, active="b")
     world.ask("a", gpu=90)
     assert world.ask("c", first=True, gpu=40).granted
 
 
-def test_a_request_without_patience_is_refused(world: World) -> None:
-    """Where nothing that could give way is enough."""
+def test_impatient_requests_are_refused(world: World) -> None:
+    """If evicting everything would not suffice."""
     world.put("x", {GPU: 60}, active="b")
 
     async def ask() -> None:
@@ -492,7 +492,7 @@ def test_a_request_without_patience_is_refused(world: World) -> None:
 
 
 def test_copies_of_what_is_on_its_device_give_way_first(worlds: Callable[..., World]) -> None:
-    """They are dropped; what lies on the host stays there."""
+    """They are dropped; objects in the host tier stay."""
     world = worlds({GPU: 100}, host_limit=100)
     world.put("cold", {GPU: 50}, "host")
     warm = world.put("warm", {GPU: 50}, ready=True, active="b")
@@ -502,7 +502,7 @@ def test_copies_of_what_is_on_its_device_give_way_first(worlds: Callable[..., Wo
 
 
 def test_host_copies_are_spilled_to_files(worlds: Callable[..., World]) -> None:
-    """The least recently used first; the object goes when there is capacity for its copy."""
+    """The least recently used first; the object is evicted once there is capacity for its copy."""
     world = worlds({GPU: 50}, host_limit=100)
     for name in ("old", "new"):
         world.put(name, {GPU: 50}, "host")
@@ -526,7 +526,7 @@ def test_host_copies_are_spilled_to_files(worlds: Callable[..., World]) -> None:
 def test_objects_that_do_not_fit_on_the_host_go_to_files(
     worlds: Callable[..., World], sizes: list[int], below: tuple[Below, ...], going: list[Any]
 ) -> None:
-    """Where there is no capacity for all of them below, none goes: the first alone would go for nothing."""
+    """If there is no lower capacity for all of them, none is moved: the first alone would not help."""
     world = worlds({GPU: 100}, host_limit=50)
     for number, nbytes in enumerate(sizes):
         world.put(str(number), {GPU: nbytes}, below=below)
@@ -534,8 +534,8 @@ def test_objects_that_do_not_fit_on_the_host_go_to_files(
     assert world.going == going
 
 
-def test_the_copy_of_what_goes_is_kept(worlds: Callable[..., World]) -> None:
-    """It is what makes its going cheap; another one gives way."""
+def test_copies_of_evicted_objects_are_kept(worlds: Callable[..., World]) -> None:
+    """They make the eviction cheap; another copy is dropped."""
     world = worlds({GPU: 150}, host_limit=100)
     world.put("x", {GPU: 50})
     kept, dropped = (world.put(name, {GPU: 50}, ready=True) for name in "yz")
@@ -545,8 +545,8 @@ def test_the_copy_of_what_goes_is_kept(worlds: Callable[..., World]) -> None:
     assert copies[0] is not None and copies[1] is None
 
 
-def test_a_good_copy_takes_no_more(worlds: Callable[..., World]) -> None:
-    """Its object goes though the host is full, and its copy is none that is dropped for it."""
+def test_good_copies_need_no_further_memory(worlds: Callable[..., World]) -> None:
+    """Their object is evicted although the host is full, and the copy is not dropped for it."""
     world = worlds({GPU: 100}, host_limit=100)
     world.put("x", {GPU: 50}, ready=True)
     world.put("y", {GPU: 50}, ready=True)
@@ -554,8 +554,8 @@ def test_a_good_copy_takes_no_more(worlds: Callable[..., World]) -> None:
     assert all(move.begun for move in world.moves) and world.store.copies.nbytes("host") == 100
 
 
-def test_stale_copies_are_dropped_where_the_host_has_little_left(worlds: Callable[..., World]) -> None:
-    """Those that were used last come last, and so many as are needed; not good ones, nor those of what is cold."""
+def test_stale_copies_are_dropped_when_the_host_is_short(worlds: Callable[..., World]) -> None:
+    """The least recently used first, as many as necessary; not good ones, nor those of cold objects."""
     world = worlds({}, when_full="refuse")
     spared, good, first, second = (world.put(name, {GPU: 100}, ready=True) for name in ("spared", "good", "1", "2"))
     world.put("cold", {GPU: 100}, "host")
@@ -572,8 +572,8 @@ def test_stale_copies_are_dropped_where_the_host_has_little_left(worlds: Callabl
     assert drop(1000, [spared]) and world.store.copies.nbytes("host") == 300 and not drop(1000, [spared])
 
 
-def test_an_eviction_on_request_has_host_memory_or_not(worlds: Callable[..., World]) -> None:
-    """Copies of what is on its device are dropped for it, but its own; what lies on the host stays there."""
+def test_requested_evictions_do_not_wait_for_host_memory(worlds: Callable[..., World]) -> None:
+    """They drop copies of other warm objects; objects in the host tier stay."""
     world = worlds({}, host_limit=200, when_full="refuse")
     own, warm = world.put("own", {GPU: 100}), world.put("warm", {GPU: 100}, ready=True)
     world.put("cold", {GPU: 100}, "host")
@@ -591,7 +591,7 @@ def test_an_eviction_on_request_has_host_memory_or_not(worlds: Callable[..., Wor
 
 
 def test_host_memory_of_a_waiting_move_is_not_taken(worlds: Callable[..., World]) -> None:
-    """An eviction on request has none of what a move waits for that gives way."""
+    """An eviction on request does not take memory reserved for an eviction for capacity."""
     world = worlds({GPU: 100}, host_limit=100)
     world.put("old", {GPU: 50}, "host")
     world.put("x", {GPU: 100}, below=("host",))
@@ -612,8 +612,8 @@ def shared(world: World, *keys: str, **holders: str) -> list[StoredObject]:
     return found
 
 
-def test_objects_that_share_memory_go_together(worlds: Callable[..., World]) -> None:
-    """When nobody uses any of them."""
+def test_objects_that_share_memory_are_evicted_together(worlds: Callable[..., World]) -> None:
+    """If none of them is in use."""
     world = worlds({CPU: 300})
     first, second = shared(world, "x", "y", x="a", y="b")
     ask = world.ask("c", cpu=300)
@@ -625,16 +625,16 @@ def test_objects_that_share_memory_go_together(worlds: Callable[..., World]) -> 
     assert ask.granted and first.cold and second.cold
 
 
-def test_a_part_of_what_shares_memory_is_dropped(worlds: Callable[..., World]) -> None:
-    """Where there is no tier below: what one object has alone, while the other one is held."""
+def test_unshared_memory_of_an_object_is_dropped(worlds: Callable[..., World]) -> None:
+    """Without a lower tier: its own part, while the other object is held."""
     world = worlds({CPU: 300})
     first, second = shared(world, "x", "y", y="b")
     world.tiers = {first.object_id: (), second.object_id: ()}
     assert world.ask("a", cpu=100).granted and world.dropped == [first]
 
 
-def test_a_record_needs_what_it_adds(world: World) -> None:
-    """A part of what is there already costs nothing, neither bytes nor descriptors."""
+def test_records_need_only_additional_memory(world: World) -> None:
+    """A part of an existing object needs neither bytes nor descriptors."""
     world.add("f(1)", "one", "two", holders="a")
     for names, needs in ((("one", "two"), ({}, 0)), (("one", "three"), ({"cpu": 100}, 1))):
         record = record_of(*names)
@@ -816,7 +816,7 @@ TestCapacityModel.settings = settings(stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_sessions_that_use_two_objects_in_turns_all_get_on(worlds: Callable[..., World], seed: int) -> None:
+def test_sessions_that_alternate_between_two_objects_make_progress(worlds: Callable[..., World], seed: int) -> None:
     """With capacity for one object, whichever session is slow: none waits for more than two changes of the object."""
     world, chance = worlds({GPU: 100}), random.Random(seed)
     things = {name: world.put(name, {GPU: 100}, place) for name, place in (("x", "host"), ("y", "file"))}

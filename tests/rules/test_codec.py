@@ -58,8 +58,8 @@ def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype(device: str, rebuilt: Rebuilt, dtype: torch.dtype) -> None:
-    """Every bit survives, in every dtype, NaNs included."""
+def test_every_dtype_round_trips(device: str, rebuilt: Rebuilt, dtype: torch.dtype) -> None:
+    """Every bit, NaNs included."""
     high = 2 if dtype is torch.bool else 256
     data = torch.randint(0, high, (6 * dtype.itemsize,), dtype=torch.uint8, generator=torch.Generator().manual_seed(7))
     value = data.view(dtype).reshape(2, 3).to(device)
@@ -82,8 +82,8 @@ _STEPS = st.lists(
 
 
 @hypothesis.given(st.lists(st.integers(1, 4), min_size=3, max_size=3), _STEPS)
-def test_any_view(shape: list[int], steps: list[tuple[str, int, int]]) -> None:
-    """Whatever was done to a tensor without copying it, it comes back the same, over the same storage."""
+def test_any_view_round_trips(shape: list[int], steps: list[tuple[str, int, int]]) -> None:
+    """It is the same, over the same storage."""
     base = torch.arange(math.prod(shape)).mul(1 + 2j).reshape(shape)
     value = base
     for step, first, second in steps:
@@ -107,7 +107,7 @@ def test_any_view(shape: list[int], steps: list[tuple[str, int, int]]) -> None:
 
 
 def test_overlapping_storages_stay_one_memory(rebuilt: Rebuilt, device: str) -> None:
-    """Two storages over one array, of which torch does not know that they overlap, still see each other's writes."""
+    """Two storages over one array, whose overlap is unknown to torch, still see each other's writes."""
     if device == "cuda":
         whole = torch.arange(8, dtype=torch.float32, device=device)
         part = torch.as_tensor(_CudaArray(whole.data_ptr() + 12, 4))
@@ -133,8 +133,8 @@ class _CudaArray:
         }
 
 
-def test_requires_grad(device: str, rebuilt: Rebuilt) -> None:
-    """A leaf that asks for gradients still asks; gradients themselves stay where they were computed."""
+def test_requires_grad_round_trips(device: str, rebuilt: Rebuilt) -> None:
+    """Of leaves; gradients themselves stay in their process."""
     leaf = torch.ones(2, device=device, requires_grad=True)
     leaf.sum().backward()
     result, plain = rebuilt([leaf, torch.ones(2, device=device)])
@@ -160,7 +160,7 @@ _TAKEN_APART = {
 
 @pytest.mark.parametrize("kind", _TAKEN_APART)
 def test_tensors_rebuilt_under_inference_mode_are_normal(device: str, published: Callable[..., Record], kind: str) -> None:
-    """Attached under ``inference_mode``, a buffer of any kind can be computed with under autograd outside of it."""
+    """A buffer attached under ``inference_mode`` can be computed with under autograd outside of it."""
     holder = nn.Module()
     holder.register_buffer("table", _TAKEN_APART[kind](device))
     record = published(holder)
@@ -173,8 +173,8 @@ def test_tensors_rebuilt_under_inference_mode_are_normal(device: str, published:
 
 
 @pytest.mark.parametrize("requires_grad", [True, False])
-def test_parameters_of_a_class_of_their_own(device: str, rebuilt: Rebuilt, requires_grad: bool) -> None:
-    """They come back of that class, with all that they had, in shared memory; torch's own pickling makes plain ones of them."""
+def test_parameters_of_other_classes_round_trip(device: str, rebuilt: Rebuilt, requires_grad: bool) -> None:
+    """With their class and attributes, in shared memory; torch's own pickling makes plain ones of them."""
     layer = nn.Linear(2, 2, bias=False, device=device)
     weight = Labelled(torch.arange(4.0, device=device).reshape(2, 2).T, requires_grad)
     weight.label, weight.scale, weight.module, weight.note = "4 bit", torch.ones(1, device=device), layer, [1]
@@ -192,7 +192,7 @@ def test_parameters_of_a_class_of_their_own(device: str, rebuilt: Rebuilt, requi
     assert (weight[0, 1].item(), weight.scale.item()) == (9, 7)
 
 
-def test_classes_of_remote_code_travel_as_code(
+def test_classes_of_remote_code_are_pickled_as_code(
     device: str, published: Callable[..., Record], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """transformers loads a module below ``transformers_modules``, and not that package; a client has neither."""
@@ -211,8 +211,8 @@ def test_classes_of_remote_code_travel_as_code(
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
 @pytest.mark.parametrize("coalesced", [True, False])
-def test_sparse_tensors(device: str, rebuilt: Rebuilt, coalesced: bool) -> None:
-    """Sparse tensors come back sparse, and their values are shared."""
+def test_sparse_tensors_round_trip(device: str, rebuilt: Rebuilt, coalesced: bool) -> None:
+    """And their values are shared."""
     indices = torch.tensor([[0, 0, 1], [2, 2, 1]], device=device)
     value = torch.sparse_coo_tensor(indices, torch.tensor([1.0, 2, 4], device=device), (2, 4), check_invariants=True)
     holder = nn.Module()
@@ -226,8 +226,8 @@ def test_sparse_tensors(device: str, rebuilt: Rebuilt, coalesced: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*(quantiz|TypedStorage)")
-def test_quantised_tensor(rebuilt: Rebuilt, device: str) -> None:
-    """A quantised tensor keeps its scale and zero point, and is the same memory on both sides."""
+def test_quantised_tensors_round_trip(rebuilt: Rebuilt, device: str) -> None:
+    """With scale and zero point, over the same memory."""
     value = torch.quantize_per_tensor(torch.tensor([-1.0, 0.0, 2.0], device=device), 0.5, 3, torch.qint8)
     result = rebuilt(value)
     assert (result.q_scale(), result.q_zero_point()) == (0.5, 3)
@@ -236,8 +236,8 @@ def test_quantised_tensor(rebuilt: Rebuilt, device: str) -> None:
     assert value.dequantize().tolist() == [1, 1, 1]
 
 
-def test_subclass_with_attributes(device: str, rebuilt: Rebuilt) -> None:
-    """A tensor of a subclass keeps its class and what it carries, and is the same memory as its maker's."""
+def test_subclasses_round_trip(device: str, rebuilt: Rebuilt) -> None:
+    """With their class and attributes, over the same memory."""
     value = torch.arange(3.0, device=device).as_subclass(Marked)
     value.label = "boxes"
     result = rebuilt(value)
@@ -246,8 +246,8 @@ def test_subclass_with_attributes(device: str, rebuilt: Rebuilt) -> None:
     assert value.tolist() == [5, 5, 5]
 
 
-def test_wrapper_subclass(device: str, rebuilt: Rebuilt) -> None:
-    """A subclass that wraps other tensors comes back around those tensors, which are shared."""
+def test_wrapper_subclasses_round_trip(device: str, rebuilt: Rebuilt) -> None:
+    """Around the wrapped tensors, which are shared."""
     layer = nn.Linear(2, 2, bias=False, device=device)
     values = torch.tensor([[1, 2], [3, 4]], dtype=torch.int8, device=device)
     layer.weight = nn.Parameter(Scaled(values, torch.tensor(0.5, device=device)), requires_grad=False)
@@ -258,8 +258,8 @@ def test_wrapper_subclass(device: str, rebuilt: Rebuilt) -> None:
     assert result(torch.ones(1, 2, device=device)).tolist() == [[6, 14]]
 
 
-def test_buffer_objects(device: str, rebuilt: Rebuilt) -> None:
-    """``nn.Buffer`` keeps what it is, whether it is saved with the module or not."""
+def test_buffer_objects_round_trip(device: str, rebuilt: Rebuilt) -> None:
+    """``nn.Buffer`` keeps its persistence."""
     module = nn.Module()
     module.kept = nn.Buffer(torch.ones(2, device=device))
     module.scratch = nn.Buffer(torch.zeros(2, device=device), persistent=False)
@@ -272,7 +272,7 @@ def test_buffer_objects(device: str, rebuilt: Rebuilt) -> None:
 # Modules.
 
 
-def test_tensors_are_found_wherever_they_are(device: str, rebuilt: Rebuilt) -> None:
+def test_tensors_are_found_anywhere(device: str, rebuilt: Rebuilt) -> None:
     """Parameters, buffers, attributes, containers, slots: all are shared, none is pickled, aliases stay aliases."""
     module = Everything(device)
     expected = {where: tensor.tolist() for where, tensor in module.tensors().items()}
@@ -285,8 +285,8 @@ def test_tensors_are_found_wherever_they_are(device: str, rebuilt: Rebuilt) -> N
     assert result.state.step == 3
 
 
-def test_callables_in_attributes(device: str, rebuilt: Rebuilt) -> None:
-    """Partials, lambdas and bound methods come back with the tensors they hold."""
+def test_callables_in_attributes_round_trip(device: str, rebuilt: Rebuilt) -> None:
+    """Partials, lambdas and bound methods, with their tensors."""
     module = nn.Module()
     module.partial = functools.partial(torch.add, torch.ones(2, device=device), alpha=3)
     four = torch.full((2,), 4.0, device=device)
@@ -310,8 +310,8 @@ def test_callables_in_attributes(device: str, rebuilt: Rebuilt) -> None:
     ],
     ids=["one", "two", "of the old kind"],
 )
-def test_parametrised_modules(device: str, rebuilt: Rebuilt, wrap: Callable[[nn.Module], nn.Module]) -> None:
-    """A weight that is computed from others is still computed, from the same memory, and learns from gradients."""
+def test_parametrised_modules_round_trip(device: str, rebuilt: Rebuilt, wrap: Callable[[nn.Module], nn.Module]) -> None:
+    """A computed weight is still computed, from the same memory, and has gradients."""
     torch.manual_seed(0)
     model = nn.Sequential(wrap(nn.Linear(3, 3, device=device))).eval()
     data = torch.randn(2, 3, device=device)
@@ -328,7 +328,7 @@ def test_parametrised_modules(device: str, rebuilt: Rebuilt, wrap: Callable[[nn.
 
 
 def test_parametrisations_can_be_removed(device: str, rebuilt: Rebuilt) -> None:
-    """The rebuilt module is parametrised as torch knows it: it is recognised, and can be undone."""
+    """torch recognises those of a rebuilt module."""
     model = parametrizations.weight_norm(nn.Linear(2, 2, device=device))
     result = rebuilt(model)
     assert isinstance(result, nn.Linear)
@@ -341,7 +341,7 @@ def test_parametrisations_can_be_removed(device: str, rebuilt: Rebuilt) -> None:
     assert parametrize.is_parametrized(model)
 
 
-def test_module_with_its_own_pickling(device: str, rebuilt: Rebuilt) -> None:
+def test_modules_with_their_own_pickling_are_followed(device: str, rebuilt: Rebuilt) -> None:
     """A class that says how it is pickled is obeyed."""
     value = _Careful(device)
     result = rebuilt(value)
@@ -365,8 +365,8 @@ class _Careful(nn.Module):
 
 # Autograd's thread for the GPU begins without a context: if cuBLAS is the first that it calls, torch sets one, and says so.
 @pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context")
-def test_training_on_shared_parameters(device: str, rebuilt: Rebuilt) -> None:
-    """An optimiser steps the shared weights; gradients are each process's own."""
+def test_shared_parameters_can_be_trained(device: str, rebuilt: Rebuilt) -> None:
+    """An optimiser steps the shared weights; gradients are private to each process."""
     model = nn.Linear(2, 1, bias=False, device=device)
     result = rebuilt(model)
     before = model.weight.detach().clone()
@@ -378,7 +378,7 @@ def test_training_on_shared_parameters(device: str, rebuilt: Rebuilt) -> None:
 
 
 def test_memory_lives_as_long_as_a_graph_over_it(rebuilt: Rebuilt, device: str) -> None:
-    """An autograd graph that saved a shared tensor keeps its memory when the tensor and the object are gone."""
+    """An autograd graph that saved a shared tensor keeps its memory after the ends of the tensor and the object."""
     layer = nn.Linear(2, 1, bias=False, device=device)
     with torch.no_grad():
         layer.weight.copy_(torch.tensor([[2.0, 3.0]]))
@@ -406,16 +406,16 @@ Pair = collections.namedtuple("Pair", "first second")
     ],
     ids=["scalars", "nested", "namedtuple", "ordered dict", "None"],
 )
-def test_containers(device: str, rebuilt: Rebuilt, wrap: Callable[[torch.Tensor], Any]) -> None:
-    """Containers keep their type, order and scalars."""
+def test_containers_round_trip(device: str, rebuilt: Rebuilt, wrap: Callable[[torch.Tensor], Any]) -> None:
+    """Type, order and scalars."""
     value = wrap(torch.arange(2.0, device=device))
     result = rebuilt(value)
     assert type(result) is type(value)
     assert repr(result) == repr(value)
 
 
-def test_random_state_without_numpy(device: str, rebuilt: Rebuilt, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A generator continues where its original is, also where numpy is not installed, which torch does not require."""
+def test_random_states_round_trip_without_numpy(device: str, rebuilt: Rebuilt, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A generator continues at the original's state."""
 
     def numpy_is_missing(_: torch.Tensor) -> None:
         raise RuntimeError("Numpy is not available")
@@ -428,8 +428,8 @@ def test_random_state_without_numpy(device: str, rebuilt: Rebuilt, monkeypatch: 
     assert drawn[0] == drawn[1]
 
 
-def test_record_counts_each_storage_once(published: Callable[..., Record], device: str) -> None:
-    """``nbytes`` is the memory that is shared, not the sum over names for it; none of it is in the skeleton."""
+def test_records_count_each_storage_once(published: Callable[..., Record], device: str) -> None:
+    """``nbytes`` is the shared memory, not the sum over names; none of it is in the skeleton."""
     base = torch.zeros(10_000, device=device)
     record = published({"base": base, "view": base[50:], "model": Tied(device)})
     assert record.nbytes == 10_000 * 4 + 7 * 4 * 4
@@ -439,8 +439,10 @@ def test_record_counts_each_storage_once(published: Callable[..., Record], devic
 # Refusals: each with the path to what is wrong, and nothing left behind.
 
 
-def test_standard_output_and_loggers_go_by_their_names(rebuilt: Rebuilt, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A logger has the handlers of the process that it comes to."""
+def test_standard_output_and_loggers_are_pickled_by_name(
+    rebuilt: Rebuilt, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A logger has the handlers of the receiving process."""
     monkeypatch.setattr(sys, "stdout", sys.__stdout__)
     module = nn.Linear(2, 2, device=device)
     module.out, module.log = sys.stdout, logging.getLogger("shared_rpc.tests.codec")
@@ -464,15 +466,15 @@ def test_standard_output_and_loggers_go_by_their_names(rebuilt: Rebuilt, device:
     ids=repr,
 )
 def test_results_without_memory_are_refused(no_leaks: None, value: Any, named: str) -> None:
-    """A value that reaches neither tensor nor module is not shared, whatever it is."""
+    """A value that reaches neither tensor nor module."""
     with pytest.raises(CapabilityError) as caught:
         publish(value, "cpu", "read_write", "load")
     assert named in str(caught.value)
     assert "endpoint 'load' returned" in str(caught.value)
 
 
-def test_a_result_of_a_graph_is_refused(no_leaks: None) -> None:
-    """A tensor that autograd computed is refused with what to do about it."""
+def test_results_of_a_graph_are_refused(no_leaks: None) -> None:
+    """The error gives the remedy."""
     value = {"loss": [torch.ones(1, requires_grad=True) * 2]}
     with pytest.raises(CapabilityError) as caught:
         publish(value, "cpu", "read_write", "train")
@@ -480,8 +482,8 @@ def test_a_result_of_a_graph_is_refused(no_leaks: None) -> None:
     assert "return result['loss'][0].detach()" in str(caught.value)
 
 
-def test_a_graph_inside_a_module_is_left_behind(rebuilt: Rebuilt, device: str) -> None:
-    """A computed tensor that a module keeps in an attribute is shared as a value."""
+def test_graphs_inside_a_module_are_dropped(rebuilt: Rebuilt, device: str) -> None:
+    """A computed tensor in a module's attribute is shared as a value."""
     module = nn.Module()
     module.cached = torch.ones(2, device=device, requires_grad=True) * 3
     result = rebuilt(module).cached
@@ -500,14 +502,14 @@ def test_a_graph_inside_a_module_is_left_behind(rebuilt: Rebuilt, device: str) -
     ids=["tensor", "parameter", "buffer", "attribute", "empty slice of an attribute"],
 )
 def test_memory_on_the_wrong_device_is_refused(no_leaks: None, make: Callable[[], Any], path: str) -> None:
-    """There is no silent copy to another device: the error says where the tensor is and where it should be."""
+    """There is no silent copy to another device: the error has the tensor's device and the required one."""
     with pytest.raises(CapabilityError) as caught:
         publish(make(), "cuda", "read_write", "load")
     assert f"endpoint 'load': {path}, but memory is shared on 'cuda' here: move it with .to('cuda')" in str(caught.value)
 
 
-def test_an_empty_tensor_may_be_on_the_host(no_leaks: None) -> None:
-    """Where GPU memory is shared, a tensor in an attribute that has no memory needs none there."""
+def test_empty_tensors_may_be_on_the_host(no_leaks: None) -> None:
+    """In an attribute, with memory shared on a GPU, since they have none."""
     with closing(publish(_keeps(torch.empty(3, 0)), "cuda", "read_write", "load")) as record:
         result = decode_result(record.skeleton, record.table, record.segments)
     assert (result.state["cache"].shape, result.state["cache"].device.type) == ((3, 0), "cpu")
@@ -522,16 +524,16 @@ def _keeps(tensor: torch.Tensor) -> nn.Module:
 # Records that do not fit.
 
 
-def test_a_class_that_is_not_here(published: Callable[..., Record], device: str) -> None:
-    """A skeleton that names a module that this process lacks is an error that names it, and maps nothing."""
+def test_missing_classes_are_reported(published: Callable[..., Record], device: str) -> None:
+    """A skeleton with a module that this process lacks is an error that names it, and maps nothing."""
     record = published(nn.Linear(2, 2, device=device))
     skeleton = record.skeleton.replace(b"torch.nn.modules.linear", b"torch.nn.modules.absent")
     with pytest.raises(CodecError, match=r"torch\.nn\.modules\.absent"):
         decode_result(skeleton, record.table, record.segments)
 
 
-def test_a_segment_that_cannot_be_mapped(published: Callable[..., Record], device: str) -> None:
-    """A record whose descriptor is no segment is refused, and leaves nothing mapped."""
+def test_unmappable_segments_are_refused(published: Callable[..., Record], device: str) -> None:
+    """And nothing stays mapped."""
     record = published(torch.ones(4, device=device))
     info = SegmentInfo("impostor", record.segments[0].info.nbytes, record.device)
     with closing(Segment.owning(info, os.open(os.devnull, os.O_RDWR))) as segment, pytest.raises(CapabilityError):
@@ -542,7 +544,7 @@ def test_a_segment_that_cannot_be_mapped(published: Callable[..., Record], devic
 
 
 def test_arguments_are_copies(device: str, no_leaks: None) -> None:
-    """What a caller passes stays its own: neither moved nor changed by the endpoint."""
+    """The caller's own are neither moved nor changed by the endpoint."""
     tensor, layer = torch.ones(3, device=device), nn.Linear(2, 2, device=device)
     places = [tensor.data_ptr(), layer.weight.data_ptr()]
     arguments = encode_arguments([tensor], {"layer": layer}, device)
@@ -556,8 +558,8 @@ def test_arguments_are_copies(device: str, no_leaks: None) -> None:
     assert layer.weight.abs().sum() > 0
 
 
-def test_arguments_share_what_they_shared(device: str, no_leaks: None) -> None:
-    """Aliases among the arguments of one call are aliases in the endpoint, between tensors and modules too."""
+def test_aliases_among_arguments_are_kept(device: str, no_leaks: None) -> None:
+    """Between tensors and modules too."""
     layer = nn.Linear(2, 2, device=device)
     arguments = encode_arguments([layer, layer.weight.detach(), [layer.bias.detach()[1:]]], {}, device)
     with closing(arguments):
@@ -566,8 +568,8 @@ def test_arguments_share_what_they_shared(device: str, no_leaks: None) -> None:
     assert module.bias.untyped_storage()._cdata == bias.untyped_storage()._cdata
 
 
-def test_argument_kinds(device: str, no_leaks: None) -> None:
-    """Dtypes, scalars and containers arrive as they are; computed tensors as values; subclasses with what they carry."""
+def test_kinds_of_arguments_round_trip(device: str, no_leaks: None) -> None:
+    """Dtypes, scalars and containers; computed tensors as values; subclasses with their attributes."""
     marked = torch.ones(1, device=device).as_subclass(Marked)
     marked.label = "mask"
     computed = torch.ones(1, device=device, requires_grad=True) * 2
@@ -592,15 +594,15 @@ def test_argument_kinds(device: str, no_leaks: None) -> None:
     ],
     ids=["module", "nested module", "meta", "set", "array"],
 )
-def test_arguments_that_cannot_travel(no_leaks: None, args: list[Any], kwargs: dict[str, Any], text: str) -> None:
-    """The error names the argument and the path within it; what was prepared before it is given up."""
+def test_arguments_that_cannot_be_sent_are_refused(no_leaks: None, args: list[Any], kwargs: dict[str, Any], text: str) -> None:
+    """The error names the argument and the path in it; earlier work is undone."""
     with pytest.raises(CapabilityError) as caught:
         encode_arguments(args, kwargs, "cpu")
     assert text in str(caught.value)
 
 
-def test_arguments_that_cannot_be_rebuilt(device: str, no_leaks: None) -> None:
-    """An argument whose class the server lacks is an error that says so, and leaves nothing mapped."""
+def test_arguments_that_cannot_be_rebuilt_are_refused(device: str, no_leaks: None) -> None:
+    """If the server lacks the class, the error says so, and nothing stays mapped."""
     with closing(encode_arguments([nn.Linear(2, 2, device=device)], {}, device)) as arguments:
         arguments.skeletons[0] = arguments.skeletons[0].replace(b"torch.nn.modules.linear", b"torch.nn.modules.absent")
         with pytest.raises(CodecError, match=r"torch\.nn\.modules\.absent"):

@@ -31,7 +31,7 @@ def run_of_nobody() -> RunContext:
 
 @pytest.mark.asyncio
 async def test_a_coroutine_that_cancels_itself_ends(ended: list[Any]) -> None:
-    """It is cancelled, as a task is that was asked to; whoever started it goes on."""
+    """Like a cancelled task; its starter continues."""
 
     async def suicidal() -> int:
         task = asyncio.current_task()
@@ -46,7 +46,7 @@ async def test_a_coroutine_that_cancels_itself_ends(ended: list[Any]) -> None:
 
 @pytest.mark.asyncio
 async def test_a_cancelled_coroutine_fails_with_task_cancelled(ended: list[Any]) -> None:
-    """Where it awaits."""
+    """At its await."""
 
     coroutines, run = Coroutines(), run_of_nobody()
     coroutines.start("a run", "endpoint", run, [asyncio.Event().wait], ended.append)
@@ -61,7 +61,7 @@ async def test_a_cancelled_coroutine_fails_with_task_cancelled(ended: list[Any])
 
 @pytest.mark.asyncio
 async def test_the_run_is_current_in_its_coroutine_only(ended: list[Any]) -> None:
-    """Its run is the current one in it, and nowhere else."""
+    """And nowhere else."""
     seen: list[RunContext | None] = []
 
     async def look() -> None:
@@ -76,7 +76,7 @@ async def test_the_run_is_current_in_its_coroutine_only(ended: list[Any]) -> Non
     assert ended == [None]
 
 
-def test_runs_that_end_in_two_loops_at_once() -> None:
+def test_runs_can_end_in_two_loops_at_once() -> None:
     """Each of two servers in a process handles the end of its run while the other one does."""
     both = threading.Barrier(2)
 
@@ -96,7 +96,7 @@ def test_runs_that_end_in_two_loops_at_once() -> None:
 
 @pytest.mark.asyncio
 async def test_chained_runs_do_not_grow_the_stack(ended: list[Any]) -> None:
-    """Thousands in a row need no deeper stack than two."""
+    """Thousands in a row need the same stack as two."""
 
     async def nothing() -> None:
         return
@@ -115,7 +115,7 @@ async def test_chained_runs_do_not_grow_the_stack(ended: list[Any]) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_coroutine_is_cancelled_until_it_ends(ended: list[Any]) -> None:
+async def test_coroutines_are_cancelled_until_they_end(ended: list[Any]) -> None:
     """It is cancelled until it gives in."""
     asked = 0
 
@@ -150,8 +150,8 @@ class _Result:
 
 
 @pytest.mark.parametrize("ends", ["after the last turn", "before close", "after close"])
-def test_a_job_that_ends_beside_the_loop_leaves_nothing(go: threading.Event, ends: str) -> None:
-    """Whenever that is, its result is closed, and once."""
+def test_jobs_that_end_after_the_loop_leave_nothing(go: threading.Event, ends: str) -> None:
+    """Their result is closed once, at any time."""
     threads, result = WorkerThreads(1, lambda: None), _Result()
 
     def work() -> _Result:
@@ -178,7 +178,7 @@ def test_a_job_that_ends_beside_the_loop_leaves_nothing(go: threading.Event, end
 
 
 @pytest.mark.asyncio
-async def test_a_result_that_cannot_be_handled_holds_up_no_job(caplog: pytest.LogCaptureFixture) -> None:
+async def test_failures_of_a_result_handler_block_no_job(caplog: pytest.LogCaptureFixture) -> None:
     """The next job begins, and the log has the error."""
     threads, over = WorkerThreads(1), asyncio.Event()
     threads.start(Job(lambda: None, Mock(side_effect=OSError("no descriptor"))))

@@ -127,10 +127,10 @@ def ran() -> Callable[..., tuple[w.RunFinished, list[int]]]:
     return make
 
 
-def test_a_result_that_crosses_its_withdrawal(
+def test_a_result_that_crosses_its_withdrawal_is_released(
     setting: Setting, ran: Callable[..., tuple[w.RunFinished, list[int]]], no_leaks: None
 ) -> None:
-    """The worker had ended it before it heard: nobody is told, the chunks of both pools go back, descriptors are closed."""
+    """The worker had finished the run: no notification, chunks of both pools are returned, descriptors are closed."""
     started = setting.start(7, 8)
     (_, number) = setting.peers[0].sent[-1]
     assert setting.executor.withdraw(started)
@@ -145,10 +145,8 @@ def test_a_result_that_crosses_its_withdrawal(
     setting.transfer.close()
 
 
-def test_an_arena_comes_once(setting: Setting, ran: Callable[..., tuple[w.RunFinished, list[int]]], no_leaks: None) -> None:
-    """The descriptor that came with the first result is that of a later one, which names the arena; of an arena that never
-    came there is no result.
-    """
+def test_an_arena_is_sent_once(setting: Setting, ran: Callable[..., tuple[w.RunFinished, list[int]]], no_leaks: None) -> None:
+    """Later results use the first one's descriptor by the arena's name; a result in an arena that was never sent is refused."""
     first, fds = ran([100], [])
     setting.start(7)
     setting.said(first, setting.peers[0].sent[-1][1], fds)
@@ -168,8 +166,8 @@ def test_an_arena_comes_once(setting: Setting, ran: Callable[..., tuple[w.RunFin
     setting.transfer.close()
 
 
-def test_a_withdrawal_in_time(setting: Setting) -> None:
-    """What the worker had borrowed comes with its word on it."""
+def test_a_withdrawal_in_time_returns_the_chunks(setting: Setting) -> None:
+    """With the worker's confirmation."""
     started = setting.start(7)
     (_, number) = setting.peers[0].sent[-1]
     assert setting.executor.withdraw(started)
@@ -180,7 +178,7 @@ def test_a_withdrawal_in_time(setting: Setting) -> None:
 
 
 def test_a_started_run_is_not_withdrawn(setting: Setting) -> None:
-    """Others may join it, and its result is worth keeping."""
+    """Others may join it, and its result is cached."""
     started = setting.start()
     (_, number) = setting.peers[0].sent[-1]
     setting.said(w.RunStarted(), number)
@@ -188,7 +186,7 @@ def test_a_started_run_is_not_withdrawn(setting: Setting) -> None:
 
 
 def test_the_same_chunks_go_to_the_next_worker(setting: Setting) -> None:
-    """A run that had not begun takes them along: they are not given back in between."""
+    """With a run that had not begun: they are not returned in between."""
     setting.start(7)
     first = setting.peers.pop()
     first.requests.fail(WorkerCrashed("it was killed"))
@@ -213,8 +211,8 @@ def test_calls_go_to_the_worker_with_the_least_to_do(setting: Setting) -> None:
     assert [len(peer.sent) for peer in setting.peers] == [2, 2, 2]
 
 
-def test_a_result_as_argument_goes_to_the_worker_that_has_it(setting: Setting) -> None:
-    """However busy that one is: no other has the chunk."""
+def test_a_result_as_argument_goes_to_its_worker(setting: Setting) -> None:
+    """However busy that is: no other has the chunk."""
     setting.peers.append(Peer())
     for _ in range(3):
         setting.start()
@@ -225,8 +223,8 @@ def test_a_result_as_argument_goes_to_the_worker_that_has_it(setting: Setting) -
     assert busy.last(w.StartRun).held == [100]
 
 
-def test_a_task_has_the_memory_of_its_submitter(setting: Setting) -> None:
-    """Its run is of no session, and its arguments are: the worker is told whose, and gives them back to that one."""
+def test_a_task_uses_its_submitters_memory(setting: Setting) -> None:
+    """Its run has no session, but its arguments do: the worker returns them to that session."""
     arguments = Arguments(chunks=[7], pooled=setting.transfer.lent([7]), session=SESSION)
     setting.start_with(arguments, "task 1", background=True, pooled=False)
     run = setting.peers[0].last(w.StartRun)
@@ -238,8 +236,8 @@ def test_a_task_has_the_memory_of_its_submitter(setting: Setting) -> None:
     assert setting.peers[0].arenas == {}
 
 
-def test_a_worker_that_gets_chunks_while_a_client_waits_for_some(setting: Setting) -> None:
-    """It is asked to return them as soon as it can, as the workers that had some when the wait began."""
+def test_workers_are_asked_for_chunks_while_a_client_waits(setting: Setting) -> None:
+    """Also those that receive chunks after the wait began."""
     setting.transfer.await_chunks(lambda: None)
     setting.start(1)
     assert [type(message) for message, _ in setting.peers[0].sent] == [w.StartRun, w.AwaitChunks]

@@ -66,8 +66,8 @@ calls = st.tuples(st.lists(values, max_size=3), st.dictionaries(st.sampled_from(
 
 
 @given(st.sampled_from(FUNCTIONS), calls, calls)
-def test_a_call_binds_as_it_does_to_the_function(function: Callable[..., Any], one: Any, other: Any) -> None:
-    """The same calls are refused, and two calls have one key where the function sees the same values."""
+def test_calls_bind_like_the_function(function: Callable[..., Any], one: Any, other: Any) -> None:
+    """The same calls are refused, and two calls have one key if the function gets the same values."""
     spec = describe(function, "f")
     seen, keys = [], []
     for args, kwargs in (one, other):
@@ -94,9 +94,7 @@ def _exact(value: Any) -> str:
         ((1, 2), {"layers": 2}, r"load\(\): multiple values for argument 'layers'"),
     ],
 )
-def test_a_call_that_does_not_fit_names_endpoint_and_argument(
-    args: tuple[Any, ...], kwargs: dict[str, Any], message: str
-) -> None:
+def test_mismatched_calls_name_endpoint_and_argument(args: tuple[Any, ...], kwargs: dict[str, Any], message: str) -> None:
     """As a TypeError, before anything runs."""
     with pytest.raises(TypeError, match=message):
         bind(describe(load), args, kwargs)
@@ -106,22 +104,22 @@ def test_a_call_that_does_not_fit_names_endpoint_and_argument(
 
 
 @pytest.mark.parametrize("memory", [TensorRef(0), SkeletonRef(0), [TensorRef(0)], {"a": (SkeletonRef(0),)}])
-def test_a_call_with_memory_has_no_key(memory: Any) -> None:
-    """Nobody compares tensors; such a call is not cached."""
+def test_calls_with_memory_have_no_key(memory: Any) -> None:
+    """Tensors are not compared; such a call is not cached."""
     spec = describe(lambda x, y=1, **more: x, "f")
     assert key_of(spec, memory) is None
     assert key_of(spec, 1, memory) is None
     assert key_of(spec, 1, z=memory) is None
 
 
-def test_an_endpoint_without_cache_has_no_keys() -> None:
+def test_endpoints_without_cache_have_no_keys() -> None:
     """Not even with a template."""
     assert key_of(describe(lambda x: x, "f", cache=False), 1) is None
     assert key_of(describe(lambda x: x, "f", cache=False, cache_format_key="{x}"), 1) is None
 
 
-def test_a_long_key_is_a_digest() -> None:
-    """Keys are shown to people and kept; a prompt of a megabyte is neither. Equal calls still have one key."""
+def test_long_keys_are_digests() -> None:
+    """Keys are displayed and stored; a prompt of a megabyte is too long. Equal calls still have one key."""
     spec = describe(lambda x: x, "f")
     keys = [key_of(spec, "a" * 1_000_000), key_of(spec, "a" * 999_999 + "b"), key_of(spec, x="a" * 1_000_000)]
     assert keys[0] == keys[2] != keys[1]
@@ -131,16 +129,16 @@ def test_a_long_key_is_a_digest() -> None:
     assert short == f"f(x={'a' * 400!r})"
 
 
-def test_keys_of_different_endpoints_never_meet() -> None:
-    """The name is part of the key, with a template too, and what follows it can be in no name."""
+def test_keys_of_different_endpoints_differ() -> None:
+    """The name is part of the key, also with a template, and followed by a character that no name has."""
     names = ["f", "f.g", "f-1", "f_"]
     keys = {key_of(describe(lambda x: x, name, cache_format_key=template), 1) for name in names for template in (None, "{x}")}
     assert len(keys) == 2 * len(names)
 
 
 @pytest.mark.parametrize("default", [torch.float16, [torch.float16, torch.int8], {"dtype": torch.float16}])
-def test_a_dtype_as_default_and_as_argument_are_one_call(default: Any) -> None:
-    """The argument travels by name, and so does the default."""
+def test_dtypes_as_default_and_as_argument_are_one_call(default: Any) -> None:
+    """Both are encoded by name."""
 
     def by_name(value: Any) -> Any:
         if isinstance(value, dict):
@@ -157,8 +155,8 @@ ENDLESS.append(ENDLESS)
 
 
 @pytest.mark.parametrize("default", [object(), torch.device("cpu"), torch.zeros(2), load, {1: 2}, "\udcff", {1, 2}, ENDLESS])
-def test_a_default_that_cannot_travel_stands_for_itself(default: Any) -> None:
-    """The call that leaves it out has a key, another than any that passes something."""
+def test_unencodable_defaults_have_a_key(default: Any) -> None:
+    """A call without the argument differs from any that passes one."""
     spec = describe(lambda x=default: x, "f")
     assert key_of(spec) is not None
     assert key_of(spec) not in {key_of(spec, None), key_of(spec, "cpu"), key_of(spec, repr(default).replace("\udcff", ""))}
@@ -179,19 +177,19 @@ def test_a_default_that_cannot_travel_stands_for_itself(default: Any) -> None:
         ("", "load:"),
     ],
 )
-def test_a_template_is_filled_in(template: str, expected: str) -> None:
-    """From the bound arguments, defaults as their values."""
+def test_templates_are_filled_in(template: str, expected: str) -> None:
+    """From the bound arguments, including defaults."""
     assert key_of(describe(load, cache_format_key=template), 8) == expected
 
 
-def test_arguments_outside_the_template_do_not_count() -> None:
-    """Tensors among it: they leave the call without a default key."""
+def test_arguments_outside_the_template_are_ignored() -> None:
+    """Including tensors, which leave the call without a default key."""
     spec = describe(load, cache_format_key="{hidden_size}")
     assert key_of(spec, 8, 2) == key_of(spec, 8, 3, tied=False) == key_of(spec, 8, TensorRef(0)) == "load:8"
 
 
-def test_a_template_reaches_into_arguments() -> None:
-    """By index and name, and to keyword arguments the signature does not name."""
+def test_templates_can_access_parts_of_arguments() -> None:
+    """By index and name, and keyword arguments outside of the signature."""
     assert key_of(describe(load, cache_format_key="{rest[0]}{extra[a]}{seed}"), 1, 2, "first", a=5, seed=7) == "load:first57"
 
 
@@ -208,21 +206,21 @@ def test_a_template_reaches_into_arguments() -> None:
         ({"a": 1}, "{x[a]:03d}"),
     ],
 )
-def test_a_default_prints_as_its_value(default: Any, template: str) -> None:
-    """With any format: the call that leaves it out and the call that passes it are one."""
+def test_defaults_print_as_their_values(default: Any, template: str) -> None:
+    """With any format: a call with the default and one that passes it are identical."""
     spec = describe(lambda x=default: x, "f", cache_format_key=template)
     assert key_of(spec) == key_of(spec, default) == f"f:{template.format(x=default)}"
 
 
-def test_a_dtype_in_a_template_prints_as_torch_names_it() -> None:
+def test_dtypes_in_a_template_have_torchs_names() -> None:
     """As default and as argument, with any format."""
     spec = describe(lambda dtype=torch.float16: dtype, "f", cache_format_key="{dtype:>15}")
     assert key_of(spec) == key_of(spec, DtypeRef("float16")) == "f:  torch.float16"
 
 
 @pytest.mark.parametrize("template", ["{x}", "{y:{x}}", "{more}", "{z}"])
-def test_a_template_over_memory_names_the_argument(template: str) -> None:
-    """And says what to do instead."""
+def test_templates_with_memory_are_refused(template: str) -> None:
+    """The error names the argument and gives the remedy."""
     spec = describe(lambda x, y=1, **more: x, "f", cache_format_key=template)
     with pytest.raises(CapabilityError) as caught:
         key_of(spec, TensorRef(0), z=[SkeletonRef(0)])
@@ -235,8 +233,8 @@ def test_a_template_over_memory_names_the_argument(template: str) -> None:
     ("template", "args"),
     [("{x:d}", ("text",)), ("{x[3]}", ((1,),)), ("{x.size}", (1,)), ("{x:{y}}", (1, "?")), ("{unknown}", (1,))],
 )
-def test_a_template_that_does_not_fit_a_call_says_so(template: str, args: tuple[Any, ...]) -> None:
-    """Naming endpoint and template."""
+def test_templates_that_do_not_fit_a_call_are_refused(template: str, args: tuple[Any, ...]) -> None:
+    """The error names endpoint and template."""
     spec = describe(lambda x, y=1, **more: x, "f", cache_format_key=template)
     with pytest.raises(CapabilityError, match=r"endpoint 'f': cache_format_key='.*' does not fit this call: "):
         key_of(spec, *args)
@@ -257,15 +255,15 @@ def test_a_template_that_does_not_fit_a_call_says_so(template: str, args: tuple[
         (5, "use a format string, or None"),
     ],
 )
-def test_a_bad_template_fails_when_the_endpoint_is_shared(template: Any, message: str) -> None:
-    """Not at its first call."""
+def test_invalid_templates_fail_on_registration(template: Any, message: str) -> None:
+    """Not on the first call."""
     with pytest.raises(ConfigurationError, match=r"endpoint 'model': cache_format_key=.*" + message):
         describe(lambda hidden_size, layers=2: None, "model", cache_format_key=template)
 
 
 @given(st.text(alphabet="xy{}[]!:.0r ", max_size=8))
 def test_any_template_is_refused_or_usable(template: str) -> None:
-    """No text makes sharing or keying end in anything but this library's errors."""
+    """For any text, registration and keys raise only this library's errors."""
     try:
         spec = describe(lambda x, y=1: None, "f", cache_format_key=template)
     except ConfigurationError:
@@ -280,7 +278,7 @@ def test_any_template_is_refused_or_usable(template: str) -> None:
 # Options.
 
 
-def test_a_specification_tells_what_the_function_tells() -> None:
+def test_specifications_have_the_functions_facts() -> None:
     """Name, first line of the docstring, and whether it is awaited."""
 
     async def answer() -> None: ...
@@ -292,8 +290,8 @@ def test_a_specification_tells_what_the_function_tells() -> None:
 
 
 @pytest.mark.parametrize("option", ["manged", "doc"])
-def test_an_unknown_option_is_a_type_error(option: str) -> None:
-    """As for any function, and named; what the function itself tells is no option."""
+def test_unknown_options_are_type_errors(option: str) -> None:
+    """With their names; the function's own facts are not options."""
     with pytest.raises(TypeError, match=rf"share\(\) got an unexpected option '{option}'"):
         describe(load, **{option: True})
 
@@ -314,8 +312,8 @@ def test_an_unknown_option_is_a_type_error(option: str) -> None:
         ("idle_ttl", True, "seconds, or None for never"),
     ],
 )
-def test_a_bad_value_of_an_option_is_named(option: str, value: Any, allowed: str) -> None:
-    """With endpoint, option, value and what is allowed."""
+def test_invalid_values_of_options_are_refused(option: str, value: Any, allowed: str) -> None:
+    """The error has endpoint, option, value and the allowed values."""
     with pytest.raises(ConfigurationError) as caught:
         describe(load, **{option: value})
     assert str(caught.value) == f"endpoint 'load': {option}={value!r}; use {allowed}"
@@ -323,19 +321,19 @@ def test_a_bad_value_of_an_option_is_named(option: str, value: Any, allowed: str
 
 @pytest.mark.parametrize("ttl", [0, 0.5, 3600, float("inf"), None])
 def test_an_idle_ttl_is_seconds_or_none(ttl: float | None) -> None:
-    """Zero and forever among them."""
+    """Including zero and infinity."""
     assert describe(load, idle_ttl=ttl).idle_ttl == ttl
 
 
 @pytest.mark.parametrize("name", ["", "a b", "1a", "a:b", "a(b)", "a/b", ".a", "a\n", "a" * 201])
-def test_a_bad_name_is_refused(name: str) -> None:
+def test_invalid_names_are_refused(name: str) -> None:
     """A name is part of keys and of command lines."""
     with pytest.raises(ConfigurationError, match="cannot name an endpoint: use up to 200 letters, digits"):
         describe(load, name)
 
 
-def test_a_function_without_a_name_needs_one() -> None:
-    """A lambda and a partial have none that is good."""
+def test_functions_without_a_name_need_one() -> None:
+    """Such as lambdas and partials."""
     for function in (lambda: None, functools.partial(load, 1)):
         with pytest.raises(ConfigurationError, match="cannot name an endpoint"):
             describe(function)
@@ -345,8 +343,8 @@ def test_a_function_without_a_name_needs_one() -> None:
 # The registry, and calls that would wait for themselves.
 
 
-def test_a_registry_keeps_the_order() -> None:
-    """An endpoint shared again replaces the one before, as a function defined twice does."""
+def test_registries_keep_the_order() -> None:
+    """An endpoint registered again replaces the earlier one, like a repeated function definition."""
     registry = Registry(describe(load, name) for name in ("c", "a", "b"))
     registry.add(describe(load, "a", managed=True))
     assert [spec.name for spec in registry.all()] == ["c", "a", "b"]
@@ -362,15 +360,15 @@ def test_a_registry_keeps_the_order() -> None:
         ([], "load_model", "it has none"),
     ],
 )
-def test_an_unknown_endpoint_comes_with_a_suggestion(names: list[str], asked: str, hint: str) -> None:
-    """A near name, else all there are."""
+def test_unknown_endpoints_come_with_a_suggestion(names: list[str], asked: str, hint: str) -> None:
+    """A similar name, else all names."""
     with pytest.raises(EndpointNotFound) as caught:
         Registry(describe(load, name) for name in names).get(asked)
     assert str(caught.value) == f"the server has no endpoint {asked!r}: {hint}"
 
 
-def test_a_call_within_itself_is_refused() -> None:
-    """It would join its own run and wait forever."""
+def test_recursive_calls_are_refused() -> None:
+    """They would join their own run and deadlock."""
     spec = describe(lambda x: x, "f")
     key = key_of(spec, 1)
     with pytest.raises(ConfigurationError, match=r"f\(x=1\) calls itself while it is being built.*wait forever"):
@@ -380,14 +378,14 @@ def test_a_call_within_itself_is_refused() -> None:
 
 
 def test_a_run_that_is_not_joined_cannot_wait_for_itself() -> None:
-    """Without singleflight, or without a key, the inner call is a run of its own."""
+    """Without singleflight, or without a key, the inner call is a separate run."""
     alone = describe(lambda x: x, "f", singleflight=False)
     check_chain(alone, key_of(alone, 1), frozenset({"f", "f(x=1)"}))
     check_chain(describe(lambda x: x, "f"), None, frozenset({"f"}))
 
 
-def test_a_serialized_endpoint_within_itself_is_refused() -> None:
-    """Whatever its arguments: it runs one call at a time."""
+def test_recursive_calls_of_serialized_endpoints_are_refused() -> None:
+    """With any arguments: they run one call at a time."""
     spec = describe(lambda x: x, "f", concurrency="serialized")
     for key in (key_of(spec, 2), None):
         with pytest.raises(ConfigurationError, match="endpoint 'f' is serialized and calls itself"):
@@ -407,7 +405,7 @@ BODY = "def f(x, y=2):\n    return {'a': x + 1, 'b': [z for z in (y, 'text', {1,
 
 @pytest.mark.parametrize("moved", [BODY, "import os\n\n\n" + BODY, BODY.replace("\n    return", "\n    # why\n\n    return")])
 def test_a_function_that_is_moved_keeps_its_fingerprint(moved: str) -> None:
-    """Where it stands, and what comments say, is not what it does."""
+    """Its position and comments have no effect."""
     assert compiled(moved) == compiled(BODY)
 
 
@@ -423,7 +421,7 @@ def test_a_function_that_is_moved_keeps_its_fingerprint(moved: str) -> None:
     ],
 )
 def test_a_function_that_is_changed_has_another_fingerprint(old: str, new: str) -> None:
-    """Its constants, its operators, those of what is nested in it, its defaults."""
+    """With other constants, operators, nested functions, or defaults."""
     assert compiled(BODY.replace(old, new)) != compiled(BODY)
 
 
@@ -431,7 +429,7 @@ def test_a_function_that_is_changed_has_another_fingerprint(old: str, new: str) 
 
 
 @pytest.mark.parametrize("name", ["load", "models.load"])
-def test_ways_to_decorate(provider: Provider, name: str) -> None:
+def test_decorators_take_parentheses_and_names(provider: Provider, name: str) -> None:
     """With or without parentheses, and with a name of its own."""
 
     def load() -> torch.Tensor:
@@ -445,8 +443,8 @@ def test_ways_to_decorate(provider: Provider, name: str) -> None:
     assert list(provider.list_endpoints()) == [name]
 
 
-def test_shared_function_looks_like_the_function(provider: Provider) -> None:
-    """Name, docstring, module and signature are the function's own, for help() and for editors."""
+def test_shared_functions_look_like_the_function(provider: Provider) -> None:
+    """Name, docstring, module and signature, for help() and for editors."""
 
     def load(size: int, *, bias: bool = True) -> torch.nn.Module:
         """Build a layer."""
@@ -459,8 +457,8 @@ def test_shared_function_looks_like_the_function(provider: Provider) -> None:
     assert repr(shared) == "<shared function load>"
 
 
-def test_get_endpoint(provider: Provider) -> None:
-    """The options of an endpoint, defaults included."""
+def test_get_endpoint_returns_the_options(provider: Provider) -> None:
+    """Including defaults."""
 
     @provider.share(managed=True, idle_ttl=60)
     def load(size: int) -> torch.Tensor:

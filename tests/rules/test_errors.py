@@ -64,8 +64,8 @@ def travelled(error: BaseException) -> Exception:
 
 
 @pytest.mark.parametrize("kind", TREE)
-def test_every_class_travels_with_its_detail(kind: type[SharedRPCError]) -> None:
-    """Its type, its text and its attributes."""
+def test_every_class_round_trips(kind: type[SharedRPCError]) -> None:
+    """Type, text and attributes."""
     error = specimen(kind)
     arrived = travelled(error)
     assert type(arrived) is kind
@@ -76,35 +76,35 @@ def test_every_class_travels_with_its_detail(kind: type[SharedRPCError]) -> None
 @pytest.mark.parametrize("kind", TREE)
 @pytest.mark.parametrize("duplicate", [lambda error: pickle.loads(pickle.dumps(error)), copy.copy], ids=["pickle", "copy"])
 def test_every_class_can_be_pickled(kind: type[SharedRPCError], duplicate: Callable[[Exception], Exception]) -> None:
-    """An error raised in a user's process pool comes back as what it is."""
+    """For errors raised in a user's process pool."""
     error = specimen(kind)
     again = duplicate(error)
     assert (type(again), str(again), vars(again)) == (kind, str(error), vars(error))
 
 
 def test_every_class_has_a_code_of_its_own() -> None:
-    """A class that inherited its parent's code would arrive as its parent, or the parent as the class."""
+    """With its parent's code, it would arrive as its parent, or the parent as the class."""
     assert all("code" in vars(kind) for kind in TREE)
     assert len({kind.code for kind in TREE}) == len(TREE)
 
 
 def test_an_unknown_code_is_the_root_class() -> None:
-    """A server of a later release may raise what this one does not know; ``except SharedRPCError`` gets it."""
+    """A server of a later release may raise an error unknown here; ``except SharedRPCError`` catches it."""
     error = from_wire("of-a-later-release", "the moon is full", {"phase": "1.0"})
     assert type(error) is SharedRPCError
     assert str(error) == "the moon is full"
 
 
 @pytest.mark.parametrize("kind", TREE)
-def test_more_detail_is_no_problem(kind: type[SharedRPCError]) -> None:
-    """A server adds the id of the request, and one of another release may add what it likes."""
+def test_additional_detail_is_ignored(kind: type[SharedRPCError]) -> None:
+    """Such as the request's id, or fields of another release."""
     code, text, detail = to_wire(specimen(kind))
     again = from_wire(code, text, {**detail, "request_id": "5e55-1-7", "later": "what it likes"})
     assert to_wire(again) == (code, text, detail)
 
 
-def test_any_other_error_names_its_type() -> None:
-    """A mistake inside the library arrives as such, and is none of the caller's."""
+def test_other_errors_name_their_type() -> None:
+    """A defect of the library arrives as such, and not as the caller's error."""
     assert str(travelled(KeyError("table"))) == "KeyError: 'table'"
     assert type(travelled(TypeError("'NoneType' object is not iterable"))) is SharedRPCError
 
@@ -117,8 +117,8 @@ def test_any_other_error_names_its_type() -> None:
         (ValueError("\udcff"), r"ValueError: \udcff"),
     ],
 )
-def test_a_text_that_is_no_unicode_travels_escaped(error: Exception, text: str) -> None:
-    """File names that are not UTF-8 reach people in a form they can read."""
+def test_texts_that_are_not_unicode_are_escaped(error: Exception, text: str) -> None:
+    """Such as file names that are not UTF-8."""
     assert str(travelled(error)) == text
 
 
@@ -129,6 +129,6 @@ class Unprintable(Exception):
         raise RuntimeError("no text")
 
 
-def test_an_error_without_a_text_travels() -> None:
-    """Telling of an error never raises another."""
+def test_errors_without_a_text_round_trip() -> None:
+    """Sending an error never raises another."""
     assert str(travelled(Unprintable())) == "Unprintable: <its __str__ raised RuntimeError>"

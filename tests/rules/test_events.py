@@ -19,7 +19,7 @@ def hooks() -> i.Hooks:
 
 
 def test_a_hook_is_called_until_it_is_removed(hooks: i.Hooks) -> None:
-    """Once for each event, however often it was added; events need not be made where none is registered."""
+    """Once for each event, however often it was added; without hooks no event is created."""
     heard: list[i.Event] = []
     hook = heard.append
     assert not hooks.registered
@@ -34,8 +34,8 @@ def test_a_hook_is_called_until_it_is_removed(hooks: i.Hooks) -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("the collector is down"), SystemExit(1), asyncio.CancelledError()])
-def test_a_hook_that_raises_harms_nobody(hooks: i.Hooks, error: BaseException, caplog: pytest.LogCaptureFixture) -> None:
-    """The emitter goes on, other hooks are called, and the first failure is logged."""
+def test_failing_hooks_affect_no_other(hooks: i.Hooks, error: BaseException, caplog: pytest.LogCaptureFixture) -> None:
+    """The emitter continues, other hooks are called, and the first failure is logged."""
     heard: list[i.Event] = []
 
     def broken(event: i.Event) -> None:
@@ -50,8 +50,8 @@ def test_a_hook_that_raises_harms_nobody(hooks: i.Hooks, error: BaseException, c
     assert ["broken" in record.getMessage() for record in caplog.records] == [True]
 
 
-def test_a_hook_that_removes_itself(hooks: i.Hooks) -> None:
-    """It is called no more; the others are called with that event too."""
+def test_hooks_can_remove_themselves(hooks: i.Hooks) -> None:
+    """The others are still called with that event."""
     once_heard: list[i.Event] = []
     heard: list[i.Event] = []
 
@@ -66,8 +66,8 @@ def test_a_hook_that_removes_itself(hooks: i.Hooks) -> None:
     assert (len(once_heard), len(heard)) == (1, 2)
 
 
-def test_a_factory_makes_its_hook_with_the_first_event(hooks: i.Hooks) -> None:
-    """Not when it is registered, and once."""
+def test_factories_make_their_hook_with_the_first_event(hooks: i.Hooks) -> None:
+    """Not on registration, and once."""
     made: list[list[i.Event]] = []
 
     def make() -> i.Hook:
@@ -81,8 +81,8 @@ def test_a_factory_makes_its_hook_with_the_first_event(hooks: i.Hooks) -> None:
     assert made == [[EVENT, EVENT]]
 
 
-def test_a_factory_that_fails_is_not_asked_again(hooks: i.Hooks, caplog: pytest.LogCaptureFixture) -> None:
-    """A library that is not installed is missed once."""
+def test_failing_factories_are_called_once(hooks: i.Hooks, caplog: pytest.LogCaptureFixture) -> None:
+    """A missing library is reported once."""
     asked: list[int] = []
 
     def make() -> i.Hook:
@@ -96,8 +96,8 @@ def test_a_factory_that_fails_is_not_asked_again(hooks: i.Hooks, caplog: pytest.
     assert (len(asked), len(caplog.records)) == (1, 1)
 
 
-def test_an_equal_factory_removes_one(hooks: i.Hooks) -> None:
-    """And with it what it had made: another factory, which may have its place in memory, makes its own."""
+def test_equal_factories_can_be_removed(hooks: i.Hooks) -> None:
+    """With their hook: another factory, which may have the same address, makes its own."""
     made: list[list[i.Event]] = []
 
     def make() -> i.Hook:
@@ -111,8 +111,8 @@ def test_an_equal_factory_removes_one(hooks: i.Hooks) -> None:
         assert (len(made), made[-1]) == (count, [EVENT])
 
 
-def test_an_event_cannot_be_changed() -> None:
-    """Hooks share it."""
+def test_events_are_immutable() -> None:
+    """Hooks share them."""
     with pytest.raises(AttributeError):
         EVENT.pid = 2  # type: ignore[misc]
     assert [kind.__name__ for kind in i.Event.__subclasses__() if not kind.__struct_config__.frozen] == []

@@ -175,8 +175,8 @@ def go_on(connection: Connection, plan: Plan, moment: int) -> None:
 
 
 @given(st.lists(plans, min_size=1, max_size=5), st.data())
-def test_any_chunking_and_order(chosen: list[Plan], data: st.DataObject) -> None:
-    """Each asker is told what is its own, in order, and gets its reply; what those would have had who left goes back."""
+def test_any_chunking_and_order_is_handled(chosen: list[Plan], data: st.DataObject) -> None:
+    """Each request gets its updates in order, and its reply; those of abandoned requests are released."""
     with nothing_leaks():
         connection = Connection()
         begin_all(connection, chosen)
@@ -201,8 +201,8 @@ def test_any_chunking_and_order(chosen: list[Plan], data: st.DataObject) -> None
 
 
 @given(st.lists(plans, min_size=1, max_size=4), st.integers(0, 300), st.data())
-def test_an_end_anywhere(chosen: list[Plan], end: int, data: st.DataObject) -> None:
-    """The connection breaks in the middle: who has an answer has it, and the others are told; nothing is owed."""
+def test_an_end_at_any_byte_is_handled(chosen: list[Plan], end: int, data: st.DataObject) -> None:
+    """Answered requests have their answers, the others an error; nothing is owed."""
     with nothing_leaks():
         connection = Connection()
         begin_all(connection, chosen)
@@ -231,8 +231,8 @@ def test_an_end_anywhere(chosen: list[Plan], end: int, data: st.DataObject) -> N
 
 
 @pytest.mark.parametrize("number", [0, 1, 77])
-def test_the_handshake(connection: Connection, number: int) -> None:
-    """The first frame is the answer to it, whatever its number; requests have numbers of their own."""
+def test_the_first_frame_answers_the_handshake(connection: Connection, number: int) -> None:
+    """Whatever its number; requests have numbers of their own."""
     greeting = connection.exchanges.greet()
     assert connection.sent() == [(0, m.Hello())]
     connection.come(m.Welcome("s", "cpu"), number)
@@ -258,8 +258,8 @@ def test_other_answers_to_the_handshake_are_errors(connection: Connection, answe
     [(TooLate(), "did not answer"), (ConnectionClosed("reset"), "hung up during the handshake: reset")],
     ids=["silence", "end"],
 )
-def test_no_greeting(connection: Connection, error: Exception, text: str) -> None:
-    """Whoever does not answer the handshake is not connected to."""
+def test_a_missing_greeting_is_an_error(connection: Connection, error: Exception, text: str) -> None:
+    """No connection is made."""
     with pytest.raises(ConnectError, match=text), connection.exchanges.greeting():
         raise error
 
@@ -267,8 +267,8 @@ def test_no_greeting(connection: Connection, error: Exception, text: str) -> Non
 # Giving up.
 
 
-def test_a_request_that_was_withdrawn(connection: Connection) -> None:
-    """The server says that it knows: the caller's time was over, and the connection is in order."""
+def test_withdrawn_requests_time_out(connection: Connection) -> None:
+    """The server confirms the cancellation, and the connection stays usable."""
     exchange = connection.ask()
     assert connection.exchanges.withdraw(exchange) and connection.exchanges.withdraw(exchange)
     assert connection.sent() == [(1, m.Ping()), (1, m.Cancel())]
@@ -279,8 +279,8 @@ def test_a_request_that_was_withdrawn(connection: Connection) -> None:
     assert not connection.exchanges.owed
 
 
-def test_a_reply_that_comes_just_in_time(connection: Connection) -> None:
-    """It was sent before the server knew, and is taken; nothing is told meanwhile."""
+def test_a_reply_that_crosses_the_cancellation_is_returned(connection: Connection) -> None:
+    """It was sent before the cancellation arrived."""
     exchange = connection.ask()
     connection.come(changed(1), 1)
     connection.exchanges.withdraw(exchange)
@@ -291,8 +291,8 @@ def test_a_reply_that_comes_just_in_time(connection: Connection) -> None:
 
 
 @pytest.mark.parametrize("raised", [True, False], ids=["an endpoint's own", "the server's"])
-def test_an_error_of_the_same_kind_that_is_the_answer(connection: Connection, raised: bool) -> None:
-    """Only where the request was withdrawn, and not by an endpoint, does it say that the server knows."""
+def test_only_cancellations_are_confirmed_by_their_error(connection: Connection, raised: bool) -> None:
+    """An error of the same kind counts as one only for a withdrawn request, and not from an endpoint."""
     exchange = connection.ask()
     if raised:
         connection.exchanges.withdraw(exchange)
@@ -302,8 +302,8 @@ def test_an_error_of_the_same_kind_that_is_the_answer(connection: Connection, ra
         connection.exchanges.reply(exchange)
 
 
-def test_a_server_that_is_stuck(connection: Connection) -> None:
-    """The answer is owed, and what it brings goes back when it comes: the lease by a message, the memory at once."""
+def test_late_answers_are_released(connection: Connection) -> None:
+    """Of a stuck server: the lease by a message, the memory at once."""
     exchange = connection.ask()
     connection.exchanges.withdraw(exchange)
     with pytest.raises(DeadlineExceeded, match=r"the server at /run/server\.sock is stuck"):
@@ -316,8 +316,8 @@ def test_a_server_that_is_stuck(connection: Connection) -> None:
     connection.come(m.Count(1), 2)
 
 
-def test_a_buffer_that_nobody_waits_for(connection: Connection) -> None:
-    """What it was is known by the request: nobody else has heard of it."""
+def test_abandoned_buffers_are_freed(connection: Connection) -> None:
+    """They are recognised by the request: no other process knows them."""
     exchange = connection.ask(m.CreateBuffer(100))
     connection.exchanges.abandon(exchange)
     connection.sent()
@@ -325,8 +325,8 @@ def test_a_buffer_that_nobody_waits_for(connection: Connection) -> None:
     assert connection.sent() == [(2, m.FreeBuffer("buffer", release=True))]
 
 
-def test_an_answer_that_cannot_be_read_gives_nothing_back() -> None:
-    """There is nothing to know of it, and its descriptors are closed."""
+def test_unreadable_late_answers_are_closed() -> None:
+    """There is no lease to release."""
     with nothing_leaks():
         decoder = FrameDecoder()
         decoder.feed(b"".join(encode_frame(9, 1, b"garbage", b"", 1)), [new_fd()])
@@ -338,7 +338,7 @@ def test_an_answer_that_cannot_be_read_gives_nothing_back() -> None:
 # Answers that do not fit.
 
 
-def test_a_second_answer(connection: Connection) -> None:
+def test_second_answers_are_closed(connection: Connection) -> None:
     """It is nobody's, and is closed."""
     exchange = connection.ask()
     connection.come(m.Pong(), 1)
@@ -346,8 +346,8 @@ def test_a_second_answer(connection: Connection) -> None:
     assert connection.exchanges.reply(exchange).message == m.Pong()
 
 
-def test_an_answer_to_nothing(connection: Connection) -> None:
-    """It is closed, and the right one is found; a lease that came with it goes back."""
+def test_answers_without_a_request_are_closed(connection: Connection) -> None:
+    """The right one is still matched; a lease in it is released."""
     exchange = connection.ask()
     assert connection.come(result("stray", managed=True), 77, fds=1) == []
     assert connection.come(changed(1), 78) == []
@@ -355,8 +355,8 @@ def test_an_answer_to_nothing(connection: Connection) -> None:
     assert connection.sent()[1:] == [(2, m.Release(["stray"]))]
 
 
-def test_an_answer_that_cannot_be_read(connection: Connection) -> None:
-    """Its asker is told; the others go on."""
+def test_unreadable_answers_are_errors(connection: Connection) -> None:
+    """For their request only."""
     exchange, other = connection.ask(), connection.ask()
     connection.buffers.feed(b"".join(encode_frame(encode_message(m.Pong())[0], 1, b"garbage", b"", 1)), [new_fd()])
     connection.exchanges.deliver()
@@ -366,8 +366,8 @@ def test_an_answer_that_cannot_be_read(connection: Connection) -> None:
     assert connection.exchanges.reply(other).message == m.Pong()
 
 
-def test_garbage(connection: Connection) -> None:
-    """Nothing after it can be trusted; what came whole before is there."""
+def test_garbage_ends_the_connection(connection: Connection) -> None:
+    """Earlier complete frames are delivered."""
     exchange = connection.ask()
     connection.buffers.feed(frame_of(m.Pong(), 1) + b"HTTP/1.1 400 Bad Request")
     with pytest.raises(ProtocolError, match="not a shared_rpc frame"):
@@ -375,8 +375,8 @@ def test_garbage(connection: Connection) -> None:
     assert connection.exchanges.reply(exchange).message == m.Pong()
 
 
-def test_a_server_that_needs_memory(connection: Connection) -> None:
-    """It is answered at once, though the client has none."""
+def test_servers_that_need_memory_are_answered(connection: Connection) -> None:
+    """At once, even if the client has none."""
     exchange = connection.ask()
     connection.sent()
     assert connection.come(m.OutOfPoolMemory("no room"), 1) == [exchange]
@@ -387,8 +387,8 @@ def test_a_server_that_needs_memory(connection: Connection) -> None:
 # The end.
 
 
-def test_the_last_word(connection: Connection) -> None:
-    """All who wait are told it, each by an exception of its own, and what comes later is told it too."""
+def test_the_servers_reason_reaches_all_requests(connection: Connection) -> None:
+    """Each gets its own exception, as do later requests."""
     exchanges = [connection.ask(), connection.ask()]
     connection.come(m.Error("protocol", "the last word"), 0)
     told = []
@@ -400,7 +400,7 @@ def test_the_last_word(connection: Connection) -> None:
 
 
 def test_the_first_reason_counts(connection: Connection) -> None:
-    """The end of the stream follows the last word, and says less."""
+    """The end of the stream follows, and is less specific."""
     connection.come(m.Error("protocol", "the last word"), 0)
     connection.exchanges.fail(ConnectionClosed("the other side closed the connection"))
     assert str(connection.exchanges.ended()) == "the last word"
@@ -414,15 +414,15 @@ def test_the_first_reason_counts(connection: Connection) -> None:
 def test_requests_are_repeatable_if_unsent_or_read_only(
     connection: Connection, written: int, again: bool, repeatable: bool
 ) -> None:
-    """A request of which the last byte was not written was not received; one that only asks can be asked again."""
+    """A request whose last byte was not written was not received; queries can be repeated."""
     exchange = connection.ask(m.GetObjectInfo("a long name") if again else m.Release(["a long name"]))
     connection.write(written)
     connection.exchanges.fail(ConnectionClosed("the other side closed the connection"))
     assert exchange.request.repeatable == repeatable
 
 
-def test_a_request_that_cannot_be_sent(connection: Connection, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of it was queued, and the connection is in order."""
+def test_unsendable_requests_queue_nothing(connection: Connection, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the connection stays usable."""
 
     def refuse(fd: int) -> int:
         raise OSError(24, "Too many open files")
@@ -437,14 +437,14 @@ def test_a_request_that_cannot_be_sent(connection: Connection, monkeypatch: pyte
     assert connection.buffers.unsent == 0
 
 
-def test_numbers_begin_again(connection: Connection) -> None:
-    """After the last one comes the first: 0 is the server's own."""
+def test_numbers_wrap_around(connection: Connection) -> None:
+    """After the last one follows the first: 0 is the server's own."""
     connection.exchanges._ids = itertools.count(LAST_ID - 1)
     assert [connection.ask().number for _ in range(2)] == [LAST_ID, 1]
 
 
-def test_goodbye(connection: Connection) -> None:
-    """It is told without a number: there is no answer."""
+def test_goodbye_has_no_number(connection: Connection) -> None:
+    """There is no answer."""
     connection.exchanges.goodbye()
     assert connection.sent() == [(0, m.Goodbye())]
 
@@ -453,8 +453,8 @@ GENERATION = Generation("load", "load()", "an id", 2, "", 0, "cpu", "a server", 
 
 
 @pytest.mark.parametrize("message", [x.Exported("an id", 2), x.Candidate(GENERATION)])
-def test_an_abandoned_record_gives_its_lease_back(message: m.Message) -> None:
-    """Nobody else knows that the session has it."""
+def test_abandoned_records_release_their_lease(message: m.Message) -> None:
+    """There is no other reference to it."""
     with nothing_leaks():
         decoder = FrameDecoder()
         decoder.feed(frame_of(message, payload=b"a header", fds=1), [new_fd()])
