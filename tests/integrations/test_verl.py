@@ -140,8 +140,8 @@ def manager(owner: Provider, monkeypatch: pytest.MonkeyPatch) -> Iterator[Checkp
 
 
 @pytest.mark.parametrize("device", ["cpu"])
-def test_updates_of_verl(manager: CheckpointEngineManager, base_path: str) -> None:
-    """Each rollout gets the weights of every update, bit for bit, and neither side nor the server keeps memory of it."""
+def test_every_rollout_receives_each_update(manager: CheckpointEngineManager, base_path: str) -> None:
+    """The weights are equal bit for bit, and neither the rollouts nor the server keep memory of an update."""
     rollouts = manager.replicas[0].workers
     for step in range(3):
         manager.update_weights(step)
@@ -154,8 +154,8 @@ def test_updates_of_verl(manager: CheckpointEngineManager, base_path: str) -> No
 
 
 @pytest.mark.parametrize("device", ["cpu"])
-def test_an_update_that_fails_is_no_end(owner: Provider, engines: list[Any]) -> None:
-    """Rollouts get an error, and not some of the weights, where the trainer cannot send all of them."""
+def test_a_failed_update_is_an_error_for_the_rollouts(owner: Provider, engines: list[Any]) -> None:
+    """They do not take the weights that were sent for all of them."""
 
     def failing() -> Iterator[tuple[str, torch.Tensor]]:
         yield from weights(0).items()
