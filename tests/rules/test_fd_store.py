@@ -144,8 +144,8 @@ def moving(tmp_path: Path) -> Iterator[Moving]:
             os.close(moving.store._file.fd)
 
 
-def test_a_broker_that_is_killed_between_two_messages_of_a_move(moving: Moving) -> None:
-    """The next one has the objects, with all their bytes; in the end, there is an entry for each part and for each object."""
+def test_objects_survive_a_kill_between_two_messages_of_a_move(moving: Moving) -> None:
+    """The next broker has them, with all bytes; finally, there is an entry for each part and for each object."""
     tiers: list[Tier] = ["device", "host", "device", "host", "file", "device", "file", "device"]
     there = 0
 
@@ -165,10 +165,10 @@ def test_a_broker_that_is_killed_between_two_messages_of_a_move(moving: Moving) 
 
 @pytest.mark.parametrize("part", [0.0, 0.5])
 @pytest.mark.parametrize("whole", [0, 1])
-def test_a_broker_that_is_killed_while_it_writes_the_state(
+def test_objects_survive_a_kill_during_the_writing_of_the_state(
     moving: Moving, monkeypatch: pytest.MonkeyPatch, whole: int, part: float
 ) -> None:
-    """Before or in the middle of the data or of the head: the next one has the objects as they were before."""
+    """Before or in the middle of the data or of the head: the next broker has the earlier objects."""
     moving.put("device", 0)
     moving.put("device", 1)  # both halves are in use
     writes: list[int] = []
@@ -202,7 +202,7 @@ def test_a_move_writes_no_value(moving: Moving, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_changes_of_a_turn_are_two_writes(moving: Moving, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first is written at once, and the others, however many, at the end of the turn."""
+    """The first is written at once, and the others together at the end of the turn."""
     moving.put("device", 0)
     write = Mock()
     monkeypatch.setattr(StateFile, "write", write)
@@ -215,10 +215,10 @@ def test_the_changes_of_a_turn_are_two_writes(moving: Moving, monkeypatch: pytes
     assert write.call_count == 2
 
 
-def test_a_state_that_cannot_be_written_ends_nothing(
+def test_failed_writes_of_the_state_are_retried(
     moving: Moving, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The log says so, what the earlier state names stays in the store, and the next change writes all."""
+    """With a log line; descriptors named by the earlier state stay stored, and the next change writes all."""
     moving.put("device", 0)
     with monkeypatch.context() as patch:
         patch.setattr(StateFile, "write", Mock(side_effect=OSError(errno.ENOSPC, "no space")))
@@ -230,8 +230,8 @@ def test_a_state_that_cannot_be_written_ends_nothing(
     assert len(moving.entries) == 6
 
 
-def test_an_object_that_cannot_be_stored(moving: Moving, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of it is left in the store, because an earlier description is out of date; its next change is stored."""
+def test_unstorable_objects_are_removed(moving: Moving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An earlier description would be out of date; the next change is stored."""
     moving.put("device", 0)
     with monkeypatch.context() as patch:
         patch.setattr("shared_rpc.broker.fd_store._name_of", Mock(side_effect=OSError(errno.EBADF, "bad descriptor")))
@@ -242,8 +242,8 @@ def test_an_object_that_cannot_be_stored(moving: Moving, monkeypatch: pytest.Mon
     assert len(moving.entries) == 6
 
 
-def test_the_data_of_a_file_is_that_of_its_last_whole_write() -> None:
-    """A half with a wrong digest is none, whichever of the two it is; a file without any has no data."""
+def test_the_last_complete_write_counts() -> None:
+    """A half with a wrong digest is ignored, whichever it is; a file without a valid one has no data."""
     file = StateFile()
     for number in range(1, 4):
         file.write(b"state %d" % number)

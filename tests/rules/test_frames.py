@@ -71,7 +71,7 @@ def header(
 
 @given(st.lists(plans, max_size=5), st.data())
 def test_any_chunking_gives_the_same_frames(sent: list[Plan], data: st.DataObject) -> None:
-    """Wherever the stream is cut, frames and descriptors come out as they went in."""
+    """Wherever the stream is cut, frames and descriptors are complete and in order."""
     stream, arrivals = b"", []
     for plan in sent:
         # Each sendmsg(2) has its own bytes and descriptors; these arrive with the first of its bytes at the latest.
@@ -100,7 +100,7 @@ def test_any_chunking_gives_the_same_frames(sent: list[Plan], data: st.DataObjec
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=4), st.lists(st.integers(1, 40), min_size=1, max_size=8))
 def test_a_unix_socket_delivers_what_was_queued(counts: list[int], sizes: list[int]) -> None:
-    """The kernel's own way of handing out descriptors is one that the decoder follows, for reads of any size."""
+    """The decoder handles the kernel's delivery of descriptors, for reads of any size."""
     with nothing_leaks():
         ours, theirs = socket.socketpair()
         sender, decoder, frames, files = FrameSocket(ours), FrameDecoder(), [], []
@@ -127,8 +127,8 @@ def test_a_unix_socket_delivers_what_was_queued(counts: list[int], sizes: list[i
 
 
 @pytest.mark.parametrize("cut", range(HEADER_SIZE + 5 + 3))
-def test_a_truncated_frame_is_no_frame(cut: int) -> None:
-    """A stream that ends in mid-frame gives nothing, and its descriptors are closed with the decoder."""
+def test_a_truncated_frame_is_not_delivered(cut: int) -> None:
+    """And its descriptors are closed with the decoder."""
     plan = Plan(3, 1, b"body5", b"pay", fds=2)
     with nothing_leaks():
         decoder = FrameDecoder()
@@ -139,7 +139,7 @@ def test_a_truncated_frame_is_no_frame(cut: int) -> None:
 
 
 def test_the_descriptors_of_a_frame_have_one_owner() -> None:
-    """Who takes them closes them; who does not leaves that to the frame, which closes them once."""
+    """A receiver that takes them closes them; otherwise the frame does, once."""
     with nothing_leaks():
         kept, dropped = Frame(1, 1, b"", fds=[new_fd()]), Frame(1, 1, b"", fds=[new_fd()])
         taken = kept.detach_fds()
@@ -164,8 +164,8 @@ def test_the_descriptors_of_a_frame_have_one_owner() -> None:
         (header(body=2**32 - 1, payload=2**64 - 1), r"announces 4294967295 \+ 18446744073709551615 bytes"),
     ],
 )
-def test_a_header_that_cannot_be_is_refused_at_once(first: bytes, message: str) -> None:
-    """Before anything it announces is waited for; nothing after it is taken for a frame, and descriptors are closed."""
+def test_invalid_headers_are_refused_at_once(first: bytes, message: str) -> None:
+    """Before the announced data arrives; later bytes are ignored, and descriptors are closed."""
     with nothing_leaks():
         decoder = FrameDecoder(Limits(body=100, payload=200))
         decoder.feed(first, [new_fd()])
@@ -177,7 +177,7 @@ def test_a_header_that_cannot_be_is_refused_at_once(first: bytes, message: str) 
         decoder.close()
 
 
-def test_a_frame_at_its_limits_passes() -> None:
+def test_frames_at_the_limits_are_accepted() -> None:
     """The limits are what a frame may have, not one byte less."""
     decoder = FrameDecoder(Limits(body=100, payload=200))
     decoder.feed(header(body=100, payload=200) + bytes(300))
@@ -186,8 +186,8 @@ def test_a_frame_at_its_limits_passes() -> None:
 
 
 @pytest.mark.parametrize(("announced", "cut"), [(3, 0), (1, 0), (1, 1)], ids=["fewer", "more", "more, before the end"])
-def test_other_descriptors_than_announced(announced: int, cut: int) -> None:
-    """A whole frame without its descriptors never gets them, and those that no frame has announced are not carried along."""
+def test_mismatched_descriptors_are_refused(announced: int, cut: int) -> None:
+    """A complete frame without its descriptors, and descriptors that no frame has announced."""
     with nothing_leaks():
         decoder = FrameDecoder()
         data = Plan(8, 1, b"body", b"", fds=announced).encode()
@@ -207,8 +207,8 @@ def many_files() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("many_files")
-def test_a_flood_of_descriptors_is_bounded() -> None:
-    """A header that never ends cannot collect descriptors without limit."""
+def test_descriptors_without_a_frame_are_bounded() -> None:
+    """For a header that never ends."""
     with nothing_leaks():
         decoder = FrameDecoder()
         with pytest.raises(ProtocolError, match=f"file descriptors for a frame of at most {MAX_FDS}"):
@@ -219,7 +219,7 @@ def test_a_flood_of_descriptors_is_bounded() -> None:
 
 
 @pytest.mark.usefixtures("many_files")
-def test_as_many_descriptors_as_a_frame_may_have() -> None:
+def test_the_maximum_of_descriptors_is_accepted() -> None:
     """They arrive in several messages, and in order."""
     with nothing_leaks():
         decoder = FrameDecoder()
@@ -236,8 +236,8 @@ def test_as_many_descriptors_as_a_frame_may_have() -> None:
 
 
 @given(st.lists(plans, min_size=1, max_size=3), st.data())
-def test_a_damaged_stream_is_a_protocol_error_or_other_frames(sent: list[Plan], data: st.DataObject) -> None:
-    """A flipped byte in the middle of good frames does no more harm than garbage, and memory stays within what came."""
+def test_damaged_streams_are_errors_or_other_frames(sent: list[Plan], data: st.DataObject) -> None:
+    """A flipped byte within valid frames: memory stays within the received bytes."""
     stream = bytearray(b"".join(plan.encode() for plan in sent))
     stream[data.draw(st.integers(0, len(stream) - 1))] ^= data.draw(st.integers(1, 255))
     with nothing_leaks():
@@ -253,7 +253,7 @@ def test_a_damaged_stream_is_a_protocol_error_or_other_frames(sent: list[Plan], 
 
 
 def test_the_header_is_as_documented() -> None:
-    """Other releases read these bytes; a change of them is a change of the version."""
+    """Other releases read these bytes; a change requires a new version."""
     assert b"".join(encode_frame(3, 0x01020304, b"ab", b"cde", 1)) == (
         b"sRPC\x04\x03\x00\x01" + b"\x01\x02\x03\x04" + b"\x00\x00\x00\x02" + b"\x00\x00\x00\x00\x00\x00\x00\x03" + b"abcde"
     )
@@ -269,13 +269,13 @@ def test_the_header_is_as_documented() -> None:
     ids=["fds", "body", "payload"],
 )
 def test_frames_beyond_the_limits_are_not_sent(body: int, payload: int, fds: int, message: str) -> None:
-    """The sender is told, where the message is made, instead of losing its connection."""
+    """The sender gets an error instead of losing its connection."""
     with pytest.raises(ProtocolError, match=message):
         encode_frame(8, 1, bytes(body), bytes(payload), fds)
 
 
-def test_a_message_that_is_refused_leaves_the_socket_good() -> None:
-    """What cannot be sent is not sent in part: the next message arrives."""
+def test_a_refused_message_leaves_the_socket_usable() -> None:
+    """Nothing of it is sent: the next message arrives."""
     with nothing_leaks():
         ours, theirs = socket.socketpair()
         sender, receiver = FrameSocket(ours), FrameSocket(theirs)

@@ -99,8 +99,8 @@ def rebuilt_module(published: Callable[..., Record], device: str, counted: Calla
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_ids_that_came_are_not_given_out_again(rebuilt_module: Rebuilt, counted: Callable[[int], None], case: str) -> None:
-    """A process that has registered fewer hooks than the server registers its own beside those that came."""
+def test_received_ids_are_not_reused(rebuilt_module: Rebuilt, counted: Callable[[int], None], case: str) -> None:
+    """A process with fewer registered hooks than the server registers its own next to the received ones."""
     make, register, hooks = CASES[case]
     counted(0)
     value = make()
@@ -113,8 +113,8 @@ def test_ids_that_came_are_not_given_out_again(rebuilt_module: Rebuilt, counted:
     assert list(hooks(result))[:-1] == ids
 
 
-def test_ids_that_the_server_was_not_told_of(rebuilt_module: Rebuilt, counted: Callable[[int], None]) -> None:
-    """A model that the server unpickled has ids above the server's own counter, as torch's pickle leaves it."""
+def test_ids_above_the_servers_counter_are_handled(rebuilt_module: Rebuilt, counted: Callable[[int], None]) -> None:
+    """A model that the server unpickled has such ids, left by torch's pickle."""
     counted(500)
     module = nn.Sequential(nn.LSTM(2, 2))
     module[0].register_forward_hook(same_state)
@@ -124,16 +124,16 @@ def test_ids_that_the_server_was_not_told_of(rebuilt_module: Rebuilt, counted: C
     assert result[0].register_forward_hook(doubled).id == 501
 
 
-def test_hooks_registered_while_unpickling(rebuilt_module: Rebuilt, counted: Callable[[int], None]) -> None:
-    """The ids that come are reserved before any code of a class runs."""
+def test_hooks_can_be_registered_while_unpickling(rebuilt_module: Rebuilt, counted: Callable[[int], None]) -> None:
+    """The received ids are reserved before any code of a class runs."""
     counted(0)
     module = Registering(2, 2)
     module.register_forward_hook(doubled)
     assert list(rebuilt_module(module)._forward_hooks.values()) == [doubled, same_state]
 
 
-def test_hooks_of_an_argument(device: str, no_leaks: None, counted: Callable[[int], None]) -> None:
-    """A module that is an argument brings its hooks into the server, which does not give their ids out again."""
+def test_hooks_of_an_argument_arrive(device: str, no_leaks: None, counted: Callable[[int], None]) -> None:
+    """In the server, which does not reuse their ids."""
     counted(0)
     module = nn.Linear(2, 2, device=device)
     handle = module.register_forward_hook(doubled)
@@ -145,8 +145,8 @@ def test_hooks_of_an_argument(device: str, no_leaks: None, counted: Callable[[in
     assert next(iter(received._forward_hooks)) == handle.id
 
 
-def test_a_tensor_alone_says_nothing_of_hooks(published: Callable[..., Record], device: str) -> None:
-    """The most frequent skeleton stays what it is."""
+def test_skeletons_of_tensors_ignore_hooks(published: Callable[..., Record], device: str) -> None:
+    """The most frequent skeleton stays small."""
     nn.Identity().register_forward_hook(same_state)
     assert published(torch.ones(2, device=device)).skeleton == b"I0\nQ."
 
@@ -155,8 +155,8 @@ def test_a_tensor_alone_says_nothing_of_hooks(published: Callable[..., Record], 
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "again"])
-def test_a_model_that_keeps_a_handle_can_be_copied(rebuilt_module: Rebuilt, device: str, how: str) -> None:
-    """Empty dicts that a handle refers to are those of the module, in what was attached too."""
+def test_models_that_keep_a_handle_can_be_copied(rebuilt_module: Rebuilt, device: str, how: str) -> None:
+    """Empty dicts referenced by a handle are those of the module, in attached ones too."""
     model = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 2))
     model.handle = model[0].register_forward_hook(doubled)
     result = rebuilt_module(model)
@@ -166,8 +166,8 @@ def test_a_model_that_keeps_a_handle_can_be_copied(rebuilt_module: Rebuilt, devi
     assert (len(copied[0]._forward_hooks), len(result[0]._forward_hooks)) == (0, 1)
 
 
-def test_a_handle_that_came_removes_its_hook(rebuilt_module: Rebuilt, device: str) -> None:
-    """With what torch notes beside it, such as that it takes keyword arguments."""
+def test_received_handles_remove_their_hooks(rebuilt_module: Rebuilt, device: str) -> None:
+    """With torch's further entries, such as the flag for keyword arguments."""
     module = nn.Identity()
     module.handle = module.register_forward_hook(lambda module, args, kwargs, output: output + 1, with_kwargs=True)
     module.register_forward_hook(doubled)
@@ -180,8 +180,8 @@ def test_a_handle_that_came_removes_its_hook(rebuilt_module: Rebuilt, device: st
     assert module(one).tolist() == [4]
 
 
-def test_a_handle_whose_hook_was_removed(rebuilt_module: Rebuilt, device: str) -> None:
-    """All its dicts are empty, and still the module's."""
+def test_handles_of_removed_hooks_round_trip(rebuilt_module: Rebuilt, device: str) -> None:
+    """All their dicts are empty, and still the module's."""
     module = nn.Identity()
     module.handle = module.register_forward_hook(doubled)
     module.handle.remove()
@@ -190,8 +190,8 @@ def test_a_handle_whose_hook_was_removed(rebuilt_module: Rebuilt, device: str) -
     assert copy.deepcopy(result).handle.id == module.handle.id
 
 
-def test_shallow_copies_have_their_hooks_in_common(rebuilt_module: Rebuilt, device: str) -> None:
-    """Containers that two modules share are shared while they are empty, too."""
+def test_shallow_copies_share_their_hooks(rebuilt_module: Rebuilt, device: str) -> None:
+    """Containers shared by two modules are shared even if they are empty."""
     module = nn.Linear(2, 2)
     one, other = rebuilt_module(nn.ModuleList([module, copy.copy(module)]))
     one.register_forward_hook(doubled)
@@ -200,8 +200,8 @@ def test_shallow_copies_have_their_hooks_in_common(rebuilt_module: Rebuilt, devi
     assert other.scale is one.scale
 
 
-def test_empty_containers_of_nobody_else_stay_behind(published: Callable[..., Record], device: str) -> None:
-    """The containers of most modules are not in the skeleton: they are half of what an attach would unpickle."""
+def test_unreferenced_empty_containers_are_left_out(published: Callable[..., Record], device: str) -> None:
+    """Those of most modules would be half of the skeleton."""
     skeleton = published(nn.Linear(2, 2, device=device)).skeleton
     assert b"_hooks" not in skeleton
     assert b"_modules" not in skeleton

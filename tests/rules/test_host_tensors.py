@@ -17,8 +17,8 @@ from shared_rpc.errors import CapabilityError
 from tests.kit.models import State
 
 
-def test_a_device_in_an_object(device: str, rebuilt: Callable[..., Any]) -> None:
-    """It is the reader's own name for the same device."""
+def test_devices_in_objects_are_translated(device: str, rebuilt: Callable[..., Any]) -> None:
+    """To the reader's own name for the same device."""
     where = torch.ones(1, device=device).device
     assert rebuilt(State(1, {"m": torch.ones(1, device=device), "at": where})).moments["at"] == where
 
@@ -47,7 +47,7 @@ def _packed() -> PackedSequence:
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 def test_host_state_of_known_objects_stays_on_the_host(make: Callable[[], Any]) -> None:
-    """Where a GPU's memory is shared, host tensors of such an object are no mistake."""
+    """With memory shared on a GPU, such tensors on the host are allowed."""
     _, scan = dump_result([torch.nn.Identity(), State(1, {"m": make()})], "load", "cuda")
     assert scan.storages
     assert {storage.device.type for storage in scan.storages} == {"cpu"}
@@ -66,7 +66,7 @@ def test_host_state_of_known_objects_stays_on_the_host(make: Callable[[], Any]) 
     ids=["dataclass", "set", "partial", "beside an optimizer", "in an averaged model", "in a packed sequence"],
 )
 def test_other_host_tensors_are_refused(make: Callable[[], Any], path: str) -> None:
-    """Wherever else in an object a tensor on the host is, it was forgotten there: the error has the way to it."""
+    """A tensor on the host anywhere else was forgotten there: the error has its path."""
     with pytest.raises(CapabilityError) as caught:
         dump_result([torch.nn.Identity(), make()], "load", "cuda")
     assert f"endpoint 'load': {path} is on cpu, but memory is shared on 'cuda' here" in str(caught.value)
@@ -80,8 +80,8 @@ def test_other_host_tensors_are_refused(make: Callable[[], Any], path: str) -> N
         pytest.param(lower_arguments, id="within a process"),
     ],
 )
-def test_host_state_of_known_objects_in_arguments(lower: Callable[..., Any]) -> None:
-    """An averaged model's count is no mistake there either, and a host tensor beside it is one, in every role."""
+def test_host_state_of_known_objects_is_allowed_in_arguments(lower: Callable[..., Any]) -> None:
+    """Such as an averaged model's count; a host tensor next to it is refused, in every role."""
     model = _averaged()
     lower([model], {}, "cuda")
     model.register_buffer("scale", torch.ones(1))
@@ -89,8 +89,8 @@ def test_host_state_of_known_objects_in_arguments(lower: Callable[..., Any]) -> 
         lower([model], {}, "cuda")
 
 
-def test_an_averaged_model(device: str, rebuilt: Callable[..., Any]) -> None:
-    """How many models it is the average of is on the host and shared there, and goes on from there."""
+def test_averaged_models_round_trip(device: str, rebuilt: Callable[..., Any]) -> None:
+    """The number of models is on the host, shared there, and continues to count."""
     model = torch.nn.Linear(2, 2, device=device)
     averaged = AveragedModel(model)
     averaged.update_parameters(model)
@@ -105,8 +105,8 @@ def test_an_averaged_model(device: str, rebuilt: Callable[..., Any]) -> None:
     torch.testing.assert_close(averaged.module.weight.detach(), expected)
 
 
-def test_a_packed_sequence(device: str, rebuilt: Callable[..., Any]) -> None:
-    """How long its parts are is on the host, where torch wants it."""
+def test_packed_sequences_round_trip(device: str, rebuilt: Callable[..., Any]) -> None:
+    """The lengths of their parts are on the host, as torch requires."""
     sent = pack_sequence([torch.ones(3, 2, device=device), torch.zeros(1, 2, device=device)])
     read = rebuilt(sent)
     assert (read.data.device.type, read.batch_sizes.device.type) == (device, "cpu")

@@ -55,26 +55,26 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.mark.usefixtures("own")
-def test_the_imports_of_an_app() -> None:
-    """They are reported: the person's own modules, and installed ones."""
+def test_imports_of_an_app_are_reported() -> None:
+    """The user's own modules, and installed ones."""
     imports = Beginning().imports()
     assert "lazy_app" in imports.own
     assert "numpy" in imports.installed
 
 
-def test_looking_for_an_apps_providers(own: ModuleType) -> None:
-    """Only providers are."""
+def test_only_providers_are_found(own: ModuleType) -> None:
+    """Among an app's lazy globals."""
     assert app.load_providers("lazy_app") == [vars(own)["provider"]]
 
 
-def test_looking_for_the_module_of_a_provider(own: ModuleType) -> None:
-    """It is found by the identity of its global names."""
+def test_modules_of_a_provider_are_found_by_identity(own: ModuleType) -> None:
+    """Of their global names."""
     assert target_of(vars(own)["provider"]) == "lazy_app:provider"
 
 
 @pytest.mark.usefixtures("own")
-def test_the_files_of_imports(tmp_path: Path) -> None:
-    """A zygote looks at those of modules that are loaded."""
+def test_files_of_imports_are_those_of_loaded_modules(tmp_path: Path) -> None:
+    """As a zygote checks them."""
     (tmp_path / "later.py").write_text("")
     assert not Files().changed()
     assert shadowed([str(tmp_path)]) == str(tmp_path / "later.py")
@@ -102,17 +102,17 @@ def folders() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("metadata", [True, False], ids=["pip's --target", "a person's"])
-def test_a_directory_with_the_metadata_of_distributions_is_one_of_packages(
+def test_directories_with_metadata_contain_packages(
     folders: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, metadata: bool
 ) -> None:
-    """Whatever its name is, if ``sys.path`` leads to it."""
+    """Of distributions, with any name, if they are on ``sys.path``."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / ("package-1.0.dist-info" if metadata else "package")).mkdir()
     assert is_installed(str(tmp_path / "package" / "module.py")) is metadata
 
 
 def test_an_installed_path_may_be_named_through_a_link(folders: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A directory of packages that is a link is one by both of its names."""
+    """A directory of packages that is a link is recognised by both of its names."""
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "site-packages").symlink_to(tmp_path / "elsewhere")
     monkeypatch.syspath_prepend(tmp_path / "site-packages")
@@ -120,6 +120,6 @@ def test_an_installed_path_may_be_named_through_a_link(folders: None, tmp_path: 
 
 
 @pytest.mark.parametrize("path", ["", "app.py", "/home/me/my-site-packages/app.py", "<frozen importlib._bootstrap>"])
-def test_code_of_a_person_is_not_installed(path: str) -> None:
-    """Nor is what has no file."""
+def test_other_code_is_not_installed(path: str) -> None:
+    """Nor is code without a file."""
     assert not is_installed(path)

@@ -33,22 +33,22 @@ def record(message: str = "hello", **fields: Any) -> logging.LogRecord:
     return made
 
 
-def test_a_line_of_text() -> None:
-    """Fields follow the message; what has blanks in it is quoted."""
+def test_text_lines_have_fields() -> None:
+    """After the message; values with blanks are quoted."""
     line = TextFormatter().format(record(request_id="ab-1-2", endpoint="model", seconds=0.25, text='a "b"\nc', empty=""))
     assert line == (
         '1970-01-01T00:00:00.500Z INFO app [ab-1-2] hello endpoint=model seconds=0.25 text="a \\"b\\"\\nc" empty=""'
     )
 
 
-def test_a_text_of_a_client_is_one_line_that_moves_no_cursor() -> None:
-    """In the message and in a field: it could look like a line of its own, or be a terminal's command."""
+def test_texts_of_clients_stay_on_one_line() -> None:
+    """In the message and in a field: they could look like another line, or control a terminal."""
     line = TextFormatter().format(record("from\n1970 CRITICAL \x1b[31m", field="\x1b[31m"))
     assert line == '1970-01-01T00:00:00.500Z INFO app [-] from\\n1970 CRITICAL \\x1b[31m field="\\u001b[31m"'
 
 
-def test_a_line_of_json_has_the_traceback() -> None:
-    """On one line, whatever is in it."""
+def test_json_lines_have_the_traceback() -> None:
+    """On one line, whatever it contains."""
     try:
         raise ValueError("a\nb")
     except ValueError as error:
@@ -60,14 +60,14 @@ def test_a_line_of_json_has_the_traceback() -> None:
     assert line["exception"].endswith("ValueError: a\nb")
 
 
-def test_a_value_that_json_has_not_is_told_as_text() -> None:
-    """A log line never fails."""
+def test_values_missing_in_json_become_text() -> None:
+    """Logging never fails."""
     line = json.loads(JsonFormatter().format(record(shape=torch.Size([2, 3]), device=torch.device("cpu"))))
     assert (line["shape"], line["device"]) == ([2, 3], "cpu")
 
 
 def test_every_event_has_its_line(stream: io.StringIO) -> None:
-    """Also those that are rare; and no field of theirs hides one that a record has."""
+    """Even rare ones; and none of their fields hides a field of the record."""
     values: dict[Any, Any] = {"int": 1, "str": "x", "float": 0.5, "bool": True}
     for kind in i.Event.__subclasses__():
         fields = {name: values.get(hint, "x") for name, hint in kind.__annotations__.items()}

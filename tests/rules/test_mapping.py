@@ -106,7 +106,7 @@ def mapped() -> list[str]:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_created_memory_is_mapped_while_the_block_runs(no_leaks: None, table: MappingTable, fails: bool) -> None:
-    """Memory that nobody took is unmapped and closed at the end of the block that made it, however that ends."""
+    """Memory without further holders is unmapped and closed at the end of the block that created it, however that ends."""
     with suppress(ZeroDivisionError), table.create(1, "cpu") as mapping:
         mapping.view()[:3] = b"abc"
         assert mapped().count(mapping.info.id) == 1
@@ -118,14 +118,14 @@ def test_created_memory_is_mapped_while_the_block_runs(no_leaks: None, table: Ma
 
 
 def test_creating_what_cannot_be_mapped_leaves_nothing(no_leaks: None, table: MappingTable) -> None:
-    """A segment that was made and could not be mapped is closed."""
+    """A segment that was created and could not be mapped is closed."""
     with pytest.raises(CapabilityError, match="cannot map"), table.create(1 << 60, "cpu"):
         pass
     assert len(table) == 0
 
 
 def test_a_segment_is_mapped_once(table: MappingTable, segments: MakeSegments) -> None:
-    """Whoever attaches the same segment, also through another descriptor, gets the same mapping."""
+    """Every attach of a segment, also through another descriptor, gets the same mapping."""
     (segment,) = segments(1)
     with (
         closing(segment.duplicate()) as other,
@@ -137,7 +137,7 @@ def test_a_segment_is_mapped_once(table: MappingTable, segments: MakeSegments) -
 
 
 def test_each_access_has_its_mapping(table: MappingTable, segments: MakeSegments) -> None:
-    """A segment that is mapped for writing is mapped again for a consumer that may only read."""
+    """A segment mapped for writing is mapped again for a read-only consumer."""
     (segment,) = segments(1)
     with closing(segment.duplicate("read")) as readable, table.attach([segment, readable]) as [writer, reader]:
         assert writer.address != reader.address
@@ -146,7 +146,7 @@ def test_each_access_has_its_mapping(table: MappingTable, segments: MakeSegments
 
 
 def test_keep_holds_a_descriptor(no_leaks: None, table: MappingTable, segments: MakeSegments) -> None:
-    """With ``keep`` the memory can be published again; also where it was mapped before without."""
+    """With ``keep`` the memory can be published again; also if it was mapped without before."""
     first, second = segments(2)
     with table.attach([second]) as [plain]:
         assert plain.segment is None
@@ -158,10 +158,10 @@ def test_keep_holds_a_descriptor(no_leaks: None, table: MappingTable, segments: 
     assert all(mapping.segment.closed for mapping in kept)
 
 
-def test_mappings_keep_a_part_of_all_descriptors(
+def test_mappings_keep_a_share_of_all_descriptors(
     no_leaks: None, table: MappingTable, segments: MakeSegments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One in four of those that a process may have open, others when those are gone; what is to be published has its own."""
+    """A quarter of the process's limit; memory to be published has its own."""
     monkeypatch.setattr(mapping_module.resource, "getrlimit", lambda which: (12, 12))
     made = segments(6)
     with table.attach(made[:2]) as early, table.attach(made[2:5]) as late:
@@ -173,14 +173,14 @@ def test_mappings_keep_a_part_of_all_descriptors(
 
 
 def test_pools_keep_no_descriptor(table: MappingTable, segments: MakeSegments) -> None:
-    """Nobody else may be told of an arena."""
+    """An arena is not published to other processes."""
     with table.attach(segments(2), pooled=(1,)) as [plain, arena]:
         assert plain.descriptor is not None
         assert arena.descriptor is None
 
 
 def test_a_kept_export_descriptor_goes_with_its_mapping(table: MappingTable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that belongs to its maker is freed when the last mapping is gone: nothing else keeps it."""
+    """Memory that belongs to its maker is freed with the last mapping."""
     backend, user = BoundHost(), User()
     monkeypatch.setattr(mapping_module, "backend_for", lambda name, mechanism=None: backend)
     with closing(backend.create(1)) as segment, table.attach([segment]) as [mapping]:
@@ -196,7 +196,7 @@ def test_a_kept_export_descriptor_goes_with_its_mapping(table: MappingTable, mon
 
 
 def test_received_memory_is_kept_while_it_is_held(no_leaks: None, table: MappingTable, segments: MakeSegments) -> None:
-    """What another process handed on is mapped as what is there already, and gone with its last holder."""
+    """Memory received from another process uses an existing mapping, and ends with its last holder."""
     (segment,) = segments(1)
     with table.attach([segment], owner="server") as [mapping]:
         hold = table.receive(segment)
@@ -207,8 +207,8 @@ def test_received_memory_is_kept_while_it_is_held(no_leaks: None, table: Mapping
     assert len(table) == 0
 
 
-def test_a_maker_receives_its_own_mapping(no_leaks: None, table: MappingTable) -> None:
-    """Memory that was sealed and comes back is what its maker writes to; other read-only memory stays read-only."""
+def test_a_maker_gets_its_own_mapping_back(no_leaks: None, table: MappingTable) -> None:
+    """Sealed memory that returns is mapped writable for its maker; other read-only memory stays read-only."""
     with table.create(1, "cpu") as mapping:
         assert mapping.segment is not None
         with closing(mapping.segment.duplicate("read")) as segment:
@@ -220,8 +220,8 @@ def test_a_maker_receives_its_own_mapping(no_leaks: None, table: MappingTable) -
 # Failing.
 
 
-def test_attach_failing_midway_leaves_nothing(no_leaks: None, table: MappingTable, segments: MakeSegments) -> None:
-    """Where one segment of several cannot be mapped, those before it are let go and the error says why."""
+def test_a_failed_attach_leaves_nothing(no_leaks: None, table: MappingTable, segments: MakeSegments) -> None:
+    """If one segment of several cannot be mapped, the earlier ones are released and the error gives the reason."""
     good, other = segments(2)
     with closing(HOST.create(1)) as short:
         lying = Segment.owning(other.info.__class__(other.info.id, 1 << 30, "cpu"), os.dup(short.fileno()))
@@ -231,8 +231,8 @@ def test_attach_failing_midway_leaves_nothing(no_leaks: None, table: MappingTabl
     assert mapped().count(good.info.id) == 0
 
 
-def test_attach_failing_midway_keeps_what_others_use(table: MappingTable, segments: MakeSegments) -> None:
-    """A failed attach takes no mapping away from those who had it before."""
+def test_a_failed_attach_keeps_other_mappings(table: MappingTable, segments: MakeSegments) -> None:
+    """Of earlier users."""
     good, closed = segments(2)
     closed.close()
     with table.attach([good]) as [mapping]:
@@ -256,7 +256,7 @@ class Equal(User):
 
 @pytest.mark.parametrize("kind", [User, Equal])
 def test_a_mapping_stays_for_its_last_user(table: MappingTable, segments: MakeSegments, kind: type[User]) -> None:
-    """It goes with the last object that it was lent to, not before; they count one by one."""
+    """It ends with the last object that it was lent to; they count separately."""
     (segment,) = segments(1)
     users = [kind(), kind()]
     with table.attach([segment]) as [mapping]:
@@ -288,10 +288,8 @@ def test_a_finaliser_unmaps_nothing(
     eventually(lambda: device.events == ["unmap"], what="unmapped")
 
 
-def test_a_mapping_may_be_used_again_before_it_is_undone(
-    table: MappingTable, segments: MakeSegments, finalizer_held: threading.Event
-) -> None:
-    """A mapping whose last user is gone but which is attached again in time stays as it is."""
+def test_an_unused_mapping_can_be_reused(table: MappingTable, segments: MakeSegments, finalizer_held: threading.Event) -> None:
+    """If it is attached again before it is unmapped."""
     (segment,) = segments(1)
     user = User()
     with table.attach([segment]) as [mapping]:
@@ -308,7 +306,7 @@ def test_a_mapping_may_be_used_again_before_it_is_undone(
 def test_the_finaliser_thread_is_woken_once_for_many_mappings(
     table: MappingTable, segments: MakeSegments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A loop that drops one object after another submits one job, which comes later and unmaps whatever is unused then."""
+    """A loop that drops one object after another submits one job, which later unmaps all unused ones."""
     jobs: list[tuple[Callable[[], object], float]] = []
     monkeypatch.setattr(mapping_module.FINALIZER, "submit", lambda job, after=0.0: jobs.append((job, after)))
     monkeypatch.setattr(mapping_module, "_LINGER", 60)
@@ -325,7 +323,7 @@ def test_the_finaliser_thread_is_woken_once_for_many_mappings(
 
 
 def test_the_device_is_waited_for_before_unmapping(table: MappingTable, device: Device, segments: MakeSegments) -> None:
-    """A queued kernel may still use the memory: first wait, then unmap everything that waits with it."""
+    """A queued kernel may still use the memory: first wait, then unmap everything pending."""
     user = User()
     with table.attach(segments(2)) as mappings:
         table.keep_for((mapping, user) for mapping in mappings)
@@ -337,7 +335,7 @@ def test_the_device_is_waited_for_before_unmapping(table: MappingTable, device: 
 
 
 def test_a_device_that_the_process_works_on_is_left_alone(table: MappingTable, device: Device, segments: MakeSegments) -> None:
-    """No thread of the library touches a GPU by itself; the next safe point unmaps, in the thread that reaches it."""
+    """No thread of the library disturbs a GPU; the next safe point unmaps, in the thread that reaches it."""
     device.unmaps_in_background = False
     user = User()
     with table.attach(segments(1)) as [mapping]:
@@ -352,10 +350,10 @@ def test_a_device_that_the_process_works_on_is_left_alone(table: MappingTable, d
     assert len(table) == 0
 
 
-def test_attaching_what_waits_to_be_unmapped(
+def test_segments_with_a_pending_unmap_can_be_attached(
     no_leaks: None, table: MappingTable, device: Device, segments: MakeSegments
 ) -> None:
-    """A segment whose old mapping cannot be undone yet is mapped anew, and both are undone in the end."""
+    """They are mapped again, and both mappings are finally removed."""
     device.unmaps_in_background = device.idle = False
     (segment,) = segments(1)
     user = User()
@@ -381,7 +379,7 @@ def test_attaching_what_waits_to_be_unmapped(
 
 
 def test_find_names_mapping_and_offset(table: MappingTable, segments: MakeSegments) -> None:
-    """Every address of a mapping is found, from its first byte to its last, and none outside."""
+    """From the first byte of a mapping to its last, and no address outside."""
     with table.attach(segments(5)) as mappings:
         for mapping in mappings:
             nbytes = mapping.info.nbytes
@@ -399,7 +397,7 @@ def test_find_names_mapping_and_offset(table: MappingTable, segments: MakeSegmen
 
 @given(st.lists(st.integers(1, 5000), max_size=40), st.integers(1, 8000), st.sampled_from([1, 2, 64, 512]))
 def test_blocks_are_packed_in_order(sizes: list[int], limit: int, alignment: int) -> None:
-    """Blocks are aligned and do not overlap; a block that does not fit into its segment's limit begins the next segment."""
+    """Aligned and without overlap; a block that exceeds the segment's limit begins the next segment."""
     expected, ends = [], [0]
     for size in sizes:
         offset = -(-ends[-1] // alignment) * alignment
@@ -412,7 +410,7 @@ def test_blocks_are_packed_in_order(sizes: list[int], limit: int, alignment: int
 
 
 def test_defaults_suit_a_gpu() -> None:
-    """Without options blocks lie as torch's CUDA allocator lays them, in segments of at most 1 GiB."""
+    """Blocks are laid out like those of torch's CUDA allocator, in segments of at most 1 GiB."""
     segments, places = pack([1, SEGMENT_LIMIT - ALIGNMENT, 1, 3 * SEGMENT_LIMIT])
     assert segments == [SEGMENT_LIMIT, 1, 3 * SEGMENT_LIMIT]
     assert places == [(0, 0), (0, ALIGNMENT), (1, 0), (2, 0)]
@@ -429,14 +427,14 @@ def test_unknown_device_is_a_configuration_error(device: str) -> None:
 
 
 def test_tag_and_kind_come_from_the_id() -> None:
-    """Sockets carry ``cpu`` or eight hex digits; torch knows ``cpu`` or ``cuda``."""
+    """Sockets have ``cpu`` or eight hex digits; torch has ``cpu`` or ``cuda``."""
     uuid = "GPU-01234567-89ab-cdef-0123-456789abcdef"
     assert (device_tag("cpu"), device_kind("cpu")) == ("cpu", "cpu")
     assert (device_tag(uuid), device_kind(uuid)) == ("01234567", "cuda")
 
 
 def test_attaching_needs_no_descriptor(no_leaks: None, table: MappingTable, segments: MakeSegments) -> None:
-    """A mapping shares the descriptor that the segment came with: at the limit of open files an attach works as ever."""
+    """A mapping shares the segment's descriptor: attaching works at the limit of open files."""
     made = segments(3)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))

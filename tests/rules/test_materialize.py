@@ -76,7 +76,7 @@ def all_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def test_a_model_is_built_around_a_modules_tensors() -> None:
-    """Every parameter and persistent buffer is the source's memory, under its name."""
+    """Every parameter and persistent buffer is the source's memory, by name."""
     source = Net()
     with materialize(source):
         model = Net()
@@ -85,8 +85,8 @@ def test_a_model_is_built_around_a_modules_tensors() -> None:
         assert model.get_parameter(name) is not tensor if isinstance(tensor, nn.Parameter) else True
 
 
-def test_what_a_constructor_computes_is_computed() -> None:
-    """Buffers that are not persistent, plain attributes and numbers are what they are without a source, bit by bit."""
+def test_other_state_comes_from_the_constructor() -> None:
+    """Non-persistent buffers, plain attributes and numbers are bit for bit the same as without a source."""
     plain = Net()
     with materialize(plain.state_dict()):
         model = Net()
@@ -102,7 +102,7 @@ def test_what_a_constructor_computes_is_computed() -> None:
 
 
 def test_transient_buffers_are_private() -> None:
-    """A cache in a buffer that is not persistent is not the source's: two engines must not write one another's."""
+    """Two engines must not overwrite each other's cache in a non-persistent buffer."""
     source = Rotary(4)
     for tensors in (source, {"cos": source.cos}):  # an older checkpoint may have it
         with materialize(tensors):
@@ -124,8 +124,8 @@ def test_transient_buffers_are_private() -> None:
     ],
     ids=["listed", "before it was registered", "view", "transposed", "buffer", "memory around it", "view of a buffer"],
 )
-def test_attributes_that_see_a_weight(keep: Callable[[Any], object]) -> None:
-    """They would go on with the constructor's memory, so the error names them."""
+def test_attributes_that_use_a_weight_are_refused(keep: Callable[[Any], object]) -> None:
+    """They would keep the constructor's memory, so the error names them."""
 
     class Kept(nn.Module):
         def __init__(self) -> None:
@@ -147,8 +147,8 @@ def test_attributes_that_see_a_weight(keep: Callable[[Any], object]) -> None:
     del model
 
 
-def test_what_an_attribute_leads_to_is_not_written_to() -> None:
-    """Modules of Python are left alone, and containers in which nothing is replaced are only read."""
+def test_unrelated_attributes_are_not_written() -> None:
+    """Modules of Python are left alone, and containers without replaced tensors are only read."""
 
     class Guarded(dict[str, Any]):
         def __setitem__(self, key: str, value: Any) -> None:
@@ -183,8 +183,8 @@ LAYER = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
     ],
     ids=["weight norm", "spectral norm", "recurrent", "copies"],
 )
-def test_constructors_that_do_more_with_a_weight(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
-    """What they build computes what the source does."""
+def test_constructors_may_transform_weights(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
+    """Their models compute the same as the source."""
     source = make().eval()
     with materialize(source):
         model = make().eval()
@@ -219,23 +219,23 @@ class Asks(nn.Module):
         ),
     ],
 )
-def test_values_of_a_parameter_in_the_constructor(ask: Callable[[Any], object], expected: str) -> None:
-    """There are none, and the error says where they are needed, or kept, and what to do."""
+def test_reading_values_in_the_constructor_is_refused(ask: Callable[[Any], object], expected: str) -> None:
+    """There are none, and the error has the place of the access or reference, and the remedy."""
     source = nn.Linear(2, 2)
     kept = []  # what nobody keeps is no model
     with pytest.raises(CapabilityError, match=expected), materialize(source, rename={"*": "layer.*"}):
         kept.append(Asks(ask))
 
 
-def test_an_error_names_the_line_that_needs_values() -> None:
-    """Of the block, or of what it calls, and not of torch."""
+def test_errors_name_the_users_line() -> None:
+    """In the block, or in its callees, rather than in torch."""
     expected = r"test_materialize\.py:\d+ \(nn\.Linear\(4, 4\)\.weight\.tolist\(\)\) needs the values of a parameter"
     with pytest.raises(CapabilityError, match=expected), materialize(nn.Linear(4, 4)):
         nn.Linear(4, 4).weight.tolist()
 
 
-def test_lazy_layers() -> None:
-    """They have no shape that could be compared: the error says what to build in their place."""
+def test_lazy_layers_are_refused() -> None:
+    """They have no shape to compare: the error gives the alternative."""
     with pytest.raises(CapabilityError, match=r"weight of LazyLinear has no shape .* nn\.Linear"):
         with materialize(nn.Linear(4, 3)):
             model = nn.LazyLinear(3)
@@ -243,7 +243,7 @@ def test_lazy_layers() -> None:
 
 
 def test_tied_weights_stay_tied() -> None:
-    """One parameter under two names; a source that has only one of them, as safetensors files do, is enough."""
+    """One parameter under two names; a source with only one of them, like safetensors files, is enough."""
     source = Tied()
     for tensors in (source, {"embed.weight": source.embed.weight}, {"head.weight": source.embed.weight}):
         with materialize(tensors):
@@ -252,8 +252,8 @@ def test_tied_weights_stay_tied() -> None:
         assert same_memory(model.head.weight, source.embed.weight)
 
 
-def test_one_parameter_that_is_registered_twice() -> None:
-    """It is tied; other owners of the constructor's parameter keep it as it was."""
+def test_a_parameter_registered_twice_is_tied() -> None:
+    """Other owners of the constructor's parameter keep it unchanged."""
     outside = nn.Parameter(torch.zeros(3))
 
     class Twice(nn.Module):
@@ -272,7 +272,7 @@ def test_one_parameter_that_is_registered_twice() -> None:
     assert outside.tolist() == [0, 0, 0]
 
 
-def test_tied_weights_that_the_source_has_twice() -> None:
+def test_tied_weights_with_two_sources_are_refused() -> None:
     """They cannot both be had."""
     source = {"embed.weight": torch.ones(7, 4), "head.weight": torch.ones(7, 4)}
     expected = r"embed\.weight and head\.weight are one tensor in the model, and two in the source"
@@ -281,7 +281,7 @@ def test_tied_weights_that_the_source_has_twice() -> None:
     del model
 
 
-def test_gradients_are_wanted_as_in_the_source() -> None:
+def test_requires_grad_follows_the_source() -> None:
     """A frozen source gives a frozen model; marks on parameters stay."""
     source = nn.Linear(2, 2)
     source.bias.requires_grad_(False)
@@ -301,8 +301,8 @@ def test_gradients_are_wanted_as_in_the_source() -> None:
     assert not frozen.weight.requires_grad
 
 
-def test_a_model_trains_after_it_was_built_without_gradients() -> None:
-    """The block may be under inference_mode; the tensors are ordinary ones."""
+def test_models_built_under_inference_mode_can_be_trained() -> None:
+    """Their tensors are ordinary ones."""
     source = nn.Linear(2, 2)
     with torch.inference_mode(), materialize(source):
         model = Rotary(4), nn.Linear(2, 2)
@@ -328,8 +328,8 @@ class Loading(nn.Module):
             self.layer.load_state_dict({"weight": vectors})
 
 
-def test_a_constructor_that_loads_a_file(tmp_path: Path) -> None:
-    """What comes of the file is there; its parameters are the source's all the same."""
+def test_constructors_may_load_a_file(tmp_path: Path) -> None:
+    """Their other results are kept; parameters are the source's."""
     path, saved = tmp_path / "vectors", {"vectors": torch.arange(6.0).view(2, 3)}
     torch.save(saved, path)
     source = {"vectors": torch.ones(2, 3), "layer.weight": torch.ones(2, 3)}
@@ -344,8 +344,8 @@ def test_a_constructor_that_loads_a_file(tmp_path: Path) -> None:
     assert (source["vectors"] == 1).all()
 
 
-def test_dtypes_that_the_constructor_chooses() -> None:
-    """Whatever way it converts; counters of integers stay what they are."""
+def test_constructors_may_choose_dtypes() -> None:
+    """By any conversion; integer counters stay integers."""
 
     class Converted(nn.Module):
         def __init__(self) -> None:
@@ -362,8 +362,8 @@ def test_dtypes_that_the_constructor_chooses() -> None:
     assert same_memory(model.scale, source.scale)
 
 
-def test_sparse_tensors() -> None:
-    """An adjacency matrix is what the constructor makes, or the source's where it is a part of the state."""
+def test_sparse_tensors_are_kept() -> None:
+    """An adjacency matrix is the constructor's, or the source's if it is part of the state."""
 
     class Graph(nn.Module):
         def __init__(self, persistent: bool) -> None:
@@ -385,7 +385,7 @@ def test_sparse_tensors() -> None:
 
 
 def test_names_are_mapped_by_patterns() -> None:
-    """``*`` is one part, ``**`` any number of them, whole names come first, and None leaves out."""
+    """``*`` is one part, ``**`` any number of them, whole names take precedence, and None leaves out."""
     source = Owner()
     checkpoint = {
         f"model.layers.{layer}.attn.{part}.{kind}": tensor
@@ -413,13 +413,13 @@ def test_names_are_mapped_by_patterns() -> None:
     ],
     ids=lambda value: "" if isinstance(value, nn.Module) else str(value),
 )
-def test_sources_and_maps_that_cannot_be(source: Any, rename: dict[str, str] | None, message: str) -> None:
-    """They are refused before anything is built: sources are modules, and flat dicts of tensors that have memory."""
+def test_impossible_sources_and_maps_are_refused(source: Any, rename: dict[str, str] | None, message: str) -> None:
+    """Before anything is built: sources are modules, and flat dicts of tensors that have memory."""
     with pytest.raises(ConfigurationError, match=message), materialize(source, rename=rename):
         raise AssertionError("the block is not entered")
 
 
-def test_all_that_does_not_fit_is_told_at_once() -> None:
+def test_all_mismatches_are_reported_at_once() -> None:
     """Missing, unexpected and mismatched names, with both shapes and dtypes, and the model's class."""
     source = {"weight": torch.ones(3, 2), "scale": torch.ones(1), "embed.weight": torch.ones(7, 4, dtype=torch.float16)}
 
@@ -445,8 +445,8 @@ def test_all_that_does_not_fit_is_told_at_once() -> None:
     del model
 
 
-def test_long_lists_are_cut_in_the_message_alone() -> None:
-    """A wrong prefix is thousands of names: twenty are shown, all are attributes."""
+def test_long_lists_are_cut_in_the_message() -> None:
+    """A wrong prefix concerns thousands of names: twenty are shown, all are attributes."""
     source = {f"layers.{number}.weight": torch.ones(1) for number in range(1000)}
     with pytest.raises(StateMismatchError) as caught, materialize(source):
         model = nn.Linear(2, 2)
@@ -456,8 +456,8 @@ def test_long_lists_are_cut_in_the_message_alone() -> None:
     del model
 
 
-def test_names_of_the_models_own() -> None:
-    """Adapters are made as their constructor or ``reset_parameters()`` has it, in memory of this process."""
+def test_own_parameters_are_initialised() -> None:
+    """Adapters have the values of their constructor or ``reset_parameters()``, in memory of this process."""
 
     class Low(nn.Module):
         def __init__(self) -> None:
@@ -505,8 +505,8 @@ def test_names_of_the_models_own() -> None:
     ],
     ids=["init", "data", "normal", "copy", "computed"],
 )
-def test_an_own_parameter_whose_values_are_not_known(write: Callable[[nn.Linear], object]) -> None:
-    """What is written after ``reset_parameters()`` would be lost, so the error names the parameter."""
+def test_own_parameters_with_unknown_values_are_refused(write: Callable[[nn.Linear], object]) -> None:
+    """Values written after ``reset_parameters()`` would be lost, so the error names the parameter."""
 
     class Written(nn.Module):
         def __init__(self) -> None:
@@ -520,7 +520,7 @@ def test_an_own_parameter_whose_values_are_not_known(write: Callable[[nn.Linear]
     del model
 
 
-def test_own_names_of_several_models() -> None:
+def test_own_names_apply_to_several_models() -> None:
     """Each has its own values under the same name."""
 
     class Head(nn.Module):
@@ -547,8 +547,8 @@ def test_own_names_of_several_models() -> None:
     ],
     ids=str,
 )
-def test_options_of_another_type(options: dict[str, Any], message: str) -> None:
-    """They are refused before anything is built: the letters of one pattern would be taken for patterns."""
+def test_options_of_another_type_are_refused(options: dict[str, Any], message: str) -> None:
+    """Before anything is built: the letters of one pattern would be taken for patterns."""
     with pytest.raises(ConfigurationError, match=message), materialize(nn.Linear(2, 2), **options):
         raise AssertionError("the block is not entered")
 
@@ -556,8 +556,8 @@ def test_options_of_another_type(options: dict[str, Any], message: str) -> None:
 # Which models.
 
 
-def test_several_models_take_from_one_source() -> None:
-    """Each takes its names; only what none takes is unexpected. What is thrown away does not count."""
+def test_several_models_use_one_source() -> None:
+    """Only names that none of them uses are unexpected. Discarded models do not count."""
     source = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
 
     class Part(nn.Module):
@@ -576,8 +576,8 @@ def test_several_models_take_from_one_source() -> None:
     del loss
 
 
-def test_a_module_that_was_thrown_away_and_refers_to_itself() -> None:
-    """It is collected before anything is said to be missing."""
+def test_discarded_modules_with_cycles_do_not_count() -> None:
+    """They are collected before the check for missing names."""
 
     class Cyclic(nn.Module):
         def __init__(self) -> None:
@@ -593,7 +593,7 @@ def test_a_module_that_was_thrown_away_and_refers_to_itself() -> None:
 
 
 def test_the_innermost_block_counts() -> None:
-    """What an inner block has built is left as it is by the outer one, and its names are nobody else's business."""
+    """Its models are unchanged by the outer block, which does not consider their names."""
 
     class Pair(nn.Module):
         def __init__(self) -> None:
@@ -609,8 +609,8 @@ def test_the_innermost_block_counts() -> None:
     assert same_memory(model.outer.weight, outer.weight)
 
 
-def test_no_model() -> None:
-    """A block that builds none is a mistake, and so is one whose model is kept by nobody."""
+def test_a_block_without_a_model_is_an_error() -> None:
+    """Also if its model is not referenced any more."""
     with pytest.raises(ConfigurationError, match="no torch module was built in the block"), materialize(nn.Linear(1, 1)):
         pass
 
@@ -618,8 +618,8 @@ def test_no_model() -> None:
 # What is left.
 
 
-def test_nothing_is_left_without_memory() -> None:
-    """A parameter that is kept where it cannot be replaced is an error that says whose it is."""
+def test_parameters_left_without_memory_are_errors() -> None:
+    """The error names the owner of a parameter that cannot be replaced."""
     source = nn.Linear(2, 2)
     kept: list[Any] = []
     with pytest.raises(CapabilityError, match=r"has kept weight of Linear.* after the block"), materialize(source):
@@ -628,15 +628,15 @@ def test_nothing_is_left_without_memory() -> None:
     del model
 
 
-def test_an_exception_of_the_block_passes_through() -> None:
-    """And torch is as it was."""
+def test_exceptions_in_the_block_propagate() -> None:
+    """And torch is restored."""
     with pytest.raises(ValueError, match="no metadata"), materialize(nn.Linear(1, 1)):
         assert nn.Linear(3, 3).weight.is_meta
         raise ValueError("no metadata")
     assert not nn.Linear(1, 1).weight.is_meta
 
 
-def test_other_threads_are_not_touched() -> None:
+def test_other_threads_are_unaffected() -> None:
     """They build models with memory meanwhile, and other blocks with other sources."""
     sources = [nn.Linear(2, 2) for _ in range(4)]
     barrier = threading.Barrier(5)
@@ -659,8 +659,8 @@ def test_other_threads_are_not_touched() -> None:
     assert not any(parameter.is_meta for model in plain for parameter in model.parameters())
 
 
-def test_torchs_random_numbers_are_left_alone() -> None:
-    """Initial values that nobody gets are not drawn."""
+def test_random_numbers_are_not_consumed() -> None:
+    """Unused initial values are not drawn."""
     source = Net()
     torch.manual_seed(3)
     state = torch.get_rng_state()
@@ -674,7 +674,7 @@ def test_torchs_random_numbers_are_left_alone() -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_takes_nothing() -> None:
+def test_a_gpu_needs_no_memory() -> None:
     """A model of 1 GiB around mapped memory: nothing is left allocated, and what is computed lies beside the weights.
 
     Only a constructor that asks for the GPU itself has each weight there until it is registered.
@@ -707,8 +707,8 @@ def test_a_gpu_takes_nothing() -> None:
 
 
 @pytest.mark.gpu
-def test_a_buffer_that_numpy_made_goes_to_the_gpu() -> None:
-    """It has memory before anybody could say where; the model is on one device all the same."""
+def test_buffers_made_by_numpy_are_moved_to_the_gpu() -> None:
+    """They are created before the device is known; the model is on one device nevertheless."""
     numpy = pytest.importorskip("numpy")
 
     class Positions(nn.Module):
@@ -731,7 +731,7 @@ def transformers() -> Any:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_model_of_transformers(transformers: Any, tied: bool, tmp_path: Path) -> None:
+def test_models_of_transformers_can_be_built(transformers: Any, tied: bool, tmp_path: Path) -> None:
     """A LLaMA from its configuration, around a module and around a checkpoint without tables and tied names."""
     config = transformers.LlamaConfig(
         hidden_size=32,

@@ -103,20 +103,20 @@ def test_every_message_round_trips(message: Message) -> None:
 
 
 def test_every_message_has_one_kind_byte() -> None:
-    """None was forgotten, and no two share a number."""
+    """None is missing, and no two share a number."""
     assert sorted(kind.__name__ for kind in catalogue._KINDS.values()) == sorted(kind.__name__ for kind in KINDS)
     assert all(1 <= number <= 255 for number in catalogue._KINDS)
 
 
 def test_defaults_are_filled_in() -> None:
-    """What is left out at the end of a message has its default."""
+    """For fields left out at the end of a message."""
     message = decode_message(Frame(NUMBERS[m.Call], 1, msgspec.msgpack.encode(["f"])))
     assert comparable(message) == comparable(m.Call("f"))
 
 
 @pytest.mark.parametrize("kind", [0, max(catalogue._KINDS) + 1, 255])
 def test_an_unknown_kind_is_named(kind: int) -> None:
-    """A kind byte that stands for nothing."""
+    """A kind byte without a message."""
     with pytest.raises(ProtocolError, match=f"unknown message kind {kind}"):
         decode_message(Frame(kind, 1, b"\x90"))
 
@@ -134,7 +134,7 @@ def test_an_unknown_kind_is_named(kind: int) -> None:
     ],
     ids=["empty", "map", "nil", "4 Gi items", "deep lists", "deep maps", "reserved byte"],
 )
-def test_a_body_that_is_none_names_its_message(body: bytes, reason: str) -> None:
+def test_malformed_bodies_name_their_message(body: bytes, reason: str) -> None:
     """Structures that no sender writes, for every kind of message."""
     for kind in KINDS:
         with pytest.raises(ProtocolError, match=rf"cannot decode a {kind.__name__} message: .*{reason}"):
@@ -142,8 +142,8 @@ def test_a_body_that_is_none_names_its_message(body: bytes, reason: str) -> None
 
 
 @given(any_message(), plain)
-def test_a_field_too_many_is_refused(message: Message, surplus: Any) -> None:
-    """A message of a later protocol is not read half."""
+def test_additional_fields_are_refused(message: Message, surplus: Any) -> None:
+    """A message of a later protocol is not partially read."""
     kind, body = encode_message(message)
     items = msgspec.msgpack.decode(body)
     with pytest.raises(ProtocolError, match=type(message).__name__):
@@ -159,8 +159,8 @@ def test_bytes_after_the_message_are_refused(message: Message, surplus: bytes) -
 
 
 @given(any_message(), st.data())
-def test_a_message_cut_short_is_refused(message: Message, data: st.DataObject) -> None:
-    """At whatever byte."""
+def test_truncated_messages_are_refused(message: Message, data: st.DataObject) -> None:
+    """At any byte."""
     kind, body = encode_message(message)
     with pytest.raises(ProtocolError, match=type(message).__name__):
         decode_message(Frame(kind, 1, body[: data.draw(st.integers(0, len(body) - 1))]))
@@ -169,8 +169,8 @@ def test_a_message_cut_short_is_refused(message: Message, data: st.DataObject) -
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=settings.default.max_examples // 20)
 @given(data=st.data())
-def test_a_field_of_another_type_is_refused(kind: type[Message], data: st.DataObject) -> None:
-    """No field is converted: nothing but its own type will do."""
+def test_fields_of_another_type_are_refused(kind: type[Message], data: st.DataObject) -> None:
+    """No field is converted."""
     number, body = encode_message(data.draw(structs(kind)))
     for index, field in enumerate(msgspec.structs.fields(kind)):
         if field.type is msgspec.Raw:  # which is decoded by whoever reads it
@@ -183,14 +183,14 @@ def test_a_field_of_another_type_is_refused(kind: type[Message], data: st.DataOb
 
 @given(st.sampled_from(KINDS), st.lists(plain, max_size=6))
 def test_plain_data_of_another_shape_is_a_protocol_error(kind: type[Message], items: list[Any]) -> None:
-    """The same for well-formed MessagePack."""
+    """For well-formed MessagePack."""
     with suppress(ProtocolError):
         assert type(decode_message(Frame(NUMBERS[kind], 1, msgspec.msgpack.encode(items)))) is kind
 
 
 @given(any_message(), st.data())
-def test_a_damaged_message_is_a_protocol_error_or_another(message: Message, data: st.DataObject) -> None:
-    """One wrong byte, text that is not UTF-8 among the results."""
+def test_damaged_messages_are_protocol_errors_or_others(message: Message, data: st.DataObject) -> None:
+    """One wrong byte, including text that is not UTF-8."""
     kind, body = encode_message(message)
     damaged = bytearray(body)
     damaged[data.draw(st.integers(0, len(body) - 1))] ^= data.draw(st.integers(1, 255))
@@ -210,7 +210,7 @@ def test_values_without_an_encoding_are_refused_by_the_sender(message: Message) 
 
 
 def test_a_segment_of_unknown_access_is_refused() -> None:
-    """Named options are checked where they arrive."""
+    """Named options are checked on receipt."""
     segments = [SegmentInfo("id", 4096, "cpu", "execute")]
     with pytest.raises(ProtocolError, match="Invalid enum value 'execute'"):
         decode_message(frame_of(m.Call("f", segments=segments)))

@@ -42,8 +42,8 @@ def _holding(tensor: torch.Tensor) -> nn.Module:
 
 @pytest.mark.filterwarnings("ignore:.*(quantiz|TypedStorage)", "ignore:Sparse invariant checks")
 @pytest.mark.parametrize("tensors", ["all", "parameters"])
-def test_attaching_under_a_mode(published: Callable[..., Record], device: str, tensors: str) -> None:
-    """Every value is what it would be without: real, with its dtypes, and no tensor of the mode's; copied ones too."""
+def test_attaching_is_independent_of_modes(published: Callable[..., Record], device: str, tensors: str) -> None:
+    """Every value is real, with its own dtype, and no tensor of the mode; copied ones too."""
     found = {}
     with quietly():
         for name, make in VALUES.items():
@@ -58,8 +58,8 @@ def test_attaching_under_a_mode(published: Callable[..., Record], device: str, t
 
 @pytest.mark.parametrize("tensors", ["all", "parameters"])
 @pytest.mark.parametrize("mode", MODES)
-def test_publishing_under_a_mode(device: str, no_leaks: None, mode: str, tensors: Any) -> None:
-    """Real tensors are moved or copied, large ones too, whatever mode is on where they are returned."""
+def test_publishing_is_independent_of_modes(device: str, no_leaks: None, mode: str, tensors: Any) -> None:
+    """Real tensors are moved or copied, including large ones, with any mode at the endpoint's return."""
     value = {"model": nn.Linear(4, 4, device=device), "large": torch.arange(1 << 19, device=device)}
     expected = describe(value)
     with closing(MODES[mode](lambda: publish(value, device, "read_write", "endpoint", tensors=tensors))) as record:
@@ -67,16 +67,16 @@ def test_publishing_under_a_mode(device: str, no_leaks: None, mode: str, tensors
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_arguments_under_a_mode(device: str, no_leaks: None, mode: str) -> None:
-    """Real tensors are copied, large ones too."""
+def test_arguments_are_independent_of_modes(device: str, no_leaks: None, mode: str) -> None:
+    """Real tensors are copied, including large ones."""
     value = [nn.Linear(4, 4, device=device), torch.arange(1 << 19, device=device)]
     expected = describe(value)
     with closing(MODES[mode](lambda: encode_arguments(value, {}, device))) as arguments:
         assert differences(describe(decode_arguments(arguments)[0]), expected) == []
 
 
-def test_a_mode_is_there_again_afterwards(published: Callable[..., Record], device: str) -> None:
-    """The thread's modes are as they were, in their order, also where rebuilding fails."""
+def test_modes_are_restored(published: Callable[..., Record], device: str) -> None:
+    """In order, even after a failed rebuild."""
     seen: list[str] = []
 
     class Noting(TorchFunctionMode):

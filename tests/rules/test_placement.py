@@ -50,8 +50,8 @@ def ids(record: Record) -> list[str]:
 
 
 @pytest.mark.parametrize("views", [False, True], ids=["tensor", "views"])
-def test_inference_tensors_move(device: str, rebuilt: Rebuilt, views: bool) -> None:
-    """What was made under ``inference_mode`` is shared like anything else."""
+def test_inference_tensors_are_shared(device: str, rebuilt: Rebuilt, views: bool) -> None:
+    """Like any others."""
     with torch.inference_mode():
         base = torch.zeros(4, device=device)
         value = [base, base[1:]] if views else [base]
@@ -61,8 +61,8 @@ def test_inference_tensors_move(device: str, rebuilt: Rebuilt, views: bool) -> N
     assert [tensor.tolist() for tensor in value] == [[5, 5, 5, 5], [5, 5, 5]][: len(value)]
 
 
-def test_publishing_under_inference_mode(device: str, rebuilt: Rebuilt) -> None:
-    """An endpoint that computes under ``inference_mode`` shares results that clients use outside of it."""
+def test_results_made_under_inference_mode_are_usable(device: str, rebuilt: Rebuilt) -> None:
+    """By clients outside of it."""
     with torch.inference_mode():
         value = torch.ones(2, device=device) * 3
         theirs = rebuilt(value)
@@ -72,7 +72,7 @@ def test_publishing_under_inference_mode(device: str, rebuilt: Rebuilt) -> None:
 
 
 def test_rebuilt_values_can_be_published(device: str, rebuilt: Rebuilt, published: Published) -> None:
-    """A client that serves what it attached shares it, too; its own object moves with it."""
+    """A client that serves attached values shares them, too; its own object moves with them."""
     attached = rebuilt(nn.Linear(2, 2, device=device))
     record = published(attached)
     again = decode_result(record.skeleton, record.table, record.segments)
@@ -86,7 +86,7 @@ def test_rebuilt_values_can_be_published(device: str, rebuilt: Rebuilt, publishe
 
 @pytest.mark.parametrize("make", [Everything, Tied, lambda device: torch.eye(4, device=device).to_sparse()])
 def test_originals_are_freed(device: str, published: Published, make: Callable[[str], Any]) -> None:
-    """Nothing keeps the memory that was copied: neither the value nor the record nor the codec."""
+    """Neither the value nor the record nor the codec keeps the copied memory."""
     value = make(device)
     tensors = [value._values(), value._indices()] if isinstance(value, torch.Tensor) else _state(value)
     gone = [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
@@ -101,8 +101,10 @@ def _state(module: nn.Module) -> list[torch.Tensor]:
     return [*module.parameters(), *module.buffers()]
 
 
-def test_originals_are_freed_as_it_goes(no_leaks: None, small_segments: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before a segment is made, the originals of all segments before it are gone: the extra memory is one segment."""
+def test_originals_are_freed_before_the_next_segment(
+    no_leaks: None, small_segments: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The extra memory is one segment."""
     value = [torch.ones(1000) for _ in range(3)]
     originals = [weakref.ref(tensor.untyped_storage()) for tensor in value]
     alive: list[int] = []
@@ -121,8 +123,8 @@ def test_originals_are_freed_as_it_goes(no_leaks: None, small_segments: int, mon
 # What lies in a segment already.
 
 
-def test_a_part_of_what_was_published_is_not_copied(device: str, published: Published) -> None:
-    """An endpoint that returns a submodule of what another returned shares the same segment."""
+def test_a_part_of_a_published_value_is_not_copied(device: str, published: Published) -> None:
+    """An endpoint that returns a submodule of another one's result shares the same segment."""
     model = nn.Sequential(nn.Linear(2, 2, device=device), Tied(device))
     whole, part, view = published(model), published(model[1]), published(model[0].weight.detach()[1:])
     assert len(ids(whole)) == 1
@@ -131,7 +133,7 @@ def test_a_part_of_what_was_published_is_not_copied(device: str, published: Publ
 
 
 def test_only_new_tensors_are_copied(device: str, published: Published) -> None:
-    """Of a value that is partly shared already, only the rest is copied."""
+    """Of a partly shared value."""
     old = torch.ones(2, device=device)
     first = published(old)
     second = published({"old": old, "new": torch.zeros(2, device=device)})
@@ -140,7 +142,7 @@ def test_only_new_tensors_are_copied(device: str, published: Published) -> None:
 
 
 def test_a_returned_argument_is_not_copied(device: str, no_leaks: None) -> None:
-    """An endpoint that returns what it was given hands the caller's segment on."""
+    """The caller's segment is returned."""
     with closing(encode_arguments([torch.ones(3, device=device)], {}, device)) as arguments:
         ([received], _), sent = decode_arguments(arguments), arguments.segments[0].info.id
     with closing(publish(received, device, "read_write", "echo")) as record:
@@ -166,8 +168,8 @@ def test_publishing_from_many_threads_moves_once(device: str, published: Publish
 # Access.
 
 
-def test_read_access_is_told_to_consumers(device: str, published: Published) -> None:
-    """Each segment of a read-only record says so; the maker's own tensors stay writable."""
+def test_read_access_is_marked_for_consumers(device: str, published: Published) -> None:
+    """In each segment of a read-only record; the maker's own tensors stay writable."""
     value = torch.ones(2, device=device)
     record = published(value, "read")
     theirs = decode_result(record.skeleton, record.table, record.segments)
@@ -178,7 +180,7 @@ def test_read_access_is_told_to_consumers(device: str, published: Published) -> 
 
 
 def test_read_access_cannot_be_widened(no_leaks: None) -> None:
-    """Host memory that was published read-only stays so: neither another endpoint nor a consumer makes it writable."""
+    """Host memory that was published read-only stays so, for other endpoints and consumers."""
     value = torch.ones(2)
     with closing(publish(value, "cpu", "read", "a")), closing(publish(value, "cpu", "read_write", "b")) as record:
         assert [segment.info.access for segment in record.segments] == ["read"]
@@ -190,7 +192,7 @@ def test_read_access_cannot_be_widened(no_leaks: None) -> None:
 
 
 def test_memory_is_spread_over_segments(device: str, small_segments: int, published: Published) -> None:
-    """Segments stay below their limit, apart from one for each storage that is larger than that."""
+    """Below the limit, except for one segment per larger storage."""
     sizes = [1000, 3000, 5000, 100, 100]
     value = [torch.full((size,), number, dtype=torch.uint8, device=device) for number, size in enumerate(sizes)]
     record = published(value)
@@ -218,10 +220,10 @@ def full_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Segment]]:
     yield made
 
 
-def test_a_device_that_fills_up_midway(
+def test_a_device_that_fills_up_leaves_the_value_intact(
     no_leaks: None, warm: None, small_segments: int, full_device: list[Segment], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error names the need; the value keeps every element, moved or not, and the segments go with it."""
+    """The error has the needed amount; the value keeps every element, moved or not, and the segments are freed."""
     value = [torch.full((1000,), number, dtype=torch.float32) for number in range(4)]
     with pytest.raises(CapabilityError, match="cannot allocate 4000 bytes: the device is full"):
         publish(value, "cpu", "read_write", "endpoint")
@@ -233,8 +235,8 @@ def test_a_device_that_fills_up_midway(
     assert all(segment.closed for segment in full_device)
 
 
-def test_publishing_again_after_a_failure(no_leaks: None, small_segments: int, full_device: list[Segment]) -> None:
-    """What had moved before the failure stays where it is; once there is capacity, the rest follows."""
+def test_publishing_can_be_repeated_after_a_failure(no_leaks: None, small_segments: int, full_device: list[Segment]) -> None:
+    """Tensors moved before stay in place; once there is capacity, the rest follows."""
     value = [torch.full((1000,), number, dtype=torch.float32) for number in range(4)]
     with pytest.raises(CapabilityError):
         publish(value, "cpu", "read_write", "endpoint")
@@ -246,7 +248,7 @@ def test_publishing_again_after_a_failure(no_leaks: None, small_segments: int, f
     assert [tensor.unique().tolist() for tensor in theirs] == [[0], [1], [2], [3]]
 
 
-def test_arguments_on_a_device_that_fills_up(no_leaks: None, small_segments: int, full_device: list[Segment]) -> None:
+def test_arguments_without_capacity_leave_nothing(no_leaks: None, small_segments: int, full_device: list[Segment]) -> None:
     """A call whose arguments find no room leaves nothing of them behind."""
     with pytest.raises(CapabilityError, match="the device is full"):
         encode_arguments([torch.ones(1000) for _ in range(4)], {}, "cpu")
@@ -311,8 +313,8 @@ print("free", before, least, then, free())
 
 @pytest.mark.whole_gpu
 @pytest.mark.gpu
-def test_peak_memory_of_publishing() -> None:
-    """Publishing 4 GiB needs less than 3 GiB beside them at any time, and in the end no more than before."""
+def test_peak_memory_of_publishing_is_bounded() -> None:
+    """Publishing 4 GiB needs less than 3 GiB of extra memory at any time, and none in the end."""
     child = python(PUBLISHING)
     before, least, then, last = (int(word) for word in child.expect("free").split()[1:])
     assert before - least < 3 * GIB + 8192 * 8192 * 2
@@ -323,7 +325,7 @@ def test_peak_memory_of_publishing() -> None:
 
 @pytest.mark.gpu
 def test_publishing_waits_for_other_streams() -> None:
-    """A kernel that still runs on another stream when an endpoint returns is waited for, not copied around."""
+    """A kernel that still runs on another stream when an endpoint returns is waited for."""
     value = torch.zeros(1 << 20, device="cuda")
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):

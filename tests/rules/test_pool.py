@@ -21,8 +21,8 @@ MIB = 1 << 20
 
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 30)), max_size=60))
-def test_extents_never_overlap_and_join_again(steps: list[tuple[int, int]]) -> None:
-    """Whatever is taken and given back in whatever order, no byte is had twice, and in the end all is one piece."""
+def test_extents_never_overlap_and_are_merged(steps: list[tuple[int, int]]) -> None:
+    """In any order of acquisitions and releases, no byte has two owners, and finally there is one extent."""
     extents = Extents(400)
     taken: list[tuple[int, int]] = []
     for nbytes, drop in steps:
@@ -40,7 +40,7 @@ def test_extents_never_overlap_and_join_again(steps: list[tuple[int, int]]) -> N
     assert extents.acquire(400) == 0
 
 
-def test_extents_refuse_what_is_not_in_one_piece() -> None:
+def test_extents_require_contiguous_bytes() -> None:
     """Enough bytes in two places are not enough."""
     extents = Extents(30)
     assert [extents.acquire(10) for _ in range(3)] == [0, 10, 20]
@@ -62,7 +62,7 @@ class TestPool:
     """Taking and giving back."""
 
     def test_released_chunks_are_reused(self, pool: Pool) -> None:
-        """A thousand rounds stay in the first arena."""
+        """A thousand rounds use only the first arena."""
         for _ in range(1000):
             (chunk,) = pool.acquire("cpu", [MIB // 2], "a test")
             assert pool.release([chunk.number]) == 1
@@ -70,15 +70,15 @@ class TestPool:
         assert pool.used == 0
 
     def test_a_pool_doubles_up_to_its_limit(self, pool: Pool) -> None:
-        """Arenas come as they are needed, and no more of them than the options allow."""
+        """New arenas are made on demand, within the options."""
         sizes = []
         for _ in range(4):
             pool.acquire("cpu", [MIB], "a test")
             sizes.append(pool.nbytes // MIB)
         assert sizes == [1, 2, 4, 4]
 
-    def test_a_full_pool_says_who_has_it(self, pool: Pool) -> None:
-        """The text has the limit, what was asked, and what is in use for what; nothing was taken."""
+    def test_full_pools_name_the_holders(self, pool: Pool) -> None:
+        """The text has the limit, the requested bytes, and the use; nothing was taken."""
         pool.acquire("cpu", [3 * MIB], "arguments of slow()")
         with pytest.raises(
             PoolFull, match=rf"the pool has .* {4 * MIB} bytes .* 1 of arguments of slow\(\) with {3 * MIB} bytes"
@@ -87,7 +87,7 @@ class TestPool:
         assert pool.used == 1
 
     def test_only_releases_count_as_frees(self, pool: Pool) -> None:
-        """Only what is given back counts: who waits for capacity would try again and again."""
+        """Other events would make waiters retry without end."""
         pool.acquire("cpu", [3 * MIB], "a test")
         with pytest.raises(PoolFull) as full:
             pool.acquire("cpu", [MIB // 2, MIB], "a test")
@@ -96,8 +96,8 @@ class TestPool:
         pool.release([chunk.number])
         assert pool.frees == full.value.frees + 1
 
-    def test_giving_back_twice_frees_nobody_elses(self, pool: Pool) -> None:
-        """A number is used once: a late or a forged one frees nothing."""
+    def test_releasing_twice_frees_no_other_chunk(self, pool: Pool) -> None:
+        """Numbers are not reused: a late or a forged one frees nothing."""
         (first,) = pool.acquire("cpu", [100], "a test")
         pool.release([first.number])
         (second,) = pool.acquire("cpu", [100], "a test")
@@ -106,13 +106,13 @@ class TestPool:
         assert pool.used == 1
 
     def test_numbers_of_two_pools_differ(self, pool: Pool) -> None:
-        """What comes to the wrong session frees nothing there."""
+        """A number in the wrong session frees nothing there."""
         with closing(Pool(PoolOptions(), "another")) as other:
             (mine,) = pool.acquire("cpu", [1], "a test")
             other.acquire("cpu", [1], "a test")
             assert other.release([mine.number]) == 0
 
-    def test_a_held_chunk_is_free_after_both(self, pool: Pool) -> None:
+    def test_chunks_with_two_holds_need_two_releases(self, pool: Pool) -> None:
         """Two users: it is free again when both have given it back."""
         (chunk,) = pool.acquire("cpu", [1], "a test")
         assert pool.retain([chunk.number]) == [chunk]
@@ -120,8 +120,8 @@ class TestPool:
         assert (pool.release([chunk.number]), pool.used) == (0, 1)
         assert (pool.release([chunk.number]), pool.used) == (1, 0)
 
-    def test_a_closed_pool_gives_its_memory_up(self, pool: Pool) -> None:
-        """Its mapping goes, and taking from it is an error."""
+    def test_a_closed_pool_frees_its_memory(self, pool: Pool) -> None:
+        """It is unmapped, and acquiring is an error."""
         MAPPINGS.drain()
         before = len(MAPPINGS)
         pool.acquire("cpu", [1], "a test")
@@ -131,8 +131,8 @@ class TestPool:
             pool.acquire("cpu", [1], "a test")
 
     @pytest.mark.parametrize("options", [{"limit": -1}, {"initial": 0}])
-    def test_options_that_make_no_pool(self, options: dict[str, Any]) -> None:
-        """Sizes are checked where they are given."""
+    def test_invalid_options_are_refused(self, options: dict[str, Any]) -> None:
+        """On construction."""
         with pytest.raises(ConfigurationError, match="use initial from 1 byte on"):
             PoolOptions(**options)
 
@@ -150,7 +150,7 @@ class TestBorrower:
         return torch.zeros(4).untyped_storage()
 
     def test_a_chunk_comes_back_with_its_last_user(self, pool: Pool, references: ChunkReferences) -> None:
-        """Not before both storages are gone, and then once."""
+        """Not before both storages have ended, and then once."""
         (chunk,) = pool.acquire("cpu", [16], "a test")
         one, other = self._storage(), self._storage()
         references.acquire(chunk.number, 16, chunk.arena.mapping, [one, other])
@@ -165,7 +165,7 @@ class TestBorrower:
         assert references.in_use == 0
 
     def test_the_mapping_outlives_the_session(self, references: ChunkReferences) -> None:
-        """Tensors stay valid after the pool and the references have ended; the memory goes with them."""
+        """Tensors stay valid after the pool and the references have ended; the memory ends with them."""
         MAPPINGS.drain()
         before = len(MAPPINGS)
         pool = Pool(PoolOptions(), "the pool")
@@ -180,8 +180,8 @@ class TestBorrower:
         MAPPINGS.drain()
         assert len(MAPPINGS) == before
 
-    def test_its_end_is_told(self, pool: Pool) -> None:
-        """Somebody may be waiting for the memory."""
+    def test_the_end_of_a_chunk_is_reported(self, pool: Pool) -> None:
+        """There may be waiters for the memory."""
         told: list[int] = []
         references = ChunkReferences(lambda: told.append(1))
         (chunk,) = pool.acquire("cpu", [16], "a test")

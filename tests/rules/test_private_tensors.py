@@ -200,7 +200,7 @@ CASES = [everything, tied, containers, subclasses, wrappers, sparse, jagged, ove
 def test_parameters_are_shared_and_other_tensors_are_copied(
     device: str, published: Published, case: Callable[..., Any], access: str
 ) -> None:
-    """The memory of parameters is at one address for all; of everything else there is one more copy, with the same bits."""
+    """The memory of parameters is at one address for all; everything else has one more copy, with the same bits."""
     value, tensors_of, shared = case(device)
     before = digests(tensors_of(value))
     record = published(value, access, tensors="parameters")
@@ -214,8 +214,8 @@ def test_parameters_are_shared_and_other_tensors_are_copied(
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
-def test_writes_to_private_tensors_are_seen_by_nobody(device: str, published: Published, case: Callable[..., Any]) -> None:
-    """Neither by the endpoint's own object, nor by those who have attached, nor by those who will."""
+def test_writes_to_private_tensors_are_private(device: str, published: Published, case: Callable[..., Any]) -> None:
+    """Neither the endpoint's own object nor present or later attached ones see them."""
     value, tensors_of, shared = case(device)
     before = digests(tensors_of(value))
     record = published(value, "read", tensors="parameters")
@@ -229,8 +229,8 @@ def test_writes_to_private_tensors_are_seen_by_nobody(device: str, published: Pu
     assert before == digests(tensors_of(value)) == digests(tensors_of(other)) == digests(tensors_of(later))
 
 
-def test_a_private_tensor_is_an_ordinary_one(device: str, published: Published) -> None:
-    """Memory of torch's own allocator: it can grow, is in no segment, and keeps no mapping."""
+def test_private_tensors_are_ordinary_ones(device: str, published: Published) -> None:
+    """Memory of torch's own allocator: they can be resized, are in no segment, and keep no mapping."""
     before = len(MAPPINGS)
     record = published(torch.arange(6.0, device=device), tensors="parameters")
     (tensor,) = [attach(record)]
@@ -240,8 +240,8 @@ def test_a_private_tensor_is_an_ordinary_one(device: str, published: Published) 
     assert len(MAPPINGS) == before
 
 
-def test_kinds_of_tensors_that_are_private(device: str, published: Published) -> None:
-    """Empty ones, those that ask for gradients, conjugates, negatives, those of inference mode; each comes back as it was."""
+def test_all_kinds_of_private_tensors_round_trip(device: str, published: Published) -> None:
+    """Empty ones, those with gradients, conjugates, negatives, those of inference mode."""
     with torch.inference_mode():
         inference = torch.full((2,), 5.0, device=device)
     value = {
@@ -265,8 +265,8 @@ def test_kinds_of_tensors_that_are_private(device: str, published: Published) ->
 
 @pytest.mark.filterwarnings("ignore:.*(quantiz|TypedStorage)")
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
-def test_quantised_tensors(published: Published) -> None:
-    """One for all channels, and one for each, with its scales."""
+def test_quantised_tensors_round_trip(published: Published) -> None:
+    """Per tensor, and per channel, with their scales."""
     data = torch.arange(6.0).reshape(2, 3)
     scales, zeros = torch.tensor([0.1, 0.2]), torch.zeros(2, dtype=torch.long)
     value = [
@@ -280,8 +280,8 @@ def test_quantised_tensors(published: Published) -> None:
     assert record.nbytes == 0
 
 
-def test_an_optimizers_state(device: str, published: Published) -> None:
-    """Its moments are private, and step counts that are on the host though memory is shared on a GPU; its weights are not."""
+def test_optimizer_states_round_trip(device: str, published: Published) -> None:
+    """Moments are private, as are step counts on the host although memory is shared on a GPU; weights are shared."""
     weight = nn.Parameter(torch.ones(3, device=device))
     optimizer = torch.optim.Adam([weight])
     weight.sum().backward()
@@ -300,7 +300,7 @@ def test_an_optimizers_state(device: str, published: Published) -> None:
 @pytest.mark.parametrize("access", ["read_write", "read"])
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
 def test_the_segment_of_private_tensors_is_sealed(published: Published, access: str) -> None:
-    """The segment of private bytes is sealed on the host, whatever the others' access is."""
+    """On the host, whatever the others' access."""
     record = published(nn.BatchNorm1d(4), access, tensors="parameters")
     shared, own = record.segments
     assert (shared.info.access, own.info.access) == (access, "private")
@@ -308,8 +308,8 @@ def test_the_segment_of_private_tensors_is_sealed(published: Published, access: 
         HOST.map(own.fileno(), own.info.nbytes, "read_write")
 
 
-def test_sizes(device: str, published: Published) -> None:
-    """``nbytes`` is what all share, ``private_nbytes`` what each process copies, as in the local role."""
+def test_sizes_distinguish_shared_and_private_bytes(device: str, published: Published) -> None:
+    """``nbytes`` is shared by all, ``private_nbytes`` copied by each process, as in the local role."""
     model = nn.Sequential(nn.Linear(64, 64, device=device), nn.BatchNorm1d(64, device=device))
     shared = sum(part.nbytes for part in model.parameters())
     private_ = sum(part.nbytes for part in model.buffers())
@@ -329,8 +329,8 @@ def test_a_shared_buffer_is_copied_for_a_private_publication(device: str, publis
     assert whole.weight.data_ptr() == part.weight.data_ptr()
 
 
-def test_an_object_that_is_published_twice_has_its_bytes_of_both_moments(device: str, published: Published) -> None:
-    """Private bytes are those of the publication."""
+def test_each_publication_has_its_own_private_bytes(device: str, published: Published) -> None:
+    """Those at its time."""
     model = nn.BatchNorm1d(4, device=device)
     first = published(model, tensors="parameters")
     model.running_mean.fill_(5)
@@ -339,7 +339,7 @@ def test_an_object_that_is_published_twice_has_its_bytes_of_both_moments(device:
 
 
 def test_arrays_beside_parameters_can_be_written_to(device: str, published: Published) -> None:
-    """An array is no parameter: with ``access="read"`` too, each process has its own."""
+    """An array is not a parameter: even with ``access="read"``, each process has its own."""
     model = nn.Linear(2, 2, device=device)
     model.table = numpy.zeros(1 << 16)
     record = published(model, "read", tensors="parameters")
@@ -348,7 +348,7 @@ def test_arrays_beside_parameters_can_be_written_to(device: str, published: Publ
     assert (one.table[0], other.table[0], model.table[0]) == (1, 0, 0)
 
 
-def test_a_copy_of_what_was_attached(device: str, published: Published) -> None:
+def test_attached_objects_can_be_copied_and_published(device: str, published: Published) -> None:
     """It can be copied and published again, as anything else."""
     one = attach(published(nn.BatchNorm1d(4, device=device), tensors="parameters"))
     one.running_mean.fill_(1)
@@ -361,10 +361,10 @@ def test_a_copy_of_what_was_attached(device: str, published: Published) -> None:
 # What goes wrong.
 
 
-def test_without_memory_for_private_tensors(
+def test_a_lack_of_memory_for_private_tensors_is_reported(
     device: str, published: Published, no_leaks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error says how much was asked for and where; nothing is left mapped."""
+    """With the size and the device; nothing stays mapped."""
     record = published(torch.ones(1000, device=device), tensors="parameters")
 
     def full(nbytes: int, device: torch.device) -> Any:
@@ -378,8 +378,8 @@ def test_without_memory_for_private_tensors(
 @pytest.mark.parametrize(
     "entry", [StorageEntry(0, (1 << 21) - 6, 16), StorageEntry(0, -16, 16), StorageEntry(0, 16, -16), StorageEntry(7, 0, 16)]
 )
-def test_a_private_storage_that_leaves_its_segment(device: str, published: Published, entry: StorageEntry) -> None:
-    """A table that does not fit its segments is refused, before anything is copied."""
+def test_private_storages_outside_their_segment_are_refused(device: str, published: Published, entry: StorageEntry) -> None:
+    """Before anything is copied."""
     record = published(torch.ones(4, device=device), tensors="parameters")
     table = msgspec.structs.replace(read_table(record.table), storages=(entry,))
     with pytest.raises(CodecError, match=r"is not within its segment|does not fit"):
@@ -387,8 +387,8 @@ def test_a_private_storage_that_leaves_its_segment(device: str, published: Publi
 
 
 @pytest.mark.gpu
-def test_attaching_while_a_graph_is_captured() -> None:
-    """A copy in the graph would be made when it is replayed: that is refused, and the capture goes on."""
+def test_attaching_during_a_capture_is_refused() -> None:
+    """The copy would be part of the graph, at each replay; the capture continues."""
     record = publish(nn.BatchNorm1d(4, device="cuda"), "cuda", "read", "endpoint", tensors="parameters")
     x = torch.ones(4, device="cuda")
     graph = torch.cuda.CUDAGraph()
@@ -403,8 +403,8 @@ def test_attaching_while_a_graph_is_captured() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
-def test_a_graph_over_private_tensors(published: Published) -> None:
-    """Statistics that a captured step updates are the process's own, at each replay."""
+def test_graphs_can_update_private_tensors(published: Published) -> None:
+    """Statistics updated by a captured step are the process's own, at each replay."""
     record = published(nn.BatchNorm1d(4, device="cuda").train(), "read", tensors="parameters")
     one, other = attach(record), attach(record)
     x = torch.randn(8, 4, device="cuda")

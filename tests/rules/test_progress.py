@@ -38,8 +38,8 @@ def counted(total: float | None, message: str, *done: float) -> list[Progress]:
     return [Progress(float(number), total, message) for number in done]
 
 
-def test_outside_of_an_endpoint() -> None:
-    """Nothing is reported, and a bar is what tqdm's own is."""
+def test_progress_outside_of_an_endpoint_is_ignored() -> None:
+    """And a bar is an ordinary tqdm bar."""
     progress(1, 2, "half")
     assert cancelled() is False
     raise_if_cancelled()
@@ -48,8 +48,8 @@ def test_outside_of_an_endpoint() -> None:
         assert bar.n == 2
 
 
-def test_numbers_of_every_kind(told: list[Progress]) -> None:
-    """What counts as a number may be reported; what does not is the endpoint's own mistake."""
+def test_progress_accepts_any_number(told: list[Progress]) -> None:
+    """Other values are the endpoint's error."""
     progress(True, 2)
     progress(float("inf"), -1, message=3)  # type: ignore[arg-type]
     assert told == [Progress(1.0, 2.0), Progress(float("inf"), -1.0, "3")]
@@ -57,8 +57,8 @@ def test_numbers_of_every_kind(told: list[Progress]) -> None:
         progress("many")  # type: ignore[arg-type]
 
 
-def test_messages_can_be_sent(told: list[Progress]) -> None:
-    """A file's name may hold bytes that are no text, and a text may be long."""
+def test_messages_are_sendable(told: list[Progress]) -> None:
+    """A file's name may contain bytes that are not text, and a text may be long."""
     progress(1, 2, os.fsdecode(b"weights-\xff.bin"))
     progress(1, 2, "x" * (17 << 20))
     assert [len(report.message.encode()) for report in told] == [len(r"weights-\udcff.bin"), 1000]
@@ -108,19 +108,19 @@ def in_a_bar() -> None:
         (in_a_bar, counted(2.0, "files", 0) + counted(1.0, "parts", 0, 1, 1) + counted(2.0, "files", 1, 1)),
     ],
 )
-def test_a_bar(told: list[Progress], work: Callable[[], None], expected: list[Progress]) -> None:
-    """It reports as often as it would draw itself, and at both ends: its number, total and description."""
+def test_a_bar_reports_progress(told: list[Progress], work: Callable[[], None], expected: list[Progress]) -> None:
+    """As often as it would be drawn, and at both ends: its number, total and description."""
     work()
     assert told == expected
 
 
-def test_a_bar_that_is_updated_by_other_threads(told: list[Progress]) -> None:
-    """It knows its run, as where a library is given its class and works in a pool."""
+def test_a_bar_can_be_updated_by_other_threads(told: list[Progress]) -> None:
+    """For its own run, for example when a library updates it in a pool."""
     assert thread_map(abs, range(4), tqdm_class=ProgressBar, max_workers=2) == [0, 1, 2, 3]
     assert [told[0], told[-1]] == counted(4.0, "", 0, 4)
 
 
-def test_bars_of_coroutines_at_the_same_time() -> None:
+def test_bars_of_coroutines_report_to_their_own_runs() -> None:
     """Each reports to its own run."""
     told: dict[str, list[Progress]] = {"mine": [], "other": []}
 
@@ -138,8 +138,8 @@ def test_bars_of_coroutines_at_the_same_time() -> None:
 
 
 @pytest.mark.deep
-def test_the_bar_of_transformers_that_loads_a_checkpoint(told: list[Progress], tmp_path: Path) -> None:
-    """Its hook for bars takes ours, as the page on it says."""
+def test_the_bar_of_transformers_reports_progress(told: list[Progress], tmp_path: Path) -> None:
+    """Its hook for bars accepts ours, as documented."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2
