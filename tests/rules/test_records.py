@@ -68,7 +68,7 @@ def header(table: TensorTable = GOOD, **fields: Any) -> RecordHeader:
     return RecordHeader(table=msgspec.msgpack.encode(table), **whole)
 
 
-def test_a_good_record_is_admitted() -> None:
+def test_valid_records_are_admitted() -> None:
     """With views, overlapping ones, expanded ones, empty ones and scalars."""
     check_table(header())
 
@@ -105,7 +105,7 @@ def _with(place: str, number: int, **fields: Any) -> TensorTable:
     ],
     ids=str,
 )
-def test_an_entry_outside_its_memory_is_refused(place: str, fields: dict[str, Any]) -> None:
+def test_entries_outside_their_memory_are_refused(place: str, fields: dict[str, Any]) -> None:
     """A storage or a buffer outside its segment or in one of the other kind, and a tensor outside its storage."""
     number = 1 if place == "storage" else 0
     table = _with(f"{place}s", number, **fields)
@@ -131,14 +131,14 @@ def test_an_entry_outside_its_memory_is_refused(place: str, fields: dict[str, An
         ({"tensors": "parameters"}, "tensors='parameters'"),
     ],
 )
-def test_a_header_that_contradicts_itself(fields: dict[str, Any], told: str) -> None:
-    """Its segments, its sizes, and what it says of them."""
+def test_inconsistent_headers_are_refused(fields: dict[str, Any], told: str) -> None:
+    """In segments, sizes, and further facts."""
     with pytest.raises(RecordError, match=told):
         check_table(header(**fields))
 
 
-def test_more_than_can_be_delivered() -> None:
-    """A table that no frame takes, and more segments than one has descriptors for: refused before they are decoded."""
+def test_undeliverable_records_are_refused() -> None:
+    """A table too large for a frame, or more segments than its descriptors, before they are decoded."""
     with pytest.raises(RecordError, match=r"tensor table has 16777216 bytes"):
         check_table(msgspec.structs.replace(header(), table=b"\x94" * (16 << 20)))
     data = header(segments=(SegmentInfo("1", PAGE, "cpu"),) * 1001).to_bytes()
@@ -147,7 +147,7 @@ def test_more_than_can_be_delivered() -> None:
 
 
 @pytest.mark.parametrize("table", [b"", b"\xc1", b"\x94\x90\x90", b"\x94\x90\x91\x91\xa1a\x90\x90"])
-def test_a_table_that_is_none(table: bytes) -> None:
+def test_invalid_tables_are_refused(table: bytes) -> None:
     """Bytes of something else."""
     with pytest.raises(RecordError, match="cannot decode the record's tensor table"):
         check_table(msgspec.structs.replace(header(), table=table))
@@ -178,10 +178,10 @@ TENSORS = st.integers(0, 3).flatmap(
 
 @hypothesis.given(st.lists(STORAGES, max_size=2), st.lists(TENSORS, max_size=2))
 @hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
-def test_admitted_tables_lie_within_their_segments(
+def test_admitted_tables_stay_within_their_segments(
     memory: list[Mapping], storages: list[StorageEntry], tensors: list[TensorEntry]
 ) -> None:
-    """By torch itself, which checks what it is given; so that where it is not asked to check, nothing is outside either."""
+    """Checked by torch itself, so that building without its checks is safe."""
     table = TensorTable(("cpu",), tuple(storages), tuple(tensors))
     try:
         check_table(header(table, segments=(SegmentInfo("1", PAGE, "cpu"), SegmentInfo("2", PAGE, "cpu")), nbytes=0))
@@ -200,8 +200,8 @@ def test_admitted_tables_lie_within_their_segments(
 
 
 @pytest.mark.parametrize("field", ["python", "torch", "shared_rpc"])
-def test_each_version_counts(field: str) -> None:
-    """What a skeleton was pickled with is what it is loaded with."""
+def test_each_version_is_checked(field: str) -> None:
+    """A skeleton is loaded with the versions that pickled it."""
     here = Versions("3.13", "2.9.0", "0.1.0")
     check_versions(header(), here)
     with pytest.raises(RecordError, match=r"was made with .* 1\.1, and this server runs") as caught:
@@ -212,8 +212,8 @@ def test_each_version_counts(field: str) -> None:
 SPEC = EndpointSpec("load", (Parameter("size", 1, required=True),), fingerprint="code")
 
 
-def test_a_record_has_the_key_of_its_call() -> None:
-    """Of the one that is named, or of the one that was exported."""
+def test_records_have_the_key_of_their_call() -> None:
+    """The given one, or the exported one."""
     assert called(header(), SPEC, None) == "load(size=3)"
     assert called(header(), SPEC, ((7,), {})) == "load(size=7)"
     assert called(header(cache_key="load:model"), SPEC, None) == "load:model"
@@ -221,8 +221,8 @@ def test_a_record_has_the_key_of_its_call() -> None:
     assert called(header(), other, ((), {"size": 7})) == "other(size=7)"
 
 
-def test_code_that_has_changed() -> None:
-    """Of the endpoint that built the record, whether or not its call is named; a stale object's code is not known."""
+def test_changed_code_is_refused() -> None:
+    """Of the endpoint that built the record, with or without a given call; a stale object's code is unknown."""
     for fingerprint in ("earlier", ""):
         for call in (None, ((3,), {})):
             with pytest.raises(RecordError, match="'load' has changed") as caught:
@@ -230,8 +230,8 @@ def test_code_that_has_changed() -> None:
             assert caught.value.reason == "code"
 
 
-def test_a_key_that_is_longer_than_keys_are() -> None:
-    """Everybody who lists the objects would have to take it; the longest key of the endpoint is taken."""
+def test_excessive_keys_are_refused() -> None:
+    """Every list of objects would contain them; the endpoint's longest possible key is accepted."""
     longest = "load(" + "x" * 511
     assert called(header(cache_key=longest), SPEC, None) == longest
     with pytest.raises(RecordError, match="has a cache key of 517 characters, and those of endpoint 'load' have at most 516"):
@@ -239,13 +239,13 @@ def test_a_key_that_is_longer_than_keys_are() -> None:
 
 
 @pytest.mark.parametrize("key", [None, "", "load", "loader(size=3)", "other(size=3)"])
-def test_a_key_of_another_endpoint(key: str | None) -> None:
-    """A header may say anything; callers of another endpoint must not find it."""
+def test_keys_of_another_endpoint_are_refused(key: str | None) -> None:
+    """Headers are untrusted; callers of another endpoint must not find the record."""
     with pytest.raises(RecordError, match="is none of endpoint 'load'"):
         called(header(cache_key=key), SPEC, None)
 
 
-def test_an_endpoint_without_a_cache() -> None:
+def test_endpoints_without_a_cache_refuse_records() -> None:
     """It has no place for a record."""
     with pytest.raises(ConfigurationError, match="share it with cache=True"):
         called(header(), msgspec.structs.replace(SPEC, cache=False), None)
@@ -258,8 +258,8 @@ def on_gpu(*gpus: str) -> RecordHeader:
     return header(table, device=gpus[0], segments=segments, skeleton=b"on " + gpus[0].encode() + b", on cpu")
 
 
-def test_a_gpu_s_record_is_at_home_on_another_gpu() -> None:
-    """One GPU has the place of one; the skeleton and the table name it. What is on the host stays there."""
+def test_a_gpu_s_record_moves_to_another_gpu() -> None:
+    """For a single GPU, in the skeleton and the table. Host memory stays on the host."""
     record = on_gpu(GPU)
     check_table(record)
     places = homes(record, OTHER_GPU)
@@ -271,21 +271,21 @@ def test_a_gpu_s_record_is_at_home_on_another_gpu() -> None:
     assert moved(record, homes(record, GPU)) == (record.skeleton, record.table)
 
 
-def test_several_gpus_keep_their_places() -> None:
-    """Nobody knows which is to be which elsewhere: a server without them refuses to make the room."""
+def test_records_of_several_gpus_keep_them() -> None:
+    """The assignment would be ambiguous elsewhere: a server without these GPUs refuses to allocate."""
     assert homes(on_gpu(GPU, OTHER_GPU), GPU) == {"cpu": "cpu", GPU: GPU, OTHER_GPU: OTHER_GPU}
 
 
 @pytest.mark.parametrize(("record", "device"), [(header(), GPU), (on_gpu(GPU), "cpu")])
-def test_a_record_of_another_kind_of_device_is_refused(record: RecordHeader, device: str) -> None:
+def test_records_for_another_kind_of_device_are_refused(record: RecordHeader, device: str) -> None:
     """Both are named."""
     with pytest.raises(RecordError, match=f"is on {record.device}, and this server has its results on {device}") as caught:
         homes(record, device)
     assert caught.value.reason == "device"
 
 
-def test_the_stricter_access_counts() -> None:
-    """An endpoint that shares for reading shares an adopted record so too; what a record shares for reading stays so."""
+def test_the_stricter_access_applies() -> None:
+    """A read-only endpoint shares an adopted record so too; read-only records stay so."""
     segments = tuple(SegmentInfo(access, PAGE, "cpu", access) for access in ("read_write", "read", "private", "copy"))
     record = header(segments=segments)
     assert accesses(record, "read_write") == ["read_write", "read", "private", "copy"]
@@ -293,7 +293,7 @@ def test_the_stricter_access_counts() -> None:
 
 
 def test_incarnations_of_a_segment_have_one_name() -> None:
-    """New memory with its bytes has an id of its own, whichever incarnation that is counted from."""
+    """New memory with its bytes has its own id, counted from any incarnation."""
     first = SegmentInfo("0123456789abcdef", PAGE, "cpu", "read")
     third = first.incarnation(1).incarnation(2)
     assert third == SegmentInfo("0123456789abcdef.2", PAGE, "cpu", "read")

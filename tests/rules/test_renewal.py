@@ -17,8 +17,8 @@ class Giver:
         raise AssertionError(object_id)
 
 
-def test_handles_that_change_while_their_leases_are_asked_for() -> None:
-    """Who was suspended since is suspended in the new session; who was resumed has its memory renewed."""
+def test_handles_changed_during_a_renewal_are_corrected() -> None:
+    """Handles suspended since are suspended in the new session; resumed ones have their memory renewed."""
     earlier, later, leases = object(), object(), LeaseBook()
     handles = [Lease(1, object_id=name, server_id="s", generation=1, issuer=Giver(), session=earlier) for name in "abcd"]
     inactive, suspended, resumed, dropped = handles
@@ -41,8 +41,8 @@ def test_handles_that_change_while_their_leases_are_asked_for() -> None:
         handle._drop()
 
 
-def test_a_handle_that_is_released_while_its_lease_is_taken_again() -> None:
-    """The new session got one more lease than there are handles now: it is named, to be given back."""
+def test_leases_of_handles_released_during_a_renewal_are_returned() -> None:
+    """The new session has one more lease than there are handles: its id is returned for a release."""
     earlier, later = object(), object()
     handles = [
         Lease(1, object_id=object_id, server_id="s", generation=1, issuer=Giver(), session=earlier)

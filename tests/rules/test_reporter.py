@@ -62,8 +62,8 @@ def reporter(loop: Loop, told: list[float]) -> Reporter:
     return Reporter(loop, lambda report: told.append(report.done))
 
 
-def test_reports_are_told_one_by_one(reporter: Reporter, loop: Loop, told: list[float]) -> None:
-    """Up to a hundred at once; the loop is woken once for all that come before its turn."""
+def test_reports_are_delivered_separately(reporter: Reporter, loop: Loop, told: list[float]) -> None:
+    """Up to a hundred at once; the loop is woken once for all that precede its turn."""
     for number in range(100):
         reporter.put(Progress(number))
     assert len(loop.soon) == 1 and told == []
@@ -73,7 +73,7 @@ def test_reports_are_told_one_by_one(reporter: Reporter, loop: Loop, told: list[
 
 
 def test_the_newest_reports_are_told(reporter: Reporter, loop: Loop, told: list[float]) -> None:
-    """Of more than a hundred the last ones; of those that come after that the last one, in its time."""
+    """Of more than a hundred the last ones; of later ones the last, after a pause."""
     for number in range(1000):
         reporter.put(Progress(number))
     loop.turn()
@@ -89,8 +89,8 @@ def test_the_newest_reports_are_told(reporter: Reporter, loop: Loop, told: list[
     assert len(loop.soon) == 1
 
 
-def test_reports_are_told_again_after_a_pause(reporter: Reporter, loop: Loop, told: list[float]) -> None:
-    """One for each twentieth of a second, up to a hundred."""
+def test_reports_are_delivered_again_after_a_pause(reporter: Reporter, loop: Loop, told: list[float]) -> None:
+    """One per twentieth of a second, up to a hundred."""
     for number in range(100):
         reporter.put(Progress(number))
     loop.turn()
@@ -103,8 +103,8 @@ def test_reports_are_told_again_after_a_pause(reporter: Reporter, loop: Loop, to
 
 
 @pytest.mark.parametrize("told_before", [0, 100])
-def test_the_end_tells_what_was_held_back(reporter: Reporter, loop: Loop, told: list[float], told_before: int) -> None:
-    """The last report alone, whether the loop had its turn before or not, and then nothing more."""
+def test_the_end_delivers_the_deferred_report(reporter: Reporter, loop: Loop, told: list[float], told_before: int) -> None:
+    """Only the last one, whether or not the loop had its turn before, and then nothing more."""
     for number in range(told_before):
         reporter.put(Progress(number))
     loop.turn()

@@ -88,7 +88,7 @@ async def stage() -> Stage:
 
 @pytest.mark.asyncio
 async def test_the_return_value_is_the_answer(stage: Stage) -> None:
-    """When the handler has it; then nothing is left of the request."""
+    """Once the handler returns; then nothing is left of the request."""
     stage.part.go.set()
     await stage.turns()
     assert [type(answer) for answer in stage.asker.answers] == [m.Pong] and len(stage.waits) == 0
@@ -96,7 +96,7 @@ async def test_the_return_value_is_the_answer(stage: Stage) -> None:
 
 @pytest.mark.asyncio
 async def test_an_error_is_the_answer(stage: Stage) -> None:
-    """As of a handler that does not wait."""
+    """Like for a handler that does not wait."""
     stage.part.error = ServerBusy("full")
     stage.part.go.set()
     await stage.turns()
@@ -105,7 +105,7 @@ async def test_an_error_is_the_answer(stage: Stage) -> None:
 
 @pytest.mark.asyncio
 async def test_leaving_cancels_the_handler(stage: Stage) -> None:
-    """The asker gets no answer: it knows."""
+    """The requester gets no answer."""
     stage.waits.leave(stage.asker.waiter)
     await stage.turns()
     assert stage.part.ended and stage.asker.answers == [] and len(stage.waits) == 0
@@ -124,7 +124,7 @@ async def test_a_stop_fails_requests_that_wait_and_later_ones(stage: Stage) -> N
 
 @pytest.mark.asyncio
 async def test_a_request_that_leaves_before_its_handler_begins() -> None:
-    """Nothing of the handler is left behind, not even a coroutine that nothing awaits."""
+    """Nothing of the handler is left, not even an unawaited coroutine."""
     stage = Stage()
     stage.ask()
     stage.waits.leave(stage.asker.waiter)
@@ -133,7 +133,7 @@ async def test_a_request_that_leaves_before_its_handler_begins() -> None:
 
 
 def test_a_coroutine_that_is_left_before_it_begins_cleans_up() -> None:
-    """It begins, finds that its owner has left, and is cancelled where it waits."""
+    """It begins, detects that its owner has left, and is cancelled at its first wait."""
     seen: list[str] = []
 
     async def main() -> None:

@@ -47,7 +47,7 @@ class Device:
 
 
 def test_the_device_is_waited_for_before_the_number_is_even(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once, at the end of the block; if that cannot be done now, the update is interrupted, and the next one mends it."""
+    """Once, at the end of the block; if that is impossible now, the update is interrupted, and the next one repairs it."""
     device = Device()
     monkeypatch.setattr(revisions, "backend_for", lambda uuid, mechanism: {("GPU-1", "vmm"): device}[uuid, mechanism])
     page = device.page
@@ -65,8 +65,8 @@ def test_the_device_is_waited_for_before_the_number_is_even(monkeypatch: pytest.
     assert (device.waits, page.wait(2, math.inf)) == ([1, 3, 5], 6)
 
 
-def test_many_revisions(page: Page) -> None:
-    """They go on where 32 bits end, the word that is waited on included."""
+def test_revisions_exceed_32_bits(page: Page) -> None:
+    """Including the word used for waiting."""
     page._revision.value = (1 << 32) - 2
     with page.update(time.monotonic() + 5):
         assert page.revision == (1 << 32) - 1
@@ -79,7 +79,7 @@ def _update(page: Page) -> None:
         pass
 
 
-def test_a_reader_s_page_cannot_be_written() -> None:
+def test_a_reader_s_page_cannot_be_mapped_for_writing() -> None:
     """Its descriptor does not allow a writable mapping."""
     with new_page("read") as segment, read_only(segment) as sealed:
         assert sealed.info.access == "read"
@@ -92,7 +92,7 @@ def test_a_reader_s_page_cannot_be_written() -> None:
             _update(reader)
 
 
-def test_a_reader_cannot_change_its_page_in_another_way() -> None:
+def test_a_reader_s_page_cannot_be_written_otherwise() -> None:
     """A second description of the page, opened for writing, neither maps it nor writes to it."""
     with new_page("read") as segment, read_only(segment) as sealed:
         again = os.open(f"/proc/self/fd/{sealed.fileno()}", os.O_RDWR | os.O_CLOEXEC)
@@ -116,15 +116,15 @@ def test_a_reader_cannot_lock_its_page() -> None:
 
 
 def test_writers_of_a_reader_s_page_take_turns() -> None:
-    """The server's threads update the object one after the other, each by a page object of its own."""
+    """The server's threads update the object one after the other, each with its own page object."""
     with new_page("read") as segment:
         pages = [Page(segment.duplicate(), [], "one") for _ in range(4)]
         assert at_once(*[functools.partial(_update, page) for page in pages]) == [None] * 4
         assert settled_revision(segment) == 8
 
 
-def test_a_reader_learns_of_an_update_that_was_left() -> None:
-    """Though the process that left it goes on, and has the lock of the page."""
+def test_readers_detect_an_abandoned_update() -> None:
+    """Although the process that abandoned it continues, and has the lock of the page."""
     with new_page("read") as segment, read_only(segment) as sealed:
         reader, writer = Page(sealed.duplicate(), [], "one"), Page(segment.duplicate(), [], "one")
         with pytest.raises(ZeroDivisionError), writer.update(math.inf):
@@ -137,8 +137,8 @@ def test_a_reader_learns_of_an_update_that_was_left() -> None:
         assert reader.wait(2, time.monotonic() + 5) == 4
 
 
-def test_a_reader_learns_of_its_server_s_end() -> None:
-    """The lock ends with the server, so an update that was going on then has been interrupted."""
+def test_readers_detect_their_server_s_end() -> None:
+    """The lock ends with the server, so an active update was interrupted."""
     with new_page("read") as segment:
         reader, writer = Page(read_only(segment), [], "one"), Page(segment.duplicate(), [], "one")
         assert writer.try_begin() is not None
@@ -148,12 +148,12 @@ def test_a_reader_learns_of_its_server_s_end() -> None:
 
 
 def test_a_writable_page_cannot_be_sealed() -> None:
-    """A client that did would keep the others from updating the object."""
+    """A client's seal would keep others from updating the object."""
     with new_page() as segment, pytest.raises(PermissionError):
         HOST.seal(segment.fileno())
 
 
-def test_an_unknown_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_machines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is waited for."""
     monkeypatch.setattr(futex, "_NUMBER", None)
     with pytest.raises(CapabilityError, match=r"futex\(2\), whose number on '.*' machines is unknown"):
@@ -164,7 +164,7 @@ def test_an_unknown_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_waiters_are_woken_by_the_end_of_an_update(
     page: Page, monkeypatch: pytest.MonkeyPatch, go: threading.Event, begun: threading.Event, ends: str
 ) -> None:
-    """By the end of the update, whichever it is; nobody looks again and again."""
+    """Without polling."""
     monkeypatch.setattr(revisions, "SLICE", 20.0)
 
     def write() -> None:
@@ -198,13 +198,13 @@ def mps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
         yield request.param
 
 
-def test_a_process_tells_whether_it_shares_its_context(mps: bool) -> None:
-    """With the mechanism, in ``info`` of a server."""
+def test_servers_report_a_shared_gpu_context(mps: bool) -> None:
+    """With the mechanism, in ``info``."""
     assert mechanism_info("auto", fake_driver.GPUS[0])["mps"] is mps
 
 
 def test_the_first_protected_mapping_warns(mps: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """Once, and only where a write ends other processes too."""
+    """Once, and only if a write ends other processes too."""
     backend = backend_for(fake_driver.GPUS[0])
     with backend.create(1) as segment:
         for access in ("read_write", "read", "read"):

@@ -43,8 +43,8 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_every_bit_arrives(file: Path, device: str, no_leaks: None) -> None:
-    """Names, dtypes, shapes and bytes are those that were written, on either device."""
+def test_every_bit_round_trips(file: Path, device: str, no_leaks: None) -> None:
+    """Names, dtypes, shapes and bytes, on either device."""
     loaded, expected = load(file, device), net()
     assert loaded.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -52,8 +52,8 @@ def test_every_bit_arrives(file: Path, device: str, no_leaks: None) -> None:
         assert raw(loaded[name]) == raw(tensor), name
 
 
-def test_large_tensors_come_in_pieces(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What several threads read, a piece each, is put together as it was."""
+def test_large_tensors_are_read_in_parts(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By several threads."""
     monkeypatch.setattr(safetensors, "_PART", 1000)
     tensor = torch.arange(100_003, dtype=torch.int32)
     save_file({"long": tensor}, tmp_path / "x.safetensors")
@@ -63,7 +63,7 @@ def test_large_tensors_come_in_pieces(tmp_path: Path, device: str, monkeypatch: 
 def test_loaded_tensors_are_published_in_place(
     file: Path, device: str, no_leaks: None, published: Callable[..., Record]
 ) -> None:
-    """No tensor moves, and no segment is made but the loader's."""
+    """No tensor moves, and the loader's segment is the only one."""
     weights = load(file, device)
     addresses = {name: tensor.data_ptr() for name, tensor in weights.items()}
     record = published(weights)
@@ -75,7 +75,7 @@ def test_loaded_tensors_are_published_in_place(
 
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
 def test_read_access_seals_loaded_memory(file: Path, no_leaks: None, published: Callable[..., Record]) -> None:
-    """access="read" binds the kernel, though the memory was filled before anybody knew how it would be shared."""
+    """Although the memory was filled before its access mode was known."""
     segment = published(load(file, "cpu"), "read").segments[0]
     with pytest.raises(CapabilityError, match="shared read-only"):
         HOST.map(segment.fileno(), segment.info.nbytes, "read_write")
@@ -83,7 +83,7 @@ def test_read_access_seals_loaded_memory(file: Path, no_leaks: None, published: 
 
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
 def test_memory_shared_for_writing_is_not_sealed_later(file: Path, published: Callable[..., Record]) -> None:
-    """Whoever has it for writing may go on, and others may come."""
+    """Other processes may have it for writing, now or later."""
     weights = load(file, "cpu")
     segment = published(weights, "read_write").segments[0]
     published(weights, "read")
@@ -91,8 +91,8 @@ def test_memory_shared_for_writing_is_not_sealed_later(file: Path, published: Ca
     HOST.unmap(address, segment.info.nbytes)
 
 
-def test_an_index_and_its_folder(tmp_path: Path) -> None:
-    """Shards are one checkpoint; what the index does not name is left out."""
+def test_an_index_and_its_folder_are_read(tmp_path: Path) -> None:
+    """Shards are one checkpoint; unnamed files are left out."""
     tensors = net()
     names = sorted(tensors)
     parts = {"a.safetensors": names[:4], "b.safetensors": names[4:]}
@@ -107,7 +107,7 @@ def test_an_index_and_its_folder(tmp_path: Path) -> None:
         assert all(raw(loaded[name]) == raw(tensors[name]) for name in names)
 
 
-def test_only_what_is_wanted_is_read(file: Path) -> None:
+def test_only_selected_tensors_are_read(file: Path) -> None:
     """The rest takes no memory."""
     loaded = load(file, "cpu", wanted=lambda name: name in ("half", "mask"))
     assert sorted(loaded) == ["half", "mask"]
@@ -116,7 +116,7 @@ def test_only_what_is_wanted_is_read(file: Path) -> None:
     assert found[0].info.nbytes == 4096
 
 
-def test_a_file_without_tensors(tmp_path: Path, no_leaks: None) -> None:
+def test_files_without_tensors_are_empty_checkpoints(tmp_path: Path, no_leaks: None) -> None:
     """Is an empty checkpoint."""
     assert load(written(tmp_path / "x.safetensors", {"__metadata__": {"a": "b"}}), "cpu") == {}
 
@@ -140,7 +140,7 @@ def test_a_file_without_tensors(tmp_path: Path, no_leaks: None) -> None:
     ],
 )
 def test_damage_is_named(tmp_path: Path, no_leaks: None, header: object, body: bytes, said: str) -> None:
-    """Whatever a header says is checked before memory is made, and the file and the tensor are told."""
+    """The header is checked before memory is allocated, and the error has the file and the tensor."""
     path = written(tmp_path / "x.safetensors", header, body)
     with pytest.raises(CheckpointError, match=said) as caught:
         load(path, "cpu")
@@ -148,15 +148,15 @@ def test_damage_is_named(tmp_path: Path, no_leaks: None, header: object, body: b
 
 
 @pytest.mark.parametrize("size", [5, 60])
-def test_a_file_that_was_cut_in_its_header(file: Path, size: int) -> None:
-    """Is told from one that is only short of tensors."""
+def test_headers_cut_off_are_reported(file: Path, size: int) -> None:
+    """Distinct from missing tensors."""
     os.truncate(file, size)
     with pytest.raises(CheckpointError, match="truncated, or no safetensors file"):
         load(file, "cpu")
 
 
-def test_a_file_that_is_cut_while_it_is_read(file: Path, monkeypatch: pytest.MonkeyPatch, no_leaks: None) -> None:
-    """Is an error that names the tensor, and not the end of the process."""
+def test_files_truncated_while_read_are_errors(file: Path, monkeypatch: pytest.MonkeyPatch, no_leaks: None) -> None:
+    """With the tensor's name, instead of the end of the process."""
     found = find(file)
     monkeypatch.setattr("shared_rpc.extras.safetensors.find", lambda _: found)
     os.truncate(file, found[0].offset + 2)
@@ -176,23 +176,23 @@ def test_a_file_that_is_cut_while_it_is_read(file: Path, monkeypatch: pytest.Mon
         ([], CheckpointError, "is no index"),
     ],
 )
-def test_an_index_that_is_wrong(file: Path, weight_map: object, error: type[Exception], said: str) -> None:
-    """It names what is not there."""
+def test_invalid_indexes_are_reported(file: Path, weight_map: object, error: type[Exception], said: str) -> None:
+    """With the missing names."""
     index = file.parent / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(error, match=said):
         load(index, "cpu")
 
 
-def test_a_folder_without_a_checkpoint(tmp_path: Path) -> None:
-    """The error says what was looked for."""
+def test_folders_without_a_checkpoint_are_reported(tmp_path: Path) -> None:
+    """With the expected files."""
     with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor"):
         load(tmp_path, "cpu")
 
 
 @pytest.mark.gpu
-def test_the_device_is_known_by_its_id_too(file: Path) -> None:
-    """provider.device_id is what an endpoint has at hand."""
+def test_devices_can_be_given_by_id(file: Path) -> None:
+    """Such as provider.device_id in an endpoint."""
     provider = Provider(device="cuda")
     loaded = load(file, provider.device_id)
     assert loaded["embedding"].device == torch.device("cuda", torch.cuda.current_device())

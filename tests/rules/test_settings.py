@@ -41,7 +41,7 @@ def environ(enabled: str | None = None, role: str | None = None, **others: str) 
 @pytest.mark.parametrize("mode", ["auto", *NAMED])
 @pytest.mark.parametrize("enabled", [None, True, False])
 def test_the_role_is_decided_by_the_first_setting_that_names_one(enabled: bool | None, mode: str) -> None:
-    """``enabled=False``, a named mode, a switch that is off, a named role, a switch that is on; nothing set is local."""
+    """``enabled=False``, a given mode, a switch that is off, a named role, a switch that is on; by default local."""
     for switch, role in itertools.product([*UNSET, *TRUE, *FALSE], [*UNSET, *NAMED]):
         named = (role or "").strip()
         if enabled is False:
@@ -56,14 +56,14 @@ def test_the_role_is_decided_by_the_first_setting_that_names_one(enabled: bool |
             assert resolve_role(enabled, mode, environ(switch, spelled)) == expected, (switch, spelled)
 
 
-def test_a_switch_that_is_not_needed_is_not_read() -> None:
-    """Also where its value is none that is allowed."""
+def test_irrelevant_switches_are_not_read() -> None:
+    """Even with an invalid value."""
     assert resolve_role(True, "auto", environ("maybe", "server")) == "server"
 
 
 @pytest.mark.parametrize("value", ["2", "tru"])
-def test_a_bad_switch_is_named(value: str) -> None:
-    """With its value and those that are allowed."""
+def test_invalid_switches_are_refused(value: str) -> None:
+    """With the value and the allowed ones."""
     with pytest.raises(ConfigurationError) as caught:
         resolve_role(environ=environ(value, "server"))
     assert f"SHARED_TENSOR_ENABLED={value!r}" in str(caught.value)
@@ -72,16 +72,16 @@ def test_a_bad_switch_is_named(value: str) -> None:
 
 @pytest.mark.parametrize("enabled", [None, "1"])
 @pytest.mark.parametrize("value", ["sever", "auto"])
-def test_a_bad_role_is_named(enabled: str | None, value: str) -> None:
-    """With its value and those that are allowed."""
+def test_invalid_roles_are_refused(enabled: str | None, value: str) -> None:
+    """With the value and the allowed ones."""
     with pytest.raises(ConfigurationError) as caught:
         resolve_role(environ=environ(enabled, value))
     assert f"SHARED_TENSOR_ROLE={value!r}" in str(caught.value)
     assert "'server', 'client', 'local' or 'spawn'" in str(caught.value)
 
 
-def test_a_bad_execution_mode_is_named() -> None:
-    """With the modes that are allowed."""
+def test_invalid_execution_modes_are_refused() -> None:
+    """With the allowed modes."""
     with pytest.raises(ConfigurationError, match="execution_mode='broker': use 'auto', 'local', 'server', 'client' or 'spawn'"):
         resolve_role(execution_mode="broker", environ={})
 
@@ -95,7 +95,7 @@ def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch,
     assert resolve_base_path() == str(tmp_path / "s")
 
 
-def test_the_base_path_is_the_first_that_is_there(tmp_path: Path) -> None:
+def test_the_base_path_has_fallbacks(tmp_path: Path) -> None:
     """The argument, the variable, the runtime directory, and last a directory in /tmp."""
     everything = {"SHARED_TENSOR_BASE_PATH": "/variable/s", "XDG_RUNTIME_DIR": str(tmp_path)}
     only_runtime = {"SHARED_TENSOR_BASE_PATH": "", "XDG_RUNTIME_DIR": str(tmp_path)}
@@ -107,14 +107,14 @@ def test_the_base_path_is_the_first_that_is_there(tmp_path: Path) -> None:
     assert resolve_base_path(None, {}) == f"/tmp/shared-tensor-{os.geteuid()}/shared-tensor"
 
 
-def test_a_runtime_directory_that_is_not_there_is_passed_over(tmp_path: Path) -> None:
-    """Under sudo and in containers the variable often points nowhere."""
+def test_missing_runtime_directories_are_ignored(tmp_path: Path) -> None:
+    """Under sudo and in containers the variable often names none."""
     gone = {"XDG_RUNTIME_DIR": str(tmp_path / "gone")}
     assert resolve_base_path(None, gone) == f"/tmp/shared-tensor-{os.geteuid()}/shared-tensor"
 
 
 def test_the_base_path_is_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A server and a client that start in different directories mean the same socket by ``~``."""
+    """A server and a client started in different directories find the same socket by ``~``."""
     monkeypatch.setenv("HOME", "/home/ada")
     monkeypatch.chdir(tmp_path)
     assert resolve_base_path("~/run/s", {}) == "/home/ada/run/s"
@@ -122,15 +122,15 @@ def test_the_base_path_is_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert resolve_base_path("s", {}) == f"{tmp_path}/s"
 
 
-def test_the_socket_carries_the_tag() -> None:
-    """One base path serves several devices."""
+def test_sockets_have_the_tag_in_their_name() -> None:
+    """One base path is for several devices."""
     assert socket_path("/run/app/shared-tensor", "cpu") == "/run/app/shared-tensor-cpu.sock"
     assert socket_path("/run/app/shared-tensor", "8f3a01bc") == "/run/app/shared-tensor-8f3a01bc.sock"
 
 
 @pytest.mark.parametrize("directory", ["/run/models", "/run/modèles"], ids=["ascii", "two bytes"])
-def test_a_path_longer_than_an_address_is_refused(directory: str) -> None:
-    """Linux takes 107 bytes, not characters: the message tells path, length, limit and what to set."""
+def test_excessive_paths_are_refused(directory: str) -> None:
+    """Linux allows 107 bytes, not characters: the message has path, length, limit and the remedy."""
     longest = directory + "x" * (107 - len(os.fsencode(f"{directory}-cpu.sock")))
     assert socket_path(longest, "cpu") == f"{longest}-cpu.sock"
     with pytest.raises(ConfigurationError) as caught:
@@ -139,8 +139,8 @@ def test_a_path_longer_than_an_address_is_refused(directory: str) -> None:
         assert told in str(caught.value)
 
 
-def test_the_environment_of_a_server_that_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server role, whatever the process's own is; what this process can import; and prints that are in the log at once."""
+def test_the_environment_of_a_started_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server role, whatever the process's own is; this process's module path; and unbuffered output."""
     monkeypatch.setattr(sys, "path", ["/srv/app", "beside", *sys.path])
     mine = {"SHARED_TENSOR_ENABLED": "1", "SHARED_TENSOR_ROLE": "spawn", "PYTHONPATH": "/elsewhere", "HOME": "/home/ada"}
     found = server_environment(mine)
@@ -157,7 +157,7 @@ def test_the_environment_of_a_server_that_is_started(monkeypatch: pytest.MonkeyP
 
 
 def test_a_server_has_no_folder_of_an_installed_package_on_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies of packages that setuptools brings are behind what is installed here, and would be before it there."""
+    """Copies of packages in setuptools come last here, and would precede installed packages there."""
     packages = os.path.dirname(os.path.dirname(pytest.__file__))
     monkeypatch.setattr(sys, "path", [*sys.path, f"{packages}/setuptools/_vendor", f"{packages}-of-mine"])
     found = server_environment({})["PYTHONPATH"].split(os.pathsep)
@@ -178,13 +178,13 @@ def test_a_server_has_no_folder_of_an_installed_package_on_its_path(monkeypatch:
         ("/run/a/ss-cpu.sock", False),
     ],
 )
-def test_sockets_of_a_base_path(path: str, expected: bool) -> None:
-    """A base path's own sockets, and not those of one that begins with it."""
+def test_sockets_of_a_base_path_are_recognised(path: str, expected: bool) -> None:
+    """And not those of a longer base path."""
     assert is_socket_of("/run/a/s", path) is expected
 
 
-def test_options_travel_as_one_word() -> None:
-    """What is not the default, as JSON; what is none is an error that quotes it."""
+def test_options_are_encoded_as_one_argument() -> None:
+    """Only changes of the defaults, as JSON; invalid text is an error that quotes it."""
     options = ServeOptions(devices=("cuda:0", "cpu"), preload=False, quotas={"cpu": 0.5}, hooks=("a:b",), log_level="info")
     flag, text = options.words
     assert (flag, ServeOptions.of(text)) == ("--options", options)
@@ -201,8 +201,8 @@ def test_options_travel_as_one_word() -> None:
 # Options of a provider.
 
 
-def test_a_device_that_serve_overrides(tmp_path: Path) -> None:
-    """It counts although the app has asked for the id of its own."""
+def test_serve_overrides_the_device(tmp_path: Path) -> None:
+    """Even after the app has used the id of its own."""
     provider = Provider(tmp_path / "s", device="cpu")
     assert (provider.device_id, provider.mechanism_info["name"]) == ("cpu", "memfd")
     override(provider, ServeOptions(devices=("GPU-00000000-0000-0000-0000-000000000000",)), 0)
@@ -235,7 +235,7 @@ def test_a_mechanism_is_chosen_for_the_device_that_serve_overrides(monkeypatch: 
 
 
 def test_a_provider_that_is_pickled_keeps_its_options() -> None:
-    """All but its role, which each process has of its own."""
+    """Except its role, which belongs to each process."""
     options: dict[str, Any] = {
         "device": "cpu",
         "mechanism": "auto",

@@ -49,7 +49,7 @@ def cuts(draw: st.DrawFn) -> tuple[torch.Tensor, Placement, int]:
 
 @given(cuts())
 def test_gathering_undoes_sharding(cut: tuple[torch.Tensor, Placement, int]) -> None:
-    """For every number of ranks, dimension, dtype, layout and way of placing, bit for bit."""
+    """For every number of ranks, dimension, dtype, layout and placement, bit for bit."""
     tensor, placement, world = cut
 
     whole = gather_state_dict(shards_of({"x": tensor}, {"x": placement}, world), {"x": placement})["x"]
@@ -59,7 +59,7 @@ def test_gathering_undoes_sharding(cut: tuple[torch.Tensor, Placement, int]) -> 
 
 @given(cuts())
 def test_parts_are_equal_and_cover_the_tensor(cut: tuple[torch.Tensor, Placement, int]) -> None:
-    """Ranks have as much as each other, and each index is some rank's; once, unless it is repeated."""
+    """Ranks have equal amounts, and each index is on one rank, unless it is repeated."""
     tensor, placement, world = cut
     count = torch.zeros(tensor.shape, dtype=torch.int64)
 
@@ -73,7 +73,7 @@ def test_parts_are_equal_and_cover_the_tensor(cut: tuple[torch.Tensor, Placement
 
 
 def test_heads_are_not_cut() -> None:
-    """Six rows in three heads divide among three ranks; among two they would only if a head were cut."""
+    """Six rows in three heads can be divided among three ranks, but not among two."""
     state = {"k": torch.arange(6).repeat_interleave(2).reshape(6, 2)}
 
     parts = shards_of(state, {"k": Shard(0, blocks=3)}, 3)
@@ -83,8 +83,8 @@ def test_heads_are_not_cut() -> None:
         shards_of(state, {"k": Shard(0, blocks=3)}, 2)
 
 
-def test_more_ranks_than_heads() -> None:
-    """With ``repeat`` neighbours have the same head; without it the error says that this can be had."""
+def test_more_ranks_than_heads_need_repeat() -> None:
+    """Neighbours have the same head then; without it the error suggests it."""
     state = {"k": torch.arange(4)}
 
     parts = shards_of(state, {"k": Shard(0, blocks=2, repeat=True)}, 4)
@@ -97,7 +97,7 @@ def test_more_ranks_than_heads() -> None:
 
 
 def test_a_part_owns_its_memory() -> None:
-    """Nothing of the whole is kept alive or written to: publishing a part publishes no more than it."""
+    """Nothing of the whole is kept alive or written to: publishing a part publishes only that."""
     state = {"x": torch.zeros(8, 4), "norm": torch.zeros(4)}
 
     part = shard_state_dict(state, {"x": Shard(0), "norm": Replicate()}, 1, 4)
@@ -110,7 +110,7 @@ def test_a_part_owns_its_memory() -> None:
 
 @pytest.mark.parametrize("placement", [Shard(0), Replicate()])
 def test_the_whole_owns_its_memory(placement: Placement) -> None:
-    """Not even with a single rank is it that rank's part: what is written to it is not written to a server's memory."""
+    """Even with a single rank, so that writes do not reach a server's memory."""
     parts = [{"x": torch.zeros(4)}]
 
     gather_state_dict(parts, {"x": placement})["x"].fill_(1)
@@ -118,8 +118,8 @@ def test_the_whole_owns_its_memory(placement: Placement) -> None:
     assert not parts[0]["x"].any()
 
 
-def test_parameters_are_taken_without_their_gradients() -> None:
-    """A module's own parameters are fine, and what comes of them is plain memory."""
+def test_gradients_are_dropped() -> None:
+    """A module's own parameters are accepted, and the parts are plain tensors."""
     layer = torch.nn.Linear(4, 4, bias=False)
 
     part = shard_state_dict(dict(layer.named_parameters()), {"*": Shard(0)}, 0, 2)["weight"]
@@ -128,7 +128,7 @@ def test_parameters_are_taken_without_their_gradients() -> None:
 
 
 def test_tied_weights_stay_tied() -> None:
-    """One part for both names, where both are placed alike; else each has its own."""
+    """One part for both names if both have the same placement; else each has its own."""
     weight = torch.randn(4, 4)
     state = {"embed": weight, "head": weight.detach(), "rows": weight.T}
 
@@ -139,8 +139,8 @@ def test_tied_weights_stay_tied() -> None:
     assert shard_state_dict(state, {"head": Replicate(), "*": Shard(0)}, 0, 2)["head"].shape == (4, 4)
 
 
-def test_nothing_is_read_of_a_tensor_without_memory() -> None:
-    """On the meta device one sees what a rank will have, before a checkpoint is there."""
+def test_tensors_without_memory_can_be_sharded() -> None:
+    """On the meta device, to plan the ranks before there is a checkpoint."""
     state = {"x": torch.empty(1 << 20, 1 << 20, device="meta"), "y": torch.empty(2, device="meta")}
 
     part = shard_state_dict(state, {"x": Shard(1), "y": Replicate()}, 0, 8)
@@ -151,8 +151,8 @@ def test_nothing_is_read_of_a_tensor_without_memory() -> None:
 # Rules.
 
 
-def test_the_first_rule_that_matches_decides() -> None:
-    """Globs are of whole names, ``*`` matches dots, and case counts."""
+def test_the_first_matching_rule_decides() -> None:
+    """Globs match whole names, ``*`` matches dots, and case counts."""
     rules = {"layers.0.*": Replicate(), "*.weight": Shard(0), "*": Shard(1)}
 
     decided = place(["layers.0.q.weight", "layers.1.q.weight", "layers.1.q.Weight"], rules)
@@ -170,14 +170,14 @@ def test_the_first_rule_that_matches_decides() -> None:
     ],
     ids=["no rule", "no rules", "matches nothing", "shadowed"],
 )
-def test_rules_and_names_that_do_not_fit(rules: dict[str, Placement], told: str) -> None:
-    """Both ways: a name without a rule, and a rule without a name, are most often typing errors."""
+def test_unmatched_rules_and_names_are_refused(rules: dict[str, Placement], told: str) -> None:
+    """A name without a rule, or a rule without a name, is usually a typing error."""
     with pytest.raises(ConfigurationError, match=told):
         place(["a.weight", "a.bias", "b.weight", "b.bias"], rules)
 
 
-def test_a_long_list_is_cut() -> None:
-    """Five names are enough to see what is missing."""
+def test_long_lists_are_cut() -> None:
+    """Five names are enough."""
     with pytest.raises(ConfigurationError, match=r"'n4' and 3 more: add"):
         place([f"n{number}" for number in range(8)], {})
 
@@ -201,8 +201,8 @@ def test_impossible_cuts_are_refused(placement: Placement, rank: int, world: int
 
 
 @pytest.mark.parametrize("options", [{"blocks": 0}, {"repeat": True}])
-def test_a_shard_that_means_nothing(options: dict[str, Any]) -> None:
-    """Refused where it is written, not where it is used."""
+def test_invalid_shards_are_refused(options: dict[str, Any]) -> None:
+    """On construction."""
     with pytest.raises(ConfigurationError, match=r"^Shard\(dim=0"):
         Shard(0, **options)
 
@@ -210,8 +210,8 @@ def test_a_shard_that_means_nothing(options: dict[str, Any]) -> None:
 # Ranks that disagree.
 
 
-def test_ranks_with_different_names() -> None:
-    """As after one server was started with another version of the model."""
+def test_ranks_with_different_names_are_refused() -> None:
+    """For example if one server has another version of the model."""
     with pytest.raises(ConfigurationError, match=r"rank 0 and rank 2 disagree .* 'bias'"):
         gather_state_dict([{"x": torch.zeros(2)}] * 2 + [{"x": torch.zeros(2), "bias": torch.zeros(2)}], {"x": Shard(0)})
 
@@ -223,14 +223,14 @@ def test_ranks_with_different_names() -> None:
         (torch.zeros(2, 2, dtype=torch.float16), r"rank 0 has \(2, 2\) of float32, and rank 1 \(2, 2\) of float16"),
     ],
 )
-def test_ranks_with_different_shapes(other: torch.Tensor, told: str) -> None:
-    """As after servers were started for different numbers of ranks, or with different dtypes."""
+def test_ranks_with_different_shapes_are_refused(other: torch.Tensor, told: str) -> None:
+    """For example after starts with different numbers of ranks or dtypes."""
     with pytest.raises(ConfigurationError, match=told):
         gather_state_dict([{"x": torch.zeros(2, 2)}, {"x": other}], {"x": Shard(0)})
 
 
-def test_ranks_with_different_values() -> None:
-    """What all must have alike shows that two servers have different checkpoints, also of one head of several ranks."""
+def test_ranks_with_different_values_are_refused() -> None:
+    """Different repeated parts show that two servers have different checkpoints."""
     nan = torch.full((2,), torch.nan)
     rules = {"norm": Replicate(), "k": Shard(0, blocks=2, repeat=True)}
     parts = [{"norm": nan.clone(), "k": torch.full((2,), float(rank // 2))} for rank in range(4)]
@@ -245,14 +245,14 @@ def test_ranks_with_different_values() -> None:
         gather_state_dict(parts, rules)
 
 
-def test_no_ranks() -> None:
+def test_no_ranks_are_refused() -> None:
     """Nothing cannot be put together."""
     with pytest.raises(ConfigurationError, match="no shards to gather"):
         gather_state_dict([], {"*": Replicate()})
 
 
 @pytest.mark.gpu
-def test_parts_on_a_gpu() -> None:
+def test_parts_can_be_on_a_gpu() -> None:
     """Cut from host memory onto the GPU, and gathered there, or on the host."""
     state = {"x": torch.randn(8, 6), "norm": torch.randn(6)}
     rules: dict[str, Placement] = {"x": Shard(1), "norm": Replicate()}
@@ -266,7 +266,7 @@ def test_parts_on_a_gpu() -> None:
 
 
 @pytest.mark.parametrize("rule", [Shard, Replicate, 0, None, "0"], ids=str)
-def test_a_rule_that_is_none(rule: Any) -> None:
-    """It is refused by name: taken for a Replicate it would go unnoticed until memory is full."""
+def test_invalid_rules_are_refused(rule: Any) -> None:
+    """By name: treated as a Replicate, one would go unnoticed until memory is full."""
     with pytest.raises(ConfigurationError, match=r"the shard rule 'b' is .*: use Shard\(dim\) or Replicate\(\)"):
         shard_state_dict({"a": torch.ones(2), "b": torch.ones(2)}, {"a": Shard(0), "b": rule}, 0, 2)

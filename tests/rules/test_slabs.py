@@ -38,8 +38,8 @@ def value_of(record: Record) -> Any:
     return decode_result(record.skeleton, record.table, record.segments)
 
 
-def test_small_values_lie_beside_each_other(device: str, slabs: Slabs, published: Published) -> None:
-    """Each is one memory with its maker's, and nothing else's."""
+def test_small_values_share_a_slab(device: str, slabs: Slabs, published: Published) -> None:
+    """Each shares memory with its maker's, and with nothing else."""
     made = [torch.full((size,), float(size), device=device) for size in (1, 1000, 3)]
     records = [published(value, slabs=slabs) for value in made]
     assert len(set(map(segment_of, records))) == 1
@@ -58,13 +58,15 @@ def test_small_values_lie_beside_each_other(device: str, slabs: Slabs, published
     ],
     ids=["large", "large-together", "weights"],
 )
-def test_values_with_segments_of_their_own(device: str, slabs: Slabs, published: Published, make: Callable[[str], Any]) -> None:
-    """Large values and weights are worth moving to another tier one by one."""
+def test_large_values_have_separate_segments(
+    device: str, slabs: Slabs, published: Published, make: Callable[[str], Any]
+) -> None:
+    """As do weights, so that they can be moved to another tier separately."""
     one, other = (published(make(device), slabs=slabs) for _ in range(2))
     assert not {segment.info.id for segment in one.segments} & {segment.info.id for segment in other.segments}
 
 
-def test_memory_for_reading_lies_apart(device: str, slabs: Slabs, published: Published) -> None:
+def test_read_only_memory_is_in_separate_slabs(device: str, slabs: Slabs, published: Published) -> None:
     """A slab is sealed as a whole."""
     values = [torch.ones(4, device=device) for _ in range(2)]
     records = [published(value, access, slabs=slabs) for value, access in zip(values, ("read_write", "read"), strict=True)]
@@ -91,7 +93,7 @@ def test_a_full_slab_goes_with_the_last_value_in_it(device: str, slabs: Slabs, p
 
 
 def test_a_value_that_lies_in_a_slab_is_not_moved(device: str, slabs: Slabs, published: Published) -> None:
-    """A part of it is published where it is."""
+    """A part of it is published in place."""
     value = torch.arange(8, device=device)
     whole, part = published(value, slabs=slabs), published(value[4:], slabs=slabs)
     assert segment_of(whole) == segment_of(part)
@@ -99,8 +101,8 @@ def test_a_value_that_lies_in_a_slab_is_not_moved(device: str, slabs: Slabs, pub
     assert value.tolist() == [0, 1, 2, 3, 0, 0, 0, 0]
 
 
-def test_slabs_that_are_closed_keep_nothing(device: str, slabs: Slabs, published: Published) -> None:
-    """A thread that publishes while its server stops leaves no memory behind."""
+def test_closed_slabs_keep_nothing(device: str, slabs: Slabs, published: Published) -> None:
+    """A thread that publishes while its server stops leaves no memory."""
     slabs.close()
     value = torch.ones(4, device=device)
     published(value, slabs=slabs).close()
@@ -109,10 +111,10 @@ def test_slabs_that_are_closed_keep_nothing(device: str, slabs: Slabs, published
     assert len(MAPPINGS) == 0
 
 
-def test_a_device_without_memory_for_a_large_slab(
+def test_a_full_device_gets_a_small_slab(
     device: str, slabs: Slabs, published: Published, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next one is as small as the first."""
+    """After a failure for a larger one."""
     first = published(torch.zeros(LARGEST, dtype=torch.uint8, device=device), slabs=slabs)
     limit = first.segments[0].info.nbytes
     backend = type(backend_for(first.segments[0].info.device))
@@ -156,7 +158,7 @@ def test_a_value_of_a_kept_slab_keeps_it(device: str, slabs: Slabs, published: P
     assert len(MAPPINGS) == 0
 
 
-def test_values_of_a_kept_slab_come_and_go_without_a_drain(device: str, slabs: Slabs, published: Published) -> None:
+def test_values_of_a_kept_slab_need_no_drain(device: str, slabs: Slabs, published: Published) -> None:
     """A loop of calls wakes no thread for them, and the end of the session unmaps the slab nevertheless."""
     record = published(torch.ones(4, device=device), slabs=slabs)
     MAPPINGS.keep_slab(record.segments[0].info)

@@ -43,8 +43,8 @@ def test_without_a_source_nothing_is_a_miss(table: SourceTable[str]) -> None:
     assert not table.ask(run) and not run.miss and len(table) == 0
 
 
-def test_misses_have_the_order_in_which_they_came(table: SourceTable[str]) -> None:
-    """The source is given those that it has not, again where it asks again."""
+def test_misses_are_in_order_of_arrival(table: SourceTable[str]) -> None:
+    """The source gets the ones above its position, repeatedly if it asks again."""
     table.attach("s")
     numbers = [run.miss for run in (a_run(), a_run(), a_run()) if table.ask(run)]
     assert numbers == [1, 2, 3]
@@ -52,8 +52,8 @@ def test_misses_have_the_order_in_which_they_came(table: SourceTable[str]) -> No
     assert [miss.miss for miss in table.offer(2)] == [3]
 
 
-def test_an_answered_miss_has_no_second_answer(table: SourceTable[str]) -> None:
-    """Nor has one that never was."""
+def test_misses_are_answered_once(table: SourceTable[str]) -> None:
+    """Unknown ones cannot be answered either."""
     source, run = table.attach("s"), a_run()
     table.ask(run)
     assert table.answer("s", source.number, 1) is run and not run.miss
@@ -65,7 +65,7 @@ def test_an_answered_miss_has_no_second_answer(table: SourceTable[str]) -> None:
 
 @pytest.mark.parametrize("other", ["s", "t"])
 def test_the_latest_attachment_is_the_source(table: SourceTable[str], other: str) -> None:
-    """Also of the same session; it is given all misses without an answer, and the earlier one answers none."""
+    """Also of the same session; it gets all open misses, and the earlier one can answer none."""
     first, run = table.attach("s"), a_run()
     table.ask(run)
     table.offer(0)
@@ -79,7 +79,7 @@ def test_the_latest_attachment_is_the_source(table: SourceTable[str], other: str
 
 
 def test_other_sessions_cannot_answer_for_the_source(table: SourceTable[str]) -> None:
-    """A number is no secret."""
+    """The numbers are no secret."""
     number = table.attach("s").number
     with pytest.raises(ClusterError):
         table.find("t", number)
@@ -89,8 +89,8 @@ def test_other_sessions_cannot_answer_for_the_source(table: SourceTable[str]) ->
     assert caught.value.reason == "detached"
 
 
-def test_misses_of_a_lost_source_wait_for_the_grace(table: SourceTable[str], clock: Clock) -> None:
-    """And so do those that come meanwhile; what comes later is built here."""
+def test_misses_of_a_lost_source_wait_for_the_grace_period(table: SourceTable[str], clock: Clock) -> None:
+    """As do those that arrive meanwhile; later ones are built here."""
     table.attach("s")
     table.ask(a_run())
     assert table.lose() == [] and table.overdue() == ([], GRACE)
@@ -104,8 +104,8 @@ def test_misses_of_a_lost_source_wait_for_the_grace(table: SourceTable[str], clo
     assert not table.ask(a_run())
 
 
-def test_a_source_that_comes_in_time_gets_the_misses(table: SourceTable[str], clock: Clock) -> None:
-    """They do not get late any more."""
+def test_a_source_that_attaches_in_time_gets_the_misses(table: SourceTable[str], clock: Clock) -> None:
+    """They are no longer overdue."""
     table.attach("s")
     run = a_run()
     table.ask(run)
@@ -118,15 +118,15 @@ def test_a_source_that_comes_in_time_gets_the_misses(table: SourceTable[str], cl
 
 
 def test_an_expected_source_is_waited_for_from_the_start(clock: Clock) -> None:
-    """For the grace, and no longer."""
+    """During the grace period."""
     table: SourceTable[str] = SourceTable(clock, GRACE, expected=True)
     assert table.ask(a_run())
     clock.time += GRACE
     assert len(table.overdue()[0]) == 1 and not table.ask(a_run())
 
 
-def test_a_lost_source_takes_with_it_what_nobody_waits_for(table: SourceTable[str]) -> None:
-    """What others wait for is kept."""
+def test_misses_without_waiters_end_with_their_source(table: SourceTable[str]) -> None:
+    """Others are kept."""
     table.attach("s")
     left, kept = a_run(), a_run()
     for run in (left, kept):
@@ -138,8 +138,8 @@ def test_a_lost_source_takes_with_it_what_nobody_waits_for(table: SourceTable[st
 
 
 @pytest.mark.parametrize("offered", [False, True])
-def test_a_miss_goes_on_without_waiters_once_it_was_given(table: SourceTable[str], offered: bool) -> None:
-    """As an endpoint does that has begun."""
+def test_given_misses_continue_without_waiters(table: SourceTable[str], offered: bool) -> None:
+    """Like a begun endpoint."""
     runs: RunTable[str] = RunTable()
     run = a_run()
     runs.open(run)
@@ -151,7 +151,7 @@ def test_a_miss_goes_on_without_waiters_once_it_was_given(table: SourceTable[str
 
 
 def test_a_source_that_is_closed_while_its_first_step_attaches_it_is_detached() -> None:
-    """The closing thread does not know the number yet, so the step detaches the source and ends the iteration."""
+    """The closing thread does not have the number yet, so the step detaches the source and ends the iteration."""
     source = Source(None)
     step: Any = source._next()
     assert [type(next(step)), type(step.send(None).message)] == [Within, AttachSource]

@@ -89,7 +89,7 @@ def budget() -> Iterator[Shelf]:
 
 
 def test_a_lease_is_active_unless_it_is_suspended() -> None:
-    """Until it is resumed, or its session gets another handle; a session that ends leaves nothing suspended."""
+    """Until it is resumed, or its session gets another handle; an ended session leaves no suspension."""
     leases = LeaseTable()
     for session in "ab":
         leases.grant(session, "x")
@@ -107,7 +107,7 @@ def test_a_lease_is_active_unless_it_is_suspended() -> None:
 
 
 def test_watchers_are_called_for_grants_and_resumes() -> None:
-    """Of every handle that is granted and every lease that is resumed, and not of the ends of leases."""
+    """For every granted handle and every resumed lease, but not for ends of leases."""
     leases, heard = LeaseTable(), []
     leases.watch("x", lambda: heard.append("x"))
     leases.grant("a", "x")
@@ -123,8 +123,8 @@ def test_watchers_are_called_for_grants_and_resumes() -> None:
     assert heard == ["x"] * 3
 
 
-def test_the_first_handle_and_the_last_one_of_a_session_are_told() -> None:
-    """Whoever keeps account of leases is told of neither those between nor of another session's."""
+def test_the_first_and_last_handle_of_a_session_are_reported() -> None:
+    """Neither handles in between nor those of another session."""
     told: list[tuple[str, Any, str]] = []
     leases = LeaseTable(
         on_give=lambda session, object_id: told.append(("give", session, object_id)),
@@ -139,8 +139,8 @@ def test_the_first_handle_and_the_last_one_of_a_session_are_told() -> None:
     assert told[2:] == [("end", "a", "x"), ("end", "b", "x")]
 
 
-def test_a_lease_that_is_granted_as_an_inactive_one() -> None:
-    """It was active at no time, and a handle of a session that has the object active changes nothing."""
+def test_leases_can_be_granted_inactive() -> None:
+    """They were never active; a handle of a session that has the object active changes nothing."""
     leases, heard = LeaseTable(), []
     leases.watch("x", lambda: heard.append("x"))
     for _ in range(2):
@@ -168,7 +168,7 @@ def opened(calls: RunTable[Any], endpoint: str, key: str | None, waiter: object,
 
 
 def test_a_run_is_closed_once() -> None:
-    """Nobody is told twice."""
+    """Waiters are notified once."""
     calls: RunTable[str] = RunTable()
     run = opened(calls, "f", "f(1)", "first")
     assert calls.close(run) == ["first"]
@@ -177,7 +177,7 @@ def test_a_run_is_closed_once() -> None:
 
 
 def test_leaving_a_run_that_ended_drops_nothing() -> None:
-    """Its slot may be another run's by now."""
+    """Its place may be another run's by then."""
     calls: RunTable[str] = RunTable()
     ended = opened(calls, "f", "f(1)", "first")
     calls.close(ended)
@@ -189,8 +189,8 @@ def test_leaving_a_run_that_ended_drops_nothing() -> None:
 # Objects.
 
 
-def test_a_lease_is_no_idle_time(shelf: Shelf) -> None:
-    """An object that is held does not expire, and its time begins when the last lease ends."""
+def test_held_objects_are_not_idle(shelf: Shelf) -> None:
+    """They do not expire, and their time begins with the end of the last lease."""
     stored = shelf.add("f(1)", holders="ab", idle_ttl=10.0)
     shelf.clock.time += 1000
     assert shelf.store.expire() is None
@@ -204,8 +204,8 @@ def test_a_lease_is_no_idle_time(shelf: Shelf) -> None:
     assert shelf.store.expire() is None and shelf.dropped == [stored]
 
 
-def test_the_least_recently_used_goes_first(budget: Shelf) -> None:
-    """When the budget needs memory, by last access rather than by age."""
+def test_the_least_recently_used_is_evicted(budget: Shelf) -> None:
+    """For the budget, by last access rather than by age."""
     first, second, third = (budget.add(f"f({number})") for number in range(3))
     budget.store.lookup("f(0)")
     budget.add("f(3)")
@@ -214,8 +214,8 @@ def test_the_least_recently_used_goes_first(budget: Shelf) -> None:
     assert budget.dropped == [second, third, first] and budget.store.nbytes == 300
 
 
-def test_the_facts_are_those_of_the_contract(shelf: Shelf) -> None:
-    """Every key that users rely on, in plain values."""
+def test_facts_have_the_documented_keys(shelf: Shelf) -> None:
+    """In plain values."""
     stored = shelf.add("f(1)", "one", "two", holders="a", endpoint="f")
     assert stored.info("server", 1, 0, shelf.clock) == {
         "object_id": stored.object_id,
@@ -541,8 +541,8 @@ TestCallModel = CallModel.TestCase
 TestCallModel.settings = settings(stateful_step_count=40)
 
 
-def test_a_generation_follows_those_that_are_held(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many other keys were built since: their holders wait for news of a later one. Then the count starts again."""
+def test_generations_continue_while_an_object_is_held(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many other keys were built since: holders wait for news of a later one. Then the count restarts."""
     monkeypatch.setattr(objects, "_KNOWN_KEYS", 2)
     held = shelf.add("f(1)", holders="a")
     shelf.store.invalidate(key="f(1)")
@@ -556,8 +556,8 @@ def test_a_generation_follows_those_that_are_held(shelf: Shelf, monkeypatch: pyt
     assert shelf.add("f(1)").generation == 1
 
 
-def test_a_page_of_revisions_is_a_descriptor_more(shelf: Shelf) -> None:
-    """It goes with its object."""
+def test_a_page_of_revisions_uses_a_descriptor(shelf: Shelf) -> None:
+    """Until its object ends."""
     stored = shelf.add("f(1)")
     shelf.store.add_page(stored, record_of("page").segments[0])
     assert (shelf.store.descriptors.used, shelf.store.segment("of f(1)")) == (2, stored.record.segments[0])
@@ -566,8 +566,8 @@ def test_a_page_of_revisions_is_a_descriptor_more(shelf: Shelf) -> None:
     stored.close()
 
 
-def test_objects_come_in_pages(shelf: Shelf) -> None:
-    """In the order in which they came; what goes between two pages takes nothing else with it."""
+def test_objects_are_paged(shelf: Shelf) -> None:
+    """In order of insertion; objects removed between two pages affect no others."""
     objects = [shelf.add(f"f({number})") for number in range(5)]
     first, after = shelf.store.page(0, 2)
     assert first == objects[:2] and after is not None

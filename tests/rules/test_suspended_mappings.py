@@ -114,8 +114,8 @@ def text(mapping: Mapping, length: int) -> bytes:
     return bytes(HOST.view(mapping.address, length))
 
 
-def test_a_suspended_object_comes_back_where_it_was(table: MappingTable, make: Make, use: Use) -> None:
-    """Its memory is unmapped, with its address kept, and is there again with the bytes that it has by then."""
+def test_a_suspended_object_returns_to_its_address(table: MappingTable, make: Make, use: Use) -> None:
+    """Its memory is unmapped, with the address reserved, and mapped again with its present bytes."""
     segment = make(b"first")
     user, [mapping] = use([segment], "a")
     address = mapping.address
@@ -145,8 +145,8 @@ class table_writer:
         HOST.unmap(self.address, self.segment.info.nbytes)
 
 
-def test_restored_memory_takes_the_place_of_what_was_evicted(table: MappingTable, make: Make, use: Use) -> None:
-    """Another incarnation of the segment comes to the address, and is known by its own id from then on."""
+def test_restored_memory_replaces_the_evicted(table: MappingTable, make: Make, use: Use) -> None:
+    """Another incarnation of the segment is mapped at the address, under its own id from then on."""
     segment = make(b"first")
     second = make(b"other", of=segment)
     _user, [mapping] = use([segment], "a")
@@ -159,7 +159,7 @@ def test_restored_memory_takes_the_place_of_what_was_evicted(table: MappingTable
 
 
 def test_attaching_a_suspended_segment_maps_it_at_its_address(table: MappingTable, make: Make, use: Use) -> None:
-    """Another result over the same memory, or over what it became, is built where the first one was."""
+    """Another result over the same memory, or a later incarnation, is built at the same address."""
     segment = make(b"first")
     first, [mapping] = use([segment], "a")
     users, address = [first], mapping.address  # none of them ends: what is unused then is vacated
@@ -176,8 +176,8 @@ def test_attaching_a_suspended_segment_maps_it_at_its_address(table: MappingTabl
 
 
 @pytest.mark.parametrize("other", ["", "b"])
-def test_memory_that_another_object_uses_stays_until_that_ends(table: MappingTable, make: Make, use: Use, other: str) -> None:
-    """It is the other one's as well, or of none that the server knows; with its end the memory goes at the next drain."""
+def test_memory_used_by_another_object_stays_mapped(table: MappingTable, make: Make, use: Use, other: str) -> None:
+    """Also by an object unknown to the server; after its end the memory is unmapped at the next drain."""
     segment = make(b"both")
     _user, [mapping] = use([segment], "a")
     neighbour, _ = use([segment], other)
@@ -190,8 +190,8 @@ def test_memory_that_another_object_uses_stays_until_that_ends(table: MappingTab
     assert text(mapping, 4) == b"both"
 
 
-def test_memory_of_two_objects_goes_when_both_are_suspended(table: MappingTable, make: Make, use: Use) -> None:
-    """And is there again when the first of them is resumed."""
+def test_memory_of_two_objects_is_unmapped_when_both_are_suspended(table: MappingTable, make: Make, use: Use) -> None:
+    """And mapped again when the first of them is resumed."""
     segment = make(b"both")
     users = [use([segment], name) for name in "ab"]
     mapping = users[0][1][0]
@@ -204,8 +204,8 @@ def test_memory_of_two_objects_goes_when_both_are_suspended(table: MappingTable,
     table.resume("a", [segment])
 
 
-def test_memory_that_a_block_has_attached_stays_until_its_end(table: MappingTable, make: Make, use: Use) -> None:
-    """A result that is just being rebuilt over the memory is not disturbed."""
+def test_memory_attached_by_a_block_stays_until_its_end(table: MappingTable, make: Make, use: Use) -> None:
+    """A result being rebuilt over the memory is undisturbed."""
     segment = make(b"block")
     _user, [mapping] = use([segment], "a")
     with table.attach([segment]):
@@ -215,8 +215,8 @@ def test_memory_that_a_block_has_attached_stays_until_its_end(table: MappingTabl
     assert mapping.vacated
 
 
-def test_copies_on_write_stay(table: MappingTable, make: Make, use: Use) -> None:
-    """The pages that the process has written to are nowhere else."""
+def test_private_pages_stay(table: MappingTable, make: Make, use: Use) -> None:
+    """Pages that the process has written to are nowhere else."""
     shared, private = make(b"shared"), make(b"before", access="copy")
     _user, [mapping, copy] = use([shared, private], "a")
     copy.view()[:6] = b"mine  "
@@ -226,8 +226,8 @@ def test_copies_on_write_stay(table: MappingTable, make: Make, use: Use) -> None
     assert text(copy, 6) == b"mine  "
 
 
-def test_an_object_that_is_needed_after_all_is_not_suspended(table: MappingTable, make: Make, use: Use) -> None:
-    """Whoever began to use it meanwhile is asked last, when later ones see that it is being suspended."""
+def test_objects_in_use_are_not_suspended(table: MappingTable, make: Make, use: Use) -> None:
+    """Uses that began meanwhile are checked last, when later ones see that the object is being suspended."""
     segment = make(b"used")
     _user, [mapping] = use([segment], "a")
     seen: list[bool] = []
@@ -243,8 +243,10 @@ def test_an_object_that_is_needed_after_all_is_not_suspended(table: MappingTable
 # Refusing.
 
 
-def test_a_device_that_cannot_be_waited_for_changes_nothing(table: MappingTable, make: Make, use: Use, device: Device) -> None:
-    """As while a CUDA graph is captured: the error says so, and the object is as it was."""
+def test_a_device_that_cannot_be_waited_for_prevents_the_suspension(
+    table: MappingTable, make: Make, use: Use, device: Device
+) -> None:
+    """As while a CUDA graph is captured: the object is unchanged."""
     segment = make(b"busy")
     _user, [mapping] = use([segment], "a")
     device.idle = False
@@ -257,10 +259,10 @@ def test_a_device_that_cannot_be_waited_for_changes_nothing(table: MappingTable,
     table.resume("a", [segment])
 
 
-def test_memory_without_addresses_of_its_own_is_refused(
+def test_mechanisms_without_chosen_addresses_are_refused(
     table: MappingTable, make: Make, use: Use, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the mechanism chooses the address, nothing of the object is unmapped; the error names a mechanism that can."""
+    """Nothing of the object is unmapped; the error names a suitable mechanism."""
     backend = BoundHost()
     monkeypatch.setattr(mapping_module, "backend_for", lambda name, mechanism=None: backend if mechanism == "pool" else HOST)
     with closing(backend.create(1)) as bound:
@@ -287,8 +289,8 @@ def test_an_object_that_cannot_be_mapped_again_stays_suspended(table: MappingTab
     assert [text(mapping, 3) for mapping in mappings] == [b"one", b"two"]
 
 
-def test_memory_that_does_not_come_is_noticed(table: MappingTable, make: Make, use: Use) -> None:
-    """A server that sends other segments than the object's, or of another size, is refused before anything is mapped."""
+def test_wrong_segments_are_refused(table: MappingTable, make: Make, use: Use) -> None:
+    """Others than the object's, or of another size, before anything is mapped."""
     segments = [make(b"one"), make(b"two")]
     _user, mappings = use(segments, "a")
     table.suspend("a")
@@ -300,8 +302,8 @@ def test_memory_that_does_not_come_is_noticed(table: MappingTable, make: Make, u
 # Ends.
 
 
-def test_the_last_object_over_it_gives_the_address_back(table: MappingTable, make: Make, use: Use) -> None:
-    """A suspended object that is collected leaves no range and no name behind."""
+def test_the_last_object_frees_the_address(table: MappingTable, make: Make, use: Use) -> None:
+    """A collected suspended object leaves no range and no name."""
     user, [mapping] = use([make()], "a")
     table.suspend("a")
     del user
@@ -311,8 +313,8 @@ def test_the_last_object_over_it_gives_the_address_back(table: MappingTable, mak
     table.drain()
 
 
-def test_a_vacated_address_is_found_by_nobody(table: MappingTable, make: Make, use: Use) -> None:
-    """Whoever looks a tensor's memory up is about to use it, and learns what to do instead."""
+def test_vacated_addresses_are_not_found(table: MappingTable, make: Make, use: Use) -> None:
+    """A search precedes a use of the memory, so it gives an error with the remedy."""
     segment = make()
     _user, [mapping] = use([segment], "a")
     mapping.label("object a of get()")
@@ -327,10 +329,8 @@ def test_a_vacated_address_is_found_by_nobody(table: MappingTable, make: Make, u
 # Incarnations.
 
 
-def test_a_device_is_waited_for_before_an_earlier_incarnation_goes(
-    table: MappingTable, make: Make, use: Use, device: Device
-) -> None:
-    """Kernels may still read it; and where the device cannot be waited for, it stays."""
+def test_a_device_is_waited_for_before_replacing_memory(table: MappingTable, make: Make, use: Use, device: Device) -> None:
+    """Kernels may still read it; if the device cannot be waited for, it stays."""
     segment = make(b"first")
     second = make(b"other", of=segment)
     _user, [mapping] = use([segment], "a")
@@ -346,8 +346,8 @@ def test_a_device_is_waited_for_before_an_earlier_incarnation_goes(
     assert (device.events, text(mapping, 5)) == (["synchronize", "synchronize", "vacate"], b"other")
 
 
-def test_a_new_incarnation_is_not_mixed_up_with_the_old_one(table: MappingTable, make: Make, use: Use) -> None:
-    """Who has the old memory mapped, and did not suspend it, gets the new one beside it."""
+def test_a_new_incarnation_is_mapped_separately(table: MappingTable, make: Make, use: Use) -> None:
+    """For users of the old memory that did not suspend it."""
     segment = make(b"first")
     second = make(b"other", of=segment)
     _user, [old] = use([segment], "a")
@@ -365,8 +365,8 @@ def test_a_new_incarnation_is_not_mixed_up_with_the_old_one(table: MappingTable,
 # All at once.
 
 
-def test_many_threads_suspend_resume_and_attach(table: MappingTable, make: Make, use: Use) -> None:
-    """Whoever attaches reads the bytes, whatever others do to the objects; at the end nothing is left."""
+def test_many_threads_can_suspend_resume_and_attach(table: MappingTable, make: Make, use: Use) -> None:
+    """Attached objects have the right bytes, whatever other threads do; finally nothing is left."""
     segments = [make(bytes([number]) * 8) for number in range(3)]
 
     def work(seed: int) -> None:

@@ -69,8 +69,8 @@ def desk() -> Desk:
 
 
 @pytest.mark.parametrize(("before", "after"), sorted(set(product(TaskStatus, repeat=2)) - ALLOWED))
-def test_a_change_that_is_not_allowed(desk: Desk, before: TaskStatus, after: TaskStatus) -> None:
-    """It is an error that names the task and both statuses, and changes nothing."""
+def test_impossible_transitions_are_refused(desk: Desk, before: TaskStatus, after: TaskStatus) -> None:
+    """The error names the task and both statuses, and nothing changes."""
     task = desk.task(before)
     told, counts = task.info, desk.table.counts()
     desk.clock.time += 5
@@ -83,13 +83,13 @@ def test_a_change_that_is_not_allowed(desk: Desk, before: TaskStatus, after: Tas
 
 
 def test_the_transitions_are_those_of_the_diagram() -> None:
-    """Every status has its line, and there is no way out of an end."""
+    """Every status has its line, and the final ones have no successor."""
     assert {(before, after) for before, afters in TRANSITIONS.items() for after in afters} == ALLOWED
     assert set(TRANSITIONS) == set(TaskStatus)
 
 
-def test_a_status_knows_whether_it_is_an_end() -> None:
-    """And is a plain string."""
+def test_statuses_are_plain_strings() -> None:
+    """And report if they are final."""
     assert [status for status in TaskStatus if status.finished] == ENDS
     assert [f"{status}" for status in TaskStatus] == ["pending", "running", "completed", "failed", "cancelled"]
     assert PENDING == "pending"
@@ -99,7 +99,7 @@ def test_a_status_knows_whether_it_is_an_end() -> None:
 
 
 def test_facts_come_with_a_change(desk: Desk) -> None:
-    """The result's id, or how it failed; what was told before stays."""
+    """The result's id, or the failure; earlier facts stay."""
     done, failed = desk.task(RUNNING), desk.task(RUNNING)
     desk.table.update(failed, progress=Progress(1.0, 2.0, "half"))
     desk.table.advance(done, COMPLETED, object_id="x")
@@ -109,8 +109,8 @@ def test_facts_come_with_a_change(desk: Desk) -> None:
     assert failed.info.progress == Progress(1.0, 2.0, "half")
 
 
-def test_a_long_error_is_shown_in_part(desk: Desk) -> None:
-    """A list of tasks must fit a message; the error itself is told whole."""
+def test_long_errors_are_cut(desk: Desk) -> None:
+    """A list of tasks must fit into a message; the error itself is sent whole."""
     task, short = desk.task(RUNNING), desk.task(RUNNING)
     desk.table.advance(task, FAILED, error_type="ValueError", error_message="x" * 2000 + "y")
     desk.table.advance(short, FAILED, error_type="ValueError", error_message="")
@@ -122,7 +122,7 @@ def test_a_long_error_is_shown_in_part(desk: Desk) -> None:
 
 
 def test_unfinished_tasks_are_limited() -> None:
-    """One more than the capacity is refused, naming the option."""
+    """The error names the option."""
     desk = Desk(capacity=2)
     desk.task(RUNNING)
     desk.table.check_capacity()
@@ -131,8 +131,8 @@ def test_unfinished_tasks_are_limited() -> None:
         desk.table.check_capacity()
 
 
-def test_an_id_that_has_expired(desk: Desk) -> None:
-    """It is told from one that never was, and how long tasks are remembered."""
+def test_expired_ids_are_reported(desk: Desk) -> None:
+    """Distinct from unknown ones, with the time that tasks are remembered."""
     task = desk.task(COMPLETED)
     desk.clock.time += 10
     desk.table.expire()
@@ -141,8 +141,8 @@ def test_an_id_that_has_expired(desk: Desk) -> None:
     assert caught.value.reason == "expired"
 
 
-def test_an_id_of_another_server(desk: Desk) -> None:
-    """It is unknown, though the number is one of this server's; the error says whose ids there are."""
+def test_ids_of_another_server_are_unknown(desk: Desk) -> None:
+    """Even with a number of this server's; the error names the issuer."""
     desk.task(COMPLETED)
     with pytest.raises(TaskError, match=r"this server has no task 'other-1': .* of the server that runs now") as caught:
         desk.table.get("other-1")
@@ -162,8 +162,8 @@ def test_an_id_of_another_server(desk: Desk) -> None:
     ],
     ids=lambda text: repr(text[:20]),
 )
-def test_an_id_that_is_garbage(desk: Desk, task_id: str) -> None:
-    """It is unknown, whether this server's tasks have expired or not; a long one is not told whole."""
+def test_malformed_ids_are_unknown(desk: Desk, task_id: str) -> None:
+    """Whether or not this server's tasks have expired; long ones are cut."""
     desk.task(COMPLETED)
     for _ in range(2):
         with pytest.raises(TaskError, match="this server has no task") as caught:
@@ -174,8 +174,8 @@ def test_an_id_that_is_garbage(desk: Desk, task_id: str) -> None:
         desk.table.expire()
 
 
-def test_tasks_may_change_while_they_are_looked_at(desk: Desk) -> None:
-    """As those of a server do that cancels all of them."""
+def test_tasks_may_change_during_an_iteration(desk: Desk) -> None:
+    """Such as one that cancels all of them."""
     desk.table = TaskTable("server", desk.clock, desk.forget, remembered=1)
     for _ in range(3):
         desk.task()

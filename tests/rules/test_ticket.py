@@ -51,8 +51,8 @@ def rewritten(path: Path, **changes: Any) -> Path:
     return path
 
 
-def test_the_file_is_private_and_whole(path: Path) -> None:
-    """0600 whatever the umask, and readers never see a part of it while it is written anew."""
+def test_files_are_private_and_complete(path: Path) -> None:
+    """0600 whatever the umask, and readers never see a partial file during a rewrite."""
     previous = os.umask(0)
     try:
         TICKET.write(path)
@@ -77,8 +77,8 @@ def test_the_file_is_private_and_whole(path: Path) -> None:
     assert not [name for name in os.listdir(path.parent) if name.endswith(".part")]
 
 
-def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
-    """It is named, and nothing is left in its directory."""
+def test_a_failed_write_is_reported(tmp_path: Path) -> None:
+    """With the file's name, and nothing is left in its directory."""
     with pytest.raises(ConfigurationError, match=r"cannot write the ticket .*missing/model\.ticket"):
         TICKET.write(tmp_path / "missing" / "model.ticket")
     (tmp_path / "directory").mkdir()
@@ -97,7 +97,7 @@ def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     ],
 )
 def test_malformed_tickets_are_refused(path: Path, content: bytes, told: str) -> None:
-    """It is refused with what is wrong and what to do."""
+    """With the problem and the remedy."""
     path.write_bytes(content)
     path.chmod(0o600)
     with pytest.raises(TicketError, match=told) as caught:
@@ -119,7 +119,7 @@ def test_malformed_tickets_are_refused(path: Path, content: bytes, told: str) ->
     ids=str,
 )
 def test_fields_of_another_type(path: Path, changes: dict[str, Any]) -> None:
-    """Every field is checked before anything is done with it."""
+    """Every field is checked before it is used."""
     TICKET.write(path)
     with pytest.raises(TicketError) as caught:
         Ticket.read(rewritten(path, **changes))
@@ -127,7 +127,7 @@ def test_fields_of_another_type(path: Path, changes: dict[str, Any]) -> None:
 
 
 def test_a_huge_file_is_not_read(path: Path) -> None:
-    """Its size is enough: a terabyte without content is refused at once."""
+    """Its size is enough: a sparse terabyte is refused at once."""
     path.touch(0o600)
     os.truncate(path, 1 << 40)
     with pytest.raises(TicketError, match="1099511627776 bytes, but a ticket has at most") as caught:
@@ -135,8 +135,8 @@ def test_a_huge_file_is_not_read(path: Path) -> None:
     assert caught.value.reason == "malformed"
 
 
-def test_a_file_that_is_not_there(path: Path) -> None:
-    """And what is no file: nobody waits for a pipe."""
+def test_missing_files_are_reported(path: Path) -> None:
+    """And other kinds of files, without waiting for a pipe."""
     with pytest.raises(TicketError, match="cannot read the ticket") as caught:
         Ticket.read(path)
     assert caught.value.reason == "unreadable"
@@ -149,8 +149,8 @@ def test_a_file_that_is_not_there(path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o602, 0o620])
-def test_a_file_that_others_may_write(path: Path, mode: int) -> None:
-    """It is not trusted, though it is ours."""
+def test_files_writable_by_others_are_refused(path: Path, mode: int) -> None:
+    """Even if they are this user's."""
     TICKET.write(path)
     path.chmod(mode)
     with pytest.raises(TicketError, match=f"mode {mode:04o}.*chmod 600") as caught:
@@ -159,8 +159,8 @@ def test_a_file_that_others_may_write(path: Path, mode: int) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-def test_a_file_of_another_user(path: Path) -> None:
-    """Both users are named."""
+def test_files_of_another_user_are_refused(path: Path) -> None:
+    """The error names both users."""
     TICKET.write(path)
     os.chown(path, 12345, -1)
     with pytest.raises(TicketError, match=r"belongs to uid 12345, but this process has uid 0") as caught:

@@ -51,7 +51,7 @@ def copies() -> Iterator[Copies]:
     ],
 )
 def test_the_tier_to_which_an_object_is_moved(current: Tier, devices: set[str], to: str, files: bool, chosen: Any) -> None:
-    """The one that was asked for, or the next one; none if it is there or lower."""
+    """The requested one, or the next one; None if it is there or lower."""
     assert next_tier(current, devices, to, files=files) == chosen
 
 
@@ -59,8 +59,8 @@ def test_the_tier_to_which_an_object_is_moved(current: Tier, devices: set[str], 
     ("devices", "to", "says"),
     [({"cpu"}, "", "--spill-dir"), ({GPU}, "file", "--spill-dir"), ({"cpu"}, "host", "to='file'"), ({GPU}, "disk", "'disk'")],
 )
-def test_there_is_no_such_tier(devices: set[str], to: str, says: str) -> None:
-    """The error says what to do."""
+def test_missing_tiers_are_refused(devices: set[str], to: str, says: str) -> None:
+    """The error gives the remedy."""
     with pytest.raises(CapabilityError, match=says):
         next_tier("device", devices, to, files=False)
 
@@ -74,8 +74,8 @@ def test_there_is_no_such_tier(devices: set[str], to: str, says: str) -> None:
         (["read_write"], "at_build", True),
     ],
 )
-def test_a_copy_outlives_the_use_of_its_object(accesses: list[Access], host_copy: HostCopy, outlives: bool) -> None:
-    """Where nobody can write, or the app has promised that every write has a revision."""
+def test_copies_may_outlive_a_use_of_their_object(accesses: list[Access], host_copy: HostCopy, outlives: bool) -> None:
+    """If clients cannot write, or the app has promised that every write has a revision."""
     assert outlives_use([SegmentInfo("a", 1, "cpu", access) for access in accesses], host_copy) is outlives
 
 
@@ -87,8 +87,8 @@ def test_a_copy_is_good_for_its_revision() -> None:
     copy.close()
 
 
-def test_the_next_memory_has_an_id_that_no_other_had() -> None:
-    """And the same name. Numbers go on where an earlier server's ended."""
+def test_incarnations_have_unique_ids() -> None:
+    """And the same name. Numbers continue after an earlier server's."""
     incarnations, info = Incarnations(), SegmentInfo("a", 1, "cpu", "read")
     first = incarnations.after(info)
     assert (first.id, first.name, first.access) == ("a.1", "a", "read")
@@ -100,7 +100,7 @@ def test_the_next_memory_has_an_id_that_no_other_had() -> None:
 
 
 def test_copies_are_counted_by_tier_and_device(copies: Copies) -> None:
-    """Each has a descriptor; one takes the place of another of its tier."""
+    """Each uses a descriptor, and replaces another one of its tier."""
     on_gpu, on_host = SegmentInfo("a", 100, GPU), SegmentInfo("b", 50, "cpu")
     copies.add(on_gpu, copy_of("host"))
     copies.add(on_gpu, copy_of("file"))
@@ -119,7 +119,7 @@ def test_copies_are_counted_by_tier_and_device(copies: Copies) -> None:
     assert copies.of("a") == [] and copies.get("a", "file") is None and len(copies) == 1
 
 
-def test_copies_go_with_their_segment_to_its_next_id(copies: Copies) -> None:
+def test_copies_are_renamed_with_their_segment(copies: Copies) -> None:
     """They stay what they are."""
     descriptors = copies._descriptors
     copies.add(SegmentInfo("a", 100, GPU), copy_of("host"))

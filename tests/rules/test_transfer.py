@@ -146,8 +146,8 @@ def lend(references: ChunkReferences, pool: Pool, gpu: Gpu) -> list[int]:
     return [chunk.number for chunk in chunks]
 
 
-def test_a_silent_client_asks_the_gpu(idle: Idle) -> None:
-    """What waits for the GPU alone goes back about a second after the last request, not with the next one."""
+def test_chunks_of_a_silent_client_are_returned(idle: Idle) -> None:
+    """Those that only wait for the GPU, about a second after the last request instead of with the next one."""
     numbers = idle.drop()
     idle.clock.advance(0.1)  # the first look, which comes soon after the drop
     assert idle.request() == []
@@ -159,8 +159,8 @@ def test_a_silent_client_asks_the_gpu(idle: Idle) -> None:
     assert idle.clock.jobs == []
 
 
-def test_a_gpu_that_works_on_is_asked_again(idle: Idle) -> None:
-    """About once in a second, until it is done; it is marked once, and by the request."""
+def test_a_busy_gpu_is_polled_repeatedly(idle: Idle) -> None:
+    """About once per second; its work is marked once, by the request."""
     idle.drop()
     idle.request()
     idle.gpu.asked = 0
@@ -173,8 +173,8 @@ def test_a_gpu_that_works_on_is_asked_again(idle: Idle) -> None:
     assert (len(idle.told), idle.clock.jobs) == (1, [])
 
 
-def test_a_client_that_asks_is_left_alone(idle: Idle) -> None:
-    """Its own requests bring the chunks back; nothing is sent beside them."""
+def test_chunks_are_returned_with_requests(idle: Idle) -> None:
+    """No other message is sent meanwhile."""
     numbers = idle.drop()
     idle.clock.advance(0.1)
     for _ in range(4):
@@ -187,8 +187,8 @@ def test_a_client_that_asks_is_left_alone(idle: Idle) -> None:
     assert (idle.told, idle.clock.jobs) == ([], [])
 
 
-def test_silence_on_a_gpu_that_is_not_to_be_marked(idle: Idle) -> None:
-    """What no request has marked waits for one: another thread might be capturing a CUDA graph."""
+def test_a_gpu_that_must_not_be_marked_waits_for_a_request(idle: Idle) -> None:
+    """Another thread might be capturing a CUDA graph."""
     numbers = idle.drop()
     idle.gpu.done = True
     idle.clock.advance(60)
@@ -197,7 +197,7 @@ def test_silence_on_a_gpu_that_is_not_to_be_marked(idle: Idle) -> None:
     assert sorted(idle.request()) == sorted(numbers)
 
 
-def test_a_server_that_cannot_be_told(idle: Idle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_returns_are_retried(idle: Idle, monkeypatch: pytest.MonkeyPatch) -> None:
     """The chunks are kept for the next request."""
     numbers = idle.drop()
     idle.request()
@@ -211,8 +211,8 @@ def test_a_server_that_cannot_be_told(idle: Idle, monkeypatch: pytest.MonkeyPatc
     assert sorted(idle.request()) == sorted(numbers)
 
 
-def test_a_session_that_has_ended_asks_nobody(idle: Idle) -> None:
-    """Neither the GPU nor the server."""
+def test_ended_sessions_return_nothing(idle: Idle) -> None:
+    """And poll neither the GPU nor the server."""
     idle.drop()
     idle.request()
     idle.transfer.close()
@@ -232,7 +232,7 @@ def test_a_server_that_needs_memory_is_answered_at_once(idle: Idle) -> None:
 
 
 def test_memory_that_a_call_waits_for_is_returned_again(idle: Idle, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the server did not get it the first time: the call that waits may be the last request."""
+    """If the server did not get it the first time: the waiting call may be the last request."""
     idle.transfer.waiting = 1
     refusals = [ConnectionClosed("no more files can be opened")] * (2 * chunk_references._BATCH)
 
@@ -261,7 +261,7 @@ def serving(clock: Clock) -> Iterator[ServerTransfer]:
 
 
 def test_arguments_that_a_client_waits_for_are_waited_for(serving: ServerTransfer, gpu: Gpu, clock: Clock) -> None:
-    """Chunks that were marked when their endpoint ended are returned though no other endpoint runs."""
+    """Chunks that were marked at the end of their endpoint are returned although no other endpoint runs."""
     told: list[int] = []
     with closing(Pool(PoolOptions(), "the client's pool")) as pool:
         lend(serving.references, pool, gpu)
@@ -272,8 +272,8 @@ def test_arguments_that_a_client_waits_for_are_waited_for(serving: ServerTransfe
     assert told == [chunk_references._BATCH]
 
 
-def test_arguments_on_a_gpu_that_is_captured_are_looked_for_again(serving: ServerTransfer, gpu: Gpu, clock: Clock) -> None:
-    """No event ends a capture: while a client waits, the GPU is looked at again and again."""
+def test_arguments_on_a_captured_gpu_are_polled(serving: ServerTransfer, gpu: Gpu, clock: Clock) -> None:
+    """No event reports a capture's end: while a client waits, the GPU is polled."""
     told: list[int] = []
     gpu.captures = True
     with closing(Pool(PoolOptions(), "the client's pool")) as pool:
@@ -287,8 +287,8 @@ def test_arguments_on_a_gpu_that_is_captured_are_looked_for_again(serving: Serve
     assert clock.jobs == []
 
 
-def test_arguments_that_another_endpoint_finds_free(serving: ServerTransfer, gpu: Gpu, clock: Clock) -> None:
-    """The client that waits is told by whoever polls."""
+def test_arguments_found_by_another_endpoint_are_returned(serving: ServerTransfer, gpu: Gpu, clock: Clock) -> None:
+    """Whichever thread polls notifies the waiting client."""
     told: list[int] = []
     gpu.captures = True
     with closing(Pool(PoolOptions(), "the client's pool")) as pool:
@@ -302,10 +302,8 @@ def test_arguments_that_another_endpoint_finds_free(serving: ServerTransfer, gpu
 
 
 @pytest.mark.parametrize("captures", [False, True])
-def test_results_that_are_dropped_as_another_one_begins_to_wait(
-    serving: ServerTransfer, gpu: Gpu, clock: Clock, captures: bool
-) -> None:
-    """They came back as arguments, and were dropped before the other one waited: their memory is freed all the same."""
+def test_results_dropped_before_a_wait_are_freed(serving: ServerTransfer, gpu: Gpu, clock: Clock, captures: bool) -> None:
+    """They came back as arguments, and were dropped before another result began to wait."""
     gpu.captures = captures
 
     async def story() -> None:
@@ -374,8 +372,8 @@ def test_an_arena_that_comes_while_another_thread_works(
 
 
 @pytest.mark.usefixtures("no_leaks")
-def test_a_result_of_a_session_that_ended() -> None:
-    """Its memory was told by name, and another request has met the next server meanwhile: the server has ended."""
+def test_results_of_an_ended_session_are_refused() -> None:
+    """The memory was given by name, and another request has met the next server meanwhile."""
     transfer = ClientTransfer(PoolOptions(), lambda numbers: None)
     with HOST.create(4096) as segment:
         message = m.Result(msgspec.Raw(EMPTY_TABLE), [segment.info], [0], [0], owner="server")
@@ -389,8 +387,8 @@ def test_a_result_of_a_session_that_ended() -> None:
 
 
 @pytest.mark.gpu
-def test_a_thread_without_a_context_is_told_the_truth() -> None:
-    """A thread may ask for an event of a context that is not current there: work that goes on has not been done."""
+def test_events_are_queried_without_a_current_context() -> None:
+    """A thread may query an event of a context that is not current there: active work is not reported as complete."""
     backend = backend_for(device_id("cuda"))
     answers: list[bool] = []
     torch.cuda.synchronize()

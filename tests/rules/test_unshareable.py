@@ -245,8 +245,8 @@ ATTRIBUTES: dict[str, tuple[Callable[[], Any], str, str]] = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ATTRIBUTES)
-def test_attributes_that_cannot_be_shared(name: str) -> None:
-    """The error has the attribute path, the reason, and what to do; nothing is shared as something else."""
+def test_unshareable_attributes_are_refused(name: str) -> None:
+    """The error has the attribute path, the reason, and the remedy; nothing is shared as something else."""
     make, path, reason = ATTRIBUTES[name]
     value = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
     value[1][0].kept = make()
@@ -257,8 +257,8 @@ def test_attributes_that_cannot_be_shared(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, (_, path, _) in ATTRIBUTES.items() if "tensor" in name.lower() and not path])
-def test_tensors_that_cannot_be_shared_alone(name: str) -> None:
-    """The same where such a tensor is the whole result."""
+def test_unshareable_tensors_are_refused_as_results(name: str) -> None:
+    """The same error if such a tensor is the whole result."""
     make, _, reason = ATTRIBUTES[name]
     with pytest.raises(CapabilityError, match=r"endpoint 'load': result ") as caught:
         publish(make(), "cpu", "read_write", "load")
@@ -267,7 +267,7 @@ def test_tensors_that_cannot_be_shared_alone(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_packed_weights_stay_on_the_cpu() -> None:
-    """Where memory is shared on a GPU they are refused as what they are: no ``.to()`` moves them."""
+    """With memory shared on a GPU they are refused: no ``.to()`` moves them."""
     model = nn.ModuleDict({"model": nn.ModuleDict({"fc": nn.Linear(2, 2)})}).eval()
     model = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
     with pytest.raises(CapabilityError) as caught:

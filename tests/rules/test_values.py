@@ -94,7 +94,7 @@ def travelled(lowered: Any) -> Any:
 
 @given(trees(scalars))
 def test_plain_data_round_trips(value: Any) -> None:
-    """Types, signs of zero, nan and large integers included; the order of a dict too."""
+    """Including types, signs of zero, nan and large integers; and the order of a dict."""
     arrived = lift(travelled(lower(value, "x", refuse)), refuse_reference)
     assert exact(arrived) == exact(value)
     assert repr(arrived) == repr(value)
@@ -107,7 +107,7 @@ def refuse_reference(reference: Any) -> Any:
 
 @given(trees(scalars | st.builds(Memory)))
 def test_memory_travels_by_reference(value: Any) -> None:
-    """What is no plain data is replaced by a reference on one side and put back on the other, wherever it is."""
+    """Everything except plain data is replaced by a reference on one side and restored on the other, at any depth."""
     sent: list[Any] = []
 
     def leaf(item: Any, path: str) -> TensorRef | SkeletonRef:
@@ -120,16 +120,16 @@ def test_memory_travels_by_reference(value: Any) -> None:
     assert (canonical(travelled(lowered)) is None) == bool(sent)
 
 
-def test_a_dtype_travels_by_name() -> None:
-    """And prints as torch names it."""
+def test_dtypes_are_sent_by_name() -> None:
+    """And print like in torch."""
     arrived = travelled(DtypeRef("bfloat16"))
     assert arrived == DtypeRef("bfloat16")
     assert str(arrived) == canonical(arrived) == "torch.bfloat16"
 
 
 @pytest.mark.parametrize("value", [10**5000, -(10**5000), 2**63, 2**64 - 1, 2**64, -(2**63), -(2**63) - 1, 255, -256], ids=hex)
-def test_integers_of_any_size(value: int) -> None:
-    """Also those that Python does not write in decimal."""
+def test_integers_of_any_size_round_trip(value: int) -> None:
+    """Including those that Python does not write in decimal."""
     assert travelled(value) == value
     assert canonical(value) != canonical(value + 1)
 
@@ -146,13 +146,13 @@ LOOKALIKES: list[Any] = [
 
 @given(trees(st.sampled_from(LOOKALIKES)), trees(st.sampled_from(LOOKALIKES)))
 def test_equal_text_means_equal_values(one: Any, other: Any) -> None:
-    """In both directions, for values made of what is easily confused."""
+    """In both directions, for values made of easily confused parts."""
     assert (canonical(one) == canonical(other)) == (exact(one) == exact(other))
 
 
 @given(trees(scalars))
-def test_the_text_of_a_value_does_not_change_on_the_way(value: Any) -> None:
-    """Both sides compute the same key."""
+def test_texts_are_equal_on_both_sides(value: Any) -> None:
+    """So both compute the same key."""
     assert canonical(travelled(value)) == canonical(value)
 
 
@@ -189,8 +189,8 @@ Point = collections.namedtuple("Point", "x y")
         ((), {"\ud800": 1}, r"an argument's name is no text"),
     ],
 )
-def test_a_refusal_names_the_place(args: tuple[Any, ...], kwargs: dict[str, Any], message: str) -> None:
-    """The argument, the path in it, what is there, and what could be there."""
+def test_refusals_name_the_place(args: tuple[Any, ...], kwargs: dict[str, Any], message: str) -> None:
+    """The argument, the path in it, the value, and the allowed types."""
     with pytest.raises(CapabilityError, match=message):
         lower_call(args, kwargs, refuse)
 
@@ -208,7 +208,7 @@ def nested(levels: int, nest: Callable[[Any], Any]) -> Any:
 
 @pytest.mark.parametrize("nest", NESTS, ids=["list", "tuple", "dict"])
 def test_the_deepest_value_round_trips(nest: Callable[[Any], Any]) -> None:
-    """What the caller may send the server takes, and memory may be at the bottom."""
+    """The server accepts the caller's limit, with memory at the bottom."""
     value = nested(DEPTH, nest)
     assert travelled(lower(value, "x", refuse)) == value
     assert canonical(value) is not None
@@ -226,7 +226,7 @@ def test_a_deeper_value_is_refused_on_both_sides(nest: Callable[[Any], Any]) -> 
         travelled(value)
 
 
-def test_a_list_that_holds_itself_is_refused() -> None:
+def test_recursive_lists_are_refused() -> None:
     """It has no end."""
     value: list[Any] = []
     value.append(value)
@@ -255,7 +255,7 @@ def ext(code: int, data: bytes) -> Any:
     ],
 )
 def test_malformed_arguments_are_refused(value: Any, message: str) -> None:
-    """With a ProtocolError that says what it is."""
+    """With a ProtocolError that describes it."""
     with pytest.raises(ProtocolError, match=message):
         decode(value)
 
@@ -270,7 +270,7 @@ def test_malformed_arguments_are_refused(value: Any, message: str) -> None:
     )
 )
 def test_any_message_pack_is_an_argument_or_a_protocol_error(value: Any) -> None:
-    """Whatever arrives, what comes of it is plain data that has a text or holds a reference."""
+    """Any input becomes plain data that has a text or contains a reference, or an error."""
     try:
         data = msgspec.msgpack.decode(msgspec.msgpack.encode(value))
     except msgspec.DecodeError:
@@ -299,7 +299,7 @@ def refuse_memory(value: Any, path: str) -> Any:
 def test_arguments_with_too_many_values_are_refused_before_they_are_sent(
     args: list[Any], kwargs: dict[str, Any], where: str
 ) -> None:
-    """The error names the container that is too much, and what to do."""
+    """The error names the excessive container, and the remedy."""
     with pytest.raises(
         CapabilityError, match=f"{where}, and the arguments of a call at most 200,000 in all: pass them as a tensor"
     ):
@@ -308,7 +308,7 @@ def test_arguments_with_too_many_values_are_refused_before_they_are_sent(
 
 @given(values=st.recursive(st.none() | st.integers() | st.floats() | st.text() | st.binary() | st.complex_numbers(), st.lists))
 def test_values_are_counted_without_building_them(values: Any) -> None:
-    """The count goes over every value of an encoding once, and ends where the encoding ends."""
+    """The count visits every value of an encoding once, and ends with the encoding."""
     args, _ = encode_call([values], {})
 
     def number(value: Any) -> int:
@@ -323,6 +323,6 @@ def test_values_are_counted_without_building_them(values: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [bytes(2 << 20), "x" * (2 << 20), [b"", bytes(70_000)] * 20, 1 << (1 << 23)], ids=type)
-def test_a_few_long_values_are_counted_in_a_moment(value: Any) -> None:
-    """Their bytes are passed over."""
+def test_a_few_long_values_are_counted_quickly(value: Any) -> None:
+    """Their bytes are skipped."""
     assert decode_call(*encode_call([value], {})) == ([value], {})

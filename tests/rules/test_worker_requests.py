@@ -51,7 +51,7 @@ def is_open(fd: int) -> bool:
 
 @pytest.mark.asyncio
 async def test_each_answer_goes_to_its_request(link: Link) -> None:
-    """Whatever the order in which the worker answers."""
+    """In any order of the worker's answers."""
     asked = [asyncio.create_task(link.requests.request(w.FreeBytes(device))) for device in "ab"]
     await asyncio.sleep(0)
     for (_, number), free in zip(reversed(link.sent), (2, 1), strict=True):
@@ -62,7 +62,7 @@ async def test_each_answer_goes_to_its_request(link: Link) -> None:
 
 @pytest.mark.asyncio
 async def test_a_workers_end_fails_its_requests(link: Link) -> None:
-    """With how it ended."""
+    """With its exit status."""
     asked = asyncio.create_task(link.requests.request(w.FreeBytes("a")))
     await asyncio.sleep(0)
     link.requests.fail(WorkerCrashed("the worker (pid 1) was killed"))
@@ -86,8 +86,8 @@ async def test_progress_comes_before_the_answer(link: Link) -> None:
 
 @pytest.mark.parametrize("crosses", [False, True], ids=["before the answer", "after it"])
 @pytest.mark.asyncio
-async def test_a_cancelled_request_closes_what_was_made(link: Link, crosses: bool) -> None:
-    """The worker is asked to stop, unless its answer has come; the request counts until it is answered."""
+async def test_cancelled_requests_release_their_results(link: Link, crosses: bool) -> None:
+    """The worker is asked to stop, unless its answer has arrived; the request counts until it is answered."""
     unused: list[Message] = []
     asked = asyncio.create_task(link.requests.request(w.FreeBytes("a"), stop=w.Stop(), unused=unused.append))
     await asyncio.sleep(0)
@@ -141,8 +141,8 @@ def says(answer: Message) -> Any:
     return lambda worker, number: worker.requests.take(answer, Frame(0, number, b""))
 
 
-def test_a_request_moves_to_another_worker_when_one_ends() -> None:
-    """As one does that a reload has replaced."""
+def test_requests_move_to_another_worker() -> None:
+    """When theirs ends, for example after a reload."""
     old, new = workers = [FakeWorker(1), FakeWorker(2)]
 
     def ends(worker: FakeWorker, number: int) -> None:
@@ -155,7 +155,7 @@ def test_a_request_moves_to_another_worker_when_one_ends() -> None:
 
 
 def test_a_request_fails_after_the_second_worker() -> None:
-    """Where the second one ends too, its end is told."""
+    """With the second one's exit status."""
     workers = [FakeWorker(1), FakeWorker(2), FakeWorker(3)]
 
     def ends(worker: FakeWorker, number: int) -> None:
@@ -166,13 +166,13 @@ def test_a_request_fails_after_the_second_worker() -> None:
         answered(workers, ends, ends)
 
 
-def test_no_worker() -> None:
-    """That is told at once."""
+def test_a_missing_worker_is_reported() -> None:
+    """At once."""
     with pytest.raises(WorkerCrashed, match="no worker runs"):
         answered([])
 
 
-def test_a_refusal_is_told() -> None:
-    """Another worker would say the same."""
+def test_refusals_are_not_retried() -> None:
+    """Another worker would refuse too."""
     with pytest.raises(CapabilityError, match="out of memory"):
         answered([FakeWorker(1), FakeWorker(2)], says(Error(CapabilityError.code, "out of memory")))
