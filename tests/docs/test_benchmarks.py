@@ -87,8 +87,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Results]:
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_a_command_prints_its_rows_and_writes_where_they_come_from(results: Results, name: str) -> None:
-    """Every row of the JSON is in the table with its goal, and every sample has a time; date, command and host are there."""
+def test_commands_print_rows_and_write_their_origin(results: Results, name: str) -> None:
+    """Every row of the JSON is in the table with its goal, and every sample has a time; date, command and host are included."""
     run = results(name)
 
     assert run.written["benchmark"] == name
@@ -104,8 +104,8 @@ def test_a_command_prints_its_rows_and_writes_where_they_come_from(results: Resu
         )
 
 
-def test_rows_that_pages_quote(results: Results) -> None:
-    """Figures in the documentation can be measured again by the commands that stand beside them."""
+def test_quoted_rows_are_reproducible(results: Results) -> None:
+    """Figures in the documentation can be measured again by the commands next to them."""
     quoted = {
         "attach": ["first attach of a process", "again, while held", "after release: 100 tensors, 1 MB", "publishing it, once"],
         "rpc": [
@@ -127,8 +127,8 @@ def test_rows_that_pages_quote(results: Results) -> None:
         assert [name for name in names if not any(row.startswith(name) for row in found)] == [], command
 
 
-def test_goals_are_judged_where_they_apply(results: Results) -> None:
-    """A goal of a large model on a GPU is not; a ping is by its ratio to the echo of the same turns."""
+def test_goals_are_checked_where_they_apply(results: Results) -> None:
+    """One of a large model on a GPU is not; a ping is compared with the echo of the same turns."""
     first, ping = results("attach").row("first attach"), results("rpc").row("ping, p50")
 
     assert (first["goal"], first["met"]) == ("≤ 8 ms (16 GB, GPU)", None)
@@ -136,7 +136,7 @@ def test_goals_are_judged_where_they_apply(results: Results) -> None:
     assert len(ping["samples"][OURS]["p50_of_rounds"]) == 2
 
 
-def test_rpc_has_other_ways_to_call_in_the_same_turns(results: Results) -> None:
+def test_rpc_compares_with_other_libraries(results: Results) -> None:
     """Those that are installed; torch brings two. The others, and shared-tensor for tensors, are named below the table."""
     run = results("rpc")
 
@@ -148,7 +148,7 @@ def test_rpc_has_other_ways_to_call_in_the_same_turns(results: Results) -> None:
     assert str(SharedTensor.missing("cpu")) in run.printed
 
 
-def test_nothing_is_left_behind(results: Results) -> None:
+def test_benchmarks_leave_nothing(results: Results) -> None:
     """Calls, killed clients, channels and killed workers leave no memory and no descriptors; models keep their bits."""
     for name in ("… shared memory", "… descriptors of client, server", "… mappings of client, server"):
         # An allocator's arena, or the stack of a thread, may come at any time; and a call that finds the chunk of another one
@@ -169,7 +169,7 @@ def test_nothing_is_left_behind(results: Results) -> None:
 
 
 def test_a_memfd_outlives_its_maker(results: Results) -> None:
-    """A killed maker changes nothing, and a write to what is for reading ends its process; it is not exported or opened."""
+    """A killed maker changes nothing, and a write to read-only memory ends its process; it is not exported or opened."""
     texts = {row["name"]: row["values"]["memfd"] for row in results("mechanisms").written["rows"]}
 
     assert texts["2 MiB: open in another process, p50"] == "-"
@@ -179,12 +179,12 @@ def test_a_memfd_outlives_its_maker(results: Results) -> None:
 
 
 @pytest.mark.skipif(SharedTensor.missing() is not None, reason="shared-tensor is not installed")
-def test_shared_tensor_answers_nobody_beside_four_idle_connections(results: Results) -> None:
-    """It is no number, so it is a text."""
+def test_a_row_of_shared_tensor_without_an_answer_is_text(results: Results) -> None:
+    """It does not answer next to four idle connections."""
     assert results("scale").row("shared-tensor beside 4 idle ones")["values"] == {PEER: "no answer in 0.3 s"}
 
 
-def test_starts_where_no_zygote_can_be_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_starts_work_without_a_zygote(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its memory is left out, and a note says so."""
     client = SimpleNamespace(get_server_info=lambda: {"nbytes": 5})
     monkeypatch.setattr(starts, "Client", lambda *_, **__: contextlib.nullcontext(client))
@@ -195,8 +195,8 @@ def test_starts_where_no_zygote_can_be_used(monkeypatch: pytest.MonkeyPatch, tmp
     assert run.notes[0].startswith("No zygote could be used")
 
 
-def test_an_operation_is_timed_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What takes time inside the calls that are watched is one step, however many they are; all else is the other."""
+def test_operations_are_timed_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time in watched calls is one step, however many there are; the rest is the other."""
     clock = [0.0]
     driver = SimpleNamespace(export=lambda seconds: clock.__setitem__(0, clock[0] + seconds))
     monkeypatch.setitem(sys.modules, "a_driver", driver)
@@ -214,15 +214,15 @@ def test_an_operation_is_timed_step_by_step(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("parts", [*MAKING.values(), *MAPPING.values()], ids=str)
-def test_the_steps_are_those_of_the_library(parts: Parts) -> None:
-    """What is watched in the library is there; the driver's functions are looked for where its bindings are."""
+def test_timed_steps_exist_in_the_library(parts: Parts) -> None:
+    """Watched functions exist; the driver's are checked if its bindings are installed."""
     for owner, name in parts.targets:
         if importlib.util.find_spec(owner.partition(".")[0]) is not None:
             assert callable(getattr(pkgutil.resolve_name(owner), name))
 
 
-def test_turns_are_taken_one_after_the_other() -> None:
-    """A B A B, so that whatever slows the machine slows both; percentiles are over all turns."""
+def test_turns_alternate() -> None:
+    """A B A B, so that a slow machine slows both; percentiles are over all turns."""
     turns: list[str] = []
     actions = {name: lambda name=name: turns.append(name) for name in "AB"}
 
@@ -234,8 +234,8 @@ def test_turns_are_taken_one_after_the_other() -> None:
     assert json_ == {"n": 6, "min": 1.0, "p50": 6.5, "p90": 30.0, "p99": 30.0, "max": 30.0, "p50_of_rounds": [2.0, 20.0]}
 
 
-def test_a_row_has_the_ratio_to_its_echo_and_meets_its_goal_up_to_the_limit() -> None:
-    """Values without a number are texts; what nothing was compared with meets and misses nothing."""
+def test_rows_have_a_ratio_and_a_verdict() -> None:
+    """Values without a number are texts; without a comparison a goal is neither met nor missed."""
     run = Run("ping", "", [])
     run.row("ping", {ECHO: 20e-6, OURS: 50e-6, PEER: "no answer"}, "s", Goal("≤", 2, "host", of=ECHO), judge=False)
     run.row("ping", {ECHO: 20e-6, OURS: 50e-6}, "s", Goal("≤", 2, of=ECHO))
@@ -259,13 +259,13 @@ def test_a_row_has_the_ratio_to_its_echo_and_meets_its_goal_up_to_the_limit() ->
         (200, "number", "200"),
     ],
 )
-def test_numbers_are_shown_in_the_unit_that_suits_them(value: float, unit: Any, text: str) -> None:
+def test_numbers_are_shown_in_suitable_units(value: float, unit: Any, text: str) -> None:
     """Seconds, bytes, ratios and counts."""
     assert shown(value, unit) == text
 
 
-def test_another_release_of_shared_tensor_takes_no_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The goals name one release; without any, the note has the command that installs it."""
+def test_other_releases_of_shared_tensor_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The goals name one release; without it, the note has the command that installs it."""
     monkeypatch.setattr(sys, "path", [])
     assert "pip install --no-deps shared-tensor==0.2.16" in str(SharedTensor.missing())
     (tmp_path / "shared_tensor-0.3.0.dist-info").mkdir()
@@ -275,8 +275,8 @@ def test_another_release_of_shared_tensor_takes_no_part(tmp_path: Path, monkeypa
     assert SharedTensor.missing() == note
 
 
-def test_a_process_that_ends_instead_of_answering_is_named() -> None:
-    """With its exit code; what it wrote to standard error stands above."""
+def test_ended_processes_are_named() -> None:
+    """With the exit code; their standard error is printed above."""
     config = {"side": Echo.name, "address": "/nowhere/at/all.sock", "device": "cpu"}
     with (
         Process(Served, os.sched_getaffinity(0), **config) as process,
@@ -285,7 +285,7 @@ def test_a_process_that_ends_instead_of_answering_is_named() -> None:
         process.ready()
 
 
-def test_numbers_that_are_none_are_refused_with_what_is_expected() -> None:
-    """Before anything is started."""
+def test_invalid_numbers_are_refused() -> None:
+    """Before anything is started, with the expected form."""
     with pytest.raises(typer.BadParameter, match=r"'many'.*10,100"):
         numbers("many")

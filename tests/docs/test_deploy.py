@@ -63,7 +63,7 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scrape]:
 
 
 def test_the_app_shares_one_model_between_its_clients(scraped: Scrape) -> None:
-    """It was built once; every batch was a call, and every fiftieth failed, as it is meant to."""
+    """It was built once; every batch was a call, and every fiftieth failed, by design."""
     assert scraped("builds_total", endpoint="encoder") == 1
     assert scraped("calls_total", endpoint="encode", outcome="built") == 2 * 49
     assert scraped("calls_total", endpoint="encode", outcome="failed") == 2 * 2
@@ -72,8 +72,8 @@ def test_the_app_shares_one_model_between_its_clients(scraped: Scrape) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_client_ends_when_it_is_told_to(base_path: str, children: list[Child], number: signal.Signals) -> None:
-    """It has a handler of its own, as the first process of a container must; Ctrl-C prints no traceback."""
+def test_clients_end_on_sigterm(base_path: str, children: list[Child], number: signal.Signals) -> None:
+    """They have a handler, as the first process of a container needs; Ctrl-C prints no traceback."""
     client = Child(
         str(DEPLOY / "app.py"), "--pause", "0.001", environ={"SHARED_TENSOR_ROLE": "local", "CUDA_VISIBLE_DEVICES": ""}
     )
@@ -95,7 +95,7 @@ def test_the_dashboard_and_the_alerts_name_metrics_of_the_server(scraped: Scrape
 
 @pytest.mark.parametrize("variable", DASHBOARD["templating"]["list"][1:], ids=lambda variable: variable["name"])
 def test_the_dashboards_variables_have_values(scraped: Scrape, variable: dict[str, Any]) -> None:
-    """They are labels of a metric that there is."""
+    """They are labels of an existing metric."""
     found = re.fullmatch(r"label_values\((\w+), (\w+)\)", variable["query"]["query"])
     assert found is not None
     assert found[2] in {label for labels, _ in scraped.samples[found[1]] for label in labels} | TARGET
@@ -104,8 +104,8 @@ def test_the_dashboards_variables_have_values(scraped: Scrape, variable: dict[st
 # Files that name each other.
 
 
-def test_the_files_that_are_mounted_are_there() -> None:
-    """Under the names by which Prometheus and Grafana look for them."""
+def test_the_mounted_files_exist() -> None:
+    """Under the names expected by Prometheus and Grafana."""
     services = read_yaml("docker-compose.yml")["services"]
     mounted = {}
     for service in services.values():
@@ -126,7 +126,7 @@ def test_the_files_that_are_mounted_are_there() -> None:
 
 
 def test_prometheus_finds_the_server() -> None:
-    """At the port and under the name that the composition gives it; the dashboard and the alerts name the job."""
+    """At the port and under the name in the composition; the dashboard and the alerts name the job."""
     (job,) = read_yaml("prometheus.yml")["scrape_configs"]
     command = read_yaml("docker-compose.yml")["services"]["server"]["command"]
     assert job["static_configs"] == [{"targets": [f"server:{command[command.index('--metrics-port') + 1]}"]}]
@@ -150,8 +150,8 @@ def test_containers_share_a_socket_and_nothing_else() -> None:
     assert list(composition["volumes"]) == ["sockets"]
 
 
-def test_the_image_is_made_of_what_is_there() -> None:
-    """Every file that is copied exists and is not ignored, and the options of the server are those that it has."""
+def test_the_image_is_complete() -> None:
+    """Every copied file exists and is not ignored, and the server has the used options."""
     image = (DEPLOY / "Dockerfile").read_text()
     ignored = (DEPLOY / "Dockerfile.dockerignore").read_text().split()
     for sources in re.findall(r"^COPY (.*) \S+$", image, re.MULTILINE):
@@ -168,8 +168,8 @@ def test_the_image_is_made_of_what_is_there() -> None:
     assert all(option in shown.stdout for option in command if option.startswith("--"))
 
 
-def test_the_gpu_file_is_about_the_same_services() -> None:
-    """It adds the GPU to those that need it, and a base that has CUDA."""
+def test_the_gpu_file_has_the_same_services() -> None:
+    """It adds the GPU to those that need it, and a base image with CUDA."""
     plain, cuda = read_yaml("docker-compose.yml")["services"], read_yaml("docker-compose.cuda.yml")["services"]
     assert set(cuda) == {name for name in plain if name in ("server", "client-a", "client-b")}
     for service in cuda.values():
@@ -178,8 +178,8 @@ def test_the_gpu_file_is_about_the_same_services() -> None:
     assert "cuda" in cuda["server"]["build"]["args"]["BASE"]
 
 
-def test_docker_takes_the_composition() -> None:
-    """Where there is a docker with compose; it needs no daemon for that."""
+def test_docker_accepts_the_composition() -> None:
+    """If docker with compose is installed; no daemon is needed."""
     docker = shutil.which("docker")
     if docker is None or subprocess.run([docker, "compose", "version"], capture_output=True, check=False).returncode:
         pytest.skip("no docker compose here")

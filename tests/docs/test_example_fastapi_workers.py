@@ -207,7 +207,7 @@ def test_all_workers_hold_one_object(site: Site) -> None:
 
 
 def test_a_killed_worker_loses_no_request(site: Site) -> None:
-    """Those that it was working on are answered by another worker, and its successor attaches to the same object."""
+    """Its requests are answered by another worker, and its successor attaches to the same object."""
     before = site.holders()
 
     users, victim = asyncio.run(load(site.attached, kill=True))
@@ -223,7 +223,7 @@ def test_a_killed_worker_loses_no_request(site: Site) -> None:
 
 
 def test_a_worker_that_attaches_has_no_copy_of_the_model(site: Site) -> None:
-    """It computes the same vectors as one that has loaded the model, and has a model's memory less."""
+    """It computes the same vectors as a worker that has loaded the model, and uses a model's memory less."""
     (model,) = site.client.list_objects()
     services = site.attached, site.alone
     attached, alone = (service.vectors() for service in services)

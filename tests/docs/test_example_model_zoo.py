@@ -62,7 +62,7 @@ def answers(example: Example, workers: int) -> tuple[list[dict[str, Any]], int]:
     return [json.loads(line) for line in lines], most
 
 
-def test_all_models_are_served_from_memory_for_three(example: Example) -> None:
+def test_all_models_are_served_with_memory_for_three(example: Example) -> None:
     """Every answer has the bits of a process with its own weights, the quota is kept, and models are evicted and restored."""
     quota = serve(example, room=3.1)
     alone = example.start("-c", ALONE)
@@ -80,7 +80,7 @@ def test_all_models_are_served_from_memory_for_three(example: Example) -> None:
 
 
 def test_with_memory_for_all_models_none_is_evicted(example: Example) -> None:
-    """Each request but a worker's first one to a model finds it on the device."""
+    """Every request except a worker's first one to a model finds it on the device."""
     serve(example, room=10.5)
 
     found, _ = answers(example, workers=2)

@@ -91,8 +91,8 @@ def test_two_engines_share_weights_and_cache(example: Example) -> None:
         assert max(peaks["prefill"], peaks["decode"]) < peaks["alone"] - weights / 2
 
 
-def test_a_request_that_can_never_fit(example: Example) -> None:
-    """It ends the engine, with the option that would help: no request waits for blocks that do not exist."""
+def test_impossible_requests_are_refused(example: Example) -> None:
+    """The engine ends with the option that would help, instead of waiting for blocks that do not exist."""
     prefill = example.start("prefill.py", "--blocks", "1")
 
     code, errors = prefill.close()

@@ -40,8 +40,8 @@ def modules() -> Iterator[Modules]:
 
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
 @torch.inference_mode()
-def test_all_parts_compute_what_the_whole_model_does(modules: Modules, world: int) -> None:
-    """For 8 ranks too, where two of them have the same key and value head."""
+def test_the_parts_compute_the_whole_models_result(modules: Modules, world: int) -> None:
+    """Also for 8 ranks, two of which have the same key and value head."""
     model, rules = modules("model"), modules("shards").RULES
     torch.manual_seed(0)
     whole = model.Transformer().eval()
@@ -104,7 +104,7 @@ def visible(count: int) -> str:
 
 
 def test_one_client_computes_with_the_parts_of_all_servers(site: Site, modules: Modules) -> None:
-    """It gives the logits of the whole model; so do the parts, put together."""
+    """With the logits of the whole model, as with the gathered parts."""
     model, one_client, rules = modules("model"), modules("one_client"), modules("shards").RULES
     parts = [handle.value for handle in site.handles]
     home = parts[0].lm_head.weight.device
@@ -118,8 +118,8 @@ def test_one_client_computes_with_the_parts_of_all_servers(site: Site, modules: 
     assert str(site.expected[:, -1].argmax(-1).tolist()) in program.expect("next tokens")
 
 
-def test_ranks_compute_together_with_parts_that_exist_once(site: Site) -> None:
-    """A server has one object, its rank's part, which the rank and this process hold; their logits are the whole model's."""
+def test_ranks_compute_with_parts_that_exist_once(site: Site) -> None:
+    """A server has one object, its rank's part, held by the rank and this process; their logits are the whole model's."""
     ranks = []
     for number, client in enumerate(site.clients):
         ranks.append(site.start(number))
@@ -136,7 +136,7 @@ def test_ranks_compute_together_with_parts_that_exist_once(site: Site) -> None:
         torch.testing.assert_close(site.logits(number), site.expected, **CLOSE)
 
 
-def test_ranks_compute_with_the_memory_that_another_client_writes(site: Site) -> None:
+def test_ranks_compute_with_memory_written_by_another_client(site: Site) -> None:
     """This process doubles the last norm in place, and so the logits."""
     for handle in site.handles:
         handle.value.norm.weight.mul_(2)

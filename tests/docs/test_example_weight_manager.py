@@ -139,7 +139,7 @@ def site(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Site]:
 
 
 def test_a_version_is_swapped_under_load(site: Site) -> None:
-    """Every answer is v1's or v2's to the last bit, those asked for after the swap are v2's, and v1's memory is freed."""
+    """Every answer is bit for bit v1's or v2's, later requests get v2's, and v1's memory is freed."""
     workers = [site.worker("resnet18"), site.worker("resnet18"), site.worker("resnet34")]
     with site.example.client() as client:
         serving = [info for info in client.list_objects() if info["endpoint"] == "serving"]
@@ -193,7 +193,7 @@ def taken(site: Site, client: Any) -> int:
 
 
 def test_a_killed_worker_affects_no_other(site: Site) -> None:
-    """Its lease is released, the others answer on, and a new one attaches to the same object."""
+    """Its lease is released, the others continue, and a new one attaches to the same object."""
     first, second = site.worker("resnet18"), site.worker("resnet18")
     with site.example.client() as client, Load(second) as load:
         load.more()
@@ -210,7 +210,7 @@ def test_a_killed_worker_affects_no_other(site: Site) -> None:
 
 
 def test_a_damaged_version_is_not_served(site: Site) -> None:
-    """The error names the file and the tensor; the workers answer with the version before."""
+    """The error names the file and the tensor; the workers use the earlier version."""
     worker = site.worker("resnet18")
     source, target = (site.weights / "resnet18" / version for version in ("v2", "v3"))
     target.mkdir()
@@ -228,8 +228,8 @@ def test_a_damaged_version_is_not_served(site: Site) -> None:
     assert {site.version("resnet18", answer) for answer in load.answers} == {"v1"}
 
 
-def test_workers_answer_on_while_the_manager_is_away(site: Site) -> None:
-    """When another one is there and serves a version, they follow it by themselves."""
+def test_workers_continue_without_the_manager(site: Site) -> None:
+    """When another one serves a version, they follow it automatically."""
     worker = site.worker("resnet18")
     ask(worker, 0)
 
@@ -245,7 +245,7 @@ def test_workers_answer_on_while_the_manager_is_away(site: Site) -> None:
 
 
 def test_ctrl_c_leaves_nothing(site: Site) -> None:
-    """Each process of the terminal's group ends by itself, without a traceback, and those they started; no socket is left."""
+    """Each process of the terminal's group ends by itself, without a traceback, with its children; no socket is left."""
     worker = site.worker("resnet18")
     ask(worker, 0)
     running = [*descendants(site.manager.pid), worker.pid]

@@ -115,7 +115,7 @@ def panels() -> list[Any]:
 
 
 @pytest.mark.parametrize("query", panels())
-def test_a_query_of_the_dashboard(prometheus: Prometheus, query: str) -> None:
+def test_queries_of_the_dashboard_return_numbers(prometheus: Prometheus, query: str) -> None:
     """It is one, and gives numbers where there is something to tell."""
     for name, value in VARIABLES.items():
         query = query.replace(name, value)
@@ -125,8 +125,8 @@ def test_a_query_of_the_dashboard(prometheus: Prometheus, query: str) -> None:
     assert any(math.isfinite(float(one["value"][1])) for one in told) or "histogram_quantile" in query
 
 
-def test_the_alerts(prometheus: Prometheus) -> None:
-    """All are evaluated without an error, and none fires for a broker that is well."""
+def test_no_alert_fires_for_a_healthy_broker(prometheus: Prometheus) -> None:
+    """All are evaluated without an error."""
     wanted = {rule["alert"] for group in read_yaml("alerts.yml")["groups"] for rule in group["rules"]}
 
     def rules() -> list[dict[str, Any]]:
@@ -137,8 +137,8 @@ def test_the_alerts(prometheus: Prometheus) -> None:
     assert [rule["name"] for rule in rules() if rule["state"] == "firing"] == []
 
 
-def test_what_promtool_says(tmp_path: Path) -> None:
-    """The files are right, and so is what is exported."""
+def test_promtool_accepts_the_files(tmp_path: Path) -> None:
+    """And the exported metrics."""
     for name in ("prometheus.yml", "alerts.yml"):
         shutil.copy(DEPLOY / name, tmp_path)
     subprocess.run(["promtool", "check", "config", str(tmp_path / "prometheus.yml")], check=True, env=os.environ)

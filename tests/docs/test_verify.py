@@ -138,7 +138,7 @@ def whole(scratch: Path) -> dict[str, Any]:
 
 
 def test_a_long_directory_name_is_refused(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sockets could not have an address there; nothing is left of it."""
+    """Sockets there would exceed the limit of an address; nothing is left."""
     folder = scratch / ("x" * 90)
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -147,7 +147,7 @@ def test_a_long_directory_name_is_refused(scratch: Path, monkeypatch: pytest.Mon
     assert not list(folder.iterdir())
 
 
-def test_all_checks_pass_where_sharing_works(whole: dict[str, Any]) -> None:
+def test_all_checks_pass(whole: dict[str, Any]) -> None:
     """On host memory, with a model of a few megabytes: each check was made, and none has a problem."""
     assert [(check["name"], check["state"], check["problems"]) for check in whole["checks"]] == [
         (name, "passed", []) for name in NAMES
@@ -156,15 +156,15 @@ def test_all_checks_pass_where_sharing_works(whole: dict[str, Any]) -> None:
 
 
 @pytest.mark.skipif(not repetitions(0, 1), reason="takes half a minute: the same checks are made above with a smaller model")
-def test_all_checks_pass_as_people_run_them(start: Callable[..., Verification]) -> None:
-    """With the sizes and numbers that it has by default."""
+def test_all_checks_pass_with_defaults(start: Callable[..., Verification]) -> None:
+    """For sizes and numbers."""
     code, output, errors = start("--device", "cpu").end()
 
     assert (code, errors) == (0, ""), output
     assert output.splitlines()[-1].startswith(f"{len(NAMES)} passed, in ")
 
 
-def test_the_json_says_what_was_checked_where(whole: dict[str, Any]) -> None:
+def test_the_json_describes_the_verification(whole: dict[str, Any]) -> None:
     """Schema, version, date, host, device and model; every check has a time, a text, and figures that are numbers."""
     assert whole["schema"] == SCHEMA
     assert whole["device"] == {"device": "cpu", "id": "cpu", "name": "host memory", "mechanism": "memfd"}
@@ -180,7 +180,7 @@ def test_the_json_says_what_was_checked_where(whole: dict[str, Any]) -> None:
 
 
 def test_the_figures_are_those_of_one_model(whole: dict[str, Any]) -> None:
-    """Two processes use one model and built one; a killed client's memory is what it held."""
+    """Two processes use one model and built one; a killed client frees what it held."""
     figures = {check["name"]: check["figures"] for check in whole["checks"]}
 
     assert figures["sharing"]["models_built"] == 1
@@ -191,8 +191,8 @@ def test_the_figures_are_those_of_one_model(whole: dict[str, Any]) -> None:
     assert figures["lifetimes"]["cycles"] == 100
 
 
-def test_a_person_gets_a_table(start: Callable[..., Verification]) -> None:
-    """One line for each check, and no progress where nobody sees it."""
+def test_the_output_is_a_table(start: Callable[..., Verification]) -> None:
+    """One line for each check, and no progress without a terminal."""
     code, output, errors = start("--device", "cpu", "--check", "sharing", *SMALL, SHARED_TENSOR_ROLE="client").end()
 
     assert (code, errors) == (0, "")
@@ -201,8 +201,8 @@ def test_a_person_gets_a_table(start: Callable[..., Verification]) -> None:
 
 
 @pytest.mark.parametrize("subject", BROKEN)
-def test_a_check_fails_where_its_promise_is_broken(start: Callable[..., Verification], subject: str) -> None:
-    """It reports what it expected, what it found, and what to do."""
+def test_a_check_fails_on_a_broken_guarantee(start: Callable[..., Verification], subject: str) -> None:
+    """It reports the expected and the found values, and the remedy."""
     code, output, errors = start(subject, *BROKEN[subject], program=("-c", PROGRAM)).end()
 
     assert (code, errors) == (0, "")
@@ -213,8 +213,8 @@ def test_a_check_fails_where_its_promise_is_broken(start: Callable[..., Verifica
         assert all(problem["expected"] and problem["advice"] for problem in check["problems"])
 
 
-def test_a_check_that_breaks_off_has_failed_and_keeps_what_it_found() -> None:
-    """Whatever it raises, the next one is made; a signal is not its own failure."""
+def test_an_aborted_check_fails_and_keeps_its_findings() -> None:
+    """Whatever it raises, the next one runs; a signal is not its own failure."""
     stage: Any = SimpleNamespace(ensure_server=lambda: None)
 
     def breaks(stage: Any, outcome: Outcome) -> None:
@@ -233,7 +233,7 @@ def test_a_check_that_breaks_off_has_failed_and_keeps_what_it_found() -> None:
 
 
 def test_a_failure_is_told_to_people_and_by_the_exit_code(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
-    """What was expected, found, and to be done are below the table; the exit code is 1."""
+    """With expectation, finding and remedy below the table; the exit code is 1."""
     import typer
 
     from shared_rpc.cli import verifying
@@ -267,10 +267,10 @@ def test_a_failure_is_told_to_people_and_by_the_exit_code(capsys: pytest.Capture
         (("--check", "all"), "use sharing, "),
     ],
 )
-def test_what_cannot_be_verified_is_exit_code_2(
+def test_impossible_verifications_have_exit_code_2(
     start: Callable[..., Verification], options: tuple[str, ...], said: str
 ) -> None:
-    """One line says why; for programs too."""
+    """One line gives the reason, in JSON too."""
     code, output, errors = start(*options, "--json").end()
 
     assert code == 2
@@ -286,7 +286,7 @@ def test_what_cannot_be_verified_is_exit_code_2(
 def test_a_signal_during_the_start_leaves_nothing(
     start: Callable[..., Verification], number: signal.Signals, processes: int
 ) -> None:
-    """No process, no directory; the exit code has the signal's number."""
+    """No process and no directory; the exit code contains the signal's number."""
     verification = start("--device", "cpu", *SMALL)
     eventually(lambda: verification.directory() is not None and len(verification.processes()) >= processes, 60, "its start")
 
@@ -326,7 +326,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
 
 
 def test_an_ignored_signal_stays_ignored(stage: Stage) -> None:
-    """As nohup needs it, and a shell for its background jobs."""
+    """As nohup and background jobs of a shell require."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with stage:
@@ -337,7 +337,7 @@ def test_an_ignored_signal_stays_ignored(stage: Stage) -> None:
 
 
 def test_signals_do_not_interrupt_the_clean_up(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the first one raises; the handlers are as before at the end."""
+    """Only the first one raises; the handlers are restored at the end."""
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     monkeypatch.setattr(stage, "pids", lambda: os.kill(os.getpid(), signal.SIGINT))
 
@@ -352,20 +352,20 @@ def test_signals_do_not_interrupt_the_clean_up(stage: Stage, monkeypatch: pytest
 # Parts.
 
 
-def test_an_unknown_check_is_refused_before_anything_starts() -> None:
-    """The message has those there are."""
+def test_unknown_checks_are_refused_before_the_start() -> None:
+    """The message lists the checks."""
     with pytest.raises(ConfigurationError, match="use sharing, read_only"):
         verify(Settings(names=["alles"]))
 
 
 @pytest.mark.parametrize("asked", [1 << 20, 4 << 20, 64 << 20, (1 << 30) + 12345])
-def test_a_model_has_about_the_size_that_was_asked_for(asked: int) -> None:
-    """Whole layers: never more, and less by a layer at most."""
+def test_models_have_about_the_requested_size(asked: int) -> None:
+    """Whole layers: never more, and at most one layer less."""
     assert 0.9 * asked < true_size(asked) <= asked
 
 
-def test_a_shared_file_counts_once_and_a_closed_one_not_at_all() -> None:
-    """By its inode, whether it is open, mapped or both."""
+def test_shared_files_count_once() -> None:
+    """By inode, whether open, mapped or both; closed ones do not count."""
     from shared_rpc.memory.backends.host import HOST
 
     me, before = os.getpid(), segment_bytes([os.getpid()])
@@ -380,15 +380,15 @@ def test_a_shared_file_counts_once_and_a_closed_one_not_at_all() -> None:
 
 
 @pytest.mark.parametrize(("nbytes", "text"), [(0, "0 B"), (1536, "1.5 KiB"), (-(3 << 20), "-3.0 MiB"), (5 << 40, "5.0 TiB")])
-def test_sizes_are_for_people(nbytes: int, text: str) -> None:
-    """In the unit that fits."""
+def test_sizes_are_readable(nbytes: int, text: str) -> None:
+    """In a suitable unit."""
     assert size(nbytes) == text
 
 
 @pytest.mark.gpu
 @pytest.mark.timeout(300)
 def test_all_checks_pass_on_a_gpu(start: Callable[..., Verification]) -> None:
-    """With contexts of their own in all processes; a model small enough for any GPU, and large enough to be told from noise."""
+    """With separate contexts in all processes; a model small enough for any GPU, and larger than the noise."""
     code, output, errors = start(
         *("--device", "cuda", "--json", "--size", "512MiB", "--workers", "2", "--lifetimes", "10", "--cycles", "200")
     ).end()

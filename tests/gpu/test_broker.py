@@ -42,7 +42,7 @@ def connect(app: BrokerApp) -> Client:
 
 
 def test_objects_outlive_the_worker_that_built_them(app: BrokerApp) -> None:
-    """Every byte, for who had attached and for who attaches after its death; a write is seen, and the next build succeeds."""
+    """Every byte, for attached clients and for later ones; a write is visible, and the next build succeeds."""
     app.start()
     client = connect(app)
     before = client.call("weights", 7)
@@ -58,7 +58,7 @@ def test_objects_outlive_the_worker_that_built_them(app: BrokerApp) -> None:
 
 
 def test_a_broker_holds_no_memory_of_its_own_on_the_gpu(app: BrokerApp) -> None:
-    """It has neither CUDA nor torch, and the device's memory is that of the objects."""
+    """It has neither CUDA nor torch, and the device's memory in use is that of the objects."""
     broker = app.start(fresh=True)
     client = connect(app)
     kept = client.call("weights", 1), client.create_buffer(1 << 20), client.call("plus", torch.ones(10, device="cuda"))
@@ -69,8 +69,8 @@ def test_a_broker_holds_no_memory_of_its_own_on_the_gpu(app: BrokerApp) -> None:
     assert len(kept) == 3
 
 
-def test_short_calls_through_a_worker(app: BrokerApp) -> None:
-    """Arguments and results in pools, by reference and back; what a dead worker had borrowed is the client's again."""
+def test_short_calls_use_pools_through_a_worker(app: BrokerApp) -> None:
+    """Arguments and results, by reference and back; chunks lent to a dead worker are free again."""
     app.start()
     client = connect(app)
     x = torch.arange(5000.0, device="cuda")
@@ -85,8 +85,8 @@ def test_short_calls_through_a_worker(app: BrokerApp) -> None:
     assert torch.equal(kept, x + 1)
 
 
-def test_buffers_come_from_a_worker_and_outlive_it(app: BrokerApp) -> None:
-    """The broker cannot make memory of a GPU; what a worker made for it is anybody's."""
+def test_buffers_outlive_their_worker(app: BrokerApp) -> None:
+    """The broker cannot allocate memory of a GPU itself."""
     app.start()
     client = connect(app)
     buffer = client.create_buffer((1024, 1024), dtype="float32", zero=True)
@@ -101,7 +101,7 @@ def test_buffers_come_from_a_worker_and_outlive_it(app: BrokerApp) -> None:
 
 
 @pytest.mark.parametrize("to", ["host", "file"])
-def test_cold_objects_outlive_the_worker_that_copied_them(app: BrokerApp, tmp_path: Path, to: Literal["host", "file"]) -> None:
+def test_cold_objects_outlive_their_worker(app: BrokerApp, tmp_path: Path, to: Literal["host", "file"]) -> None:
     """The broker keeps their bytes without CUDA; the next worker restores them, every byte."""
     app.write(
         ON_GPU,
@@ -129,8 +129,8 @@ def test_cold_objects_outlive_the_worker_that_copied_them(app: BrokerApp, tmp_pa
 
 
 @pytest.mark.whole_gpu
-def test_memory_of_a_killed_build_goes_with_its_worker(app: BrokerApp) -> None:
-    """A worker that dies with 1 GiB which nobody was given leaves nothing of it."""
+def test_memory_of_a_killed_build_is_freed_with_its_worker(app: BrokerApp) -> None:
+    """A worker that dies with 1 GiB that it has not sent leaves nothing of it."""
     app.write(
         ON_GPU,
         """

@@ -78,8 +78,8 @@ def serve(broker_app: BrokerApp) -> Callable[[str], Client]:
 
 
 @pytest.mark.parametrize(("device", "mode"), MODES)
-def test_shared_weights_compute_what_own_ones_do(start: Start, serve: Callable[[str], Client], device: str, mode: str) -> None:
-    """Every bit of the logits, in two engines that write to their own scales, and again when one of them was killed."""
+def test_shared_weights_compute_like_private_ones(start: Start, serve: Callable[[str], Client], device: str, mode: str) -> None:
+    """Every bit of the logits, in two engines that write to their own scales, and again after one of them was killed."""
     client = serve(device)
     own = start("own", mode, device)
     expected = ask(own)
@@ -97,7 +97,7 @@ def test_shared_weights_compute_what_own_ones_do(start: Start, serve: Callable[[
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_an_engine_that_writes_into_a_weight_ends_alone(start: Start, serve: Callable[[str], Client], device: str) -> None:
-    """The others generate as before, and so does one that starts afterwards."""
+    """The others generate as before, as does one that starts afterwards."""
     serve(device)
     faulty, other = start("shared", "eager", device), start("shared", "eager", device)
     expected = ask(other)
@@ -109,8 +109,8 @@ def test_an_engine_that_writes_into_a_weight_ends_alone(start: Start, serve: Cal
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_engines_come_and_go(start: Start, serve: Callable[[str], Client], device: str) -> None:
-    """Each second one is killed, and a worker between them: one object, built once, and no lease left."""
+def test_engines_can_start_and_end_repeatedly(start: Start, serve: Callable[[str], Client], device: str) -> None:
+    """Each second one is killed, and a worker in between: one object, built once, and no lease left."""
     client = serve(device)
     mode = "eager" if device == "cpu" else "graph"
     expected = ask(start("own", mode, device))
@@ -134,8 +134,8 @@ def test_engines_come_and_go(start: Start, serve: Callable[[str], Client], devic
 
 @pytest.mark.gpu
 @pytest.mark.whole_gpu
-def test_memory_is_one_copy_and_all_of_it_is_returned(start: Start, serve: Callable[[str], Client]) -> None:
-    """With engines killed while they replay graphs, the GPU's memory is as before them once the weights are dropped."""
+def test_memory_is_one_copy_and_is_freed(start: Start, serve: Callable[[str], Client]) -> None:
+    """With engines killed while they replay graphs, the GPU has its earlier free memory once the weights are dropped."""
     client = serve("cuda")
     client.call("weights").release()
     client.invalidate_endpoint_cache("weights")

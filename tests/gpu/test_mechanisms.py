@@ -52,14 +52,16 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         (("pool",), "pool", "the GPU has no vmm; the GPU has no ipc"),
     ],
 )
-def test_the_first_that_the_gpu_has_is_used(gpu: Callable[..., None], there: tuple[str, ...], name: str, reason: str) -> None:
-    """And the reason says what those before it lack."""
+def test_the_first_supported_mechanism_is_used(
+    gpu: Callable[..., None], there: tuple[str, ...], name: str, reason: str
+) -> None:
+    """And the reason says what the earlier ones lack."""
     gpu(*there)
     assert chosen(GPU) == choose_mechanism("auto", GPU) == Choice(name, reason)
 
 
-def test_a_gpu_that_can_share_in_no_way_is_told_with_all_reasons(gpu: Callable[..., None]) -> None:
-    """Where it is used; those who only look see the same text."""
+def test_a_gpu_without_a_mechanism_is_refused_with_all_reasons(gpu: Callable[..., None]) -> None:
+    """On use; information commands show the same text."""
     gpu()
     with pytest.raises(CapabilityError, match=re.escape("(vmm: no vmm; ipc: no ipc; pool: no pool): use device='cpu'")):
         chosen(GPU)
@@ -67,23 +69,23 @@ def test_a_gpu_that_can_share_in_no_way_is_told_with_all_reasons(gpu: Callable[.
     assert "ipc: no ipc" in mechanism_info("auto", GPU)["reason"]
 
 
-def test_what_is_asked_for_is_used(gpu: Callable[..., None]) -> None:
-    """For the whole process, also where somebody has looked before."""
+def test_the_requested_mechanism_is_used(gpu: Callable[..., None]) -> None:
+    """For the whole process, even after an earlier query."""
     gpu("vmm", "ipc", "pool")
     assert chosen(GPU).name == "vmm"
     assert choose_mechanism("ipc", GPU) == Choice("ipc", "chosen by Provider(mechanism='ipc')")
     assert chosen(GPU) == choose_mechanism("auto", GPU) == choose_mechanism("ipc", GPU)
 
 
-def test_what_the_gpu_lacks_cannot_be_asked_for(gpu: Callable[..., None]) -> None:
-    """The error says what is missing and what there is."""
+def test_unsupported_mechanisms_are_refused(gpu: Callable[..., None]) -> None:
+    """The error names the missing feature and the alternatives."""
     gpu("ipc", "pool")
     with pytest.raises(CapabilityError, match=f"{GPU} has no vmm: use 'auto' or 'ipc' or 'pool'"):
         choose_mechanism("vmm", GPU)
     assert chosen(GPU).name == "ipc"
 
 
-def test_two_providers_cannot_ask_for_different_ones(gpu: Callable[..., None]) -> None:
+def test_conflicting_requests_of_two_providers_are_refused(gpu: Callable[..., None]) -> None:
     """A process makes the segments of a GPU in one way."""
     gpu("vmm", "ipc", "pool")
     choose_mechanism("ipc", GPU)
@@ -91,8 +93,8 @@ def test_two_providers_cannot_ask_for_different_ones(gpu: Callable[..., None]) -
         choose_mechanism("pool", GPU)
 
 
-def test_an_option_that_is_none_is_refused(provider: Provider) -> None:
-    """When it is first needed, with those that there are."""
+def test_invalid_options_are_refused(provider: Provider) -> None:
+    """On first use, with the valid ones."""
     provider.mechanism = "cuda_ipc"
     provider.share("load")(lambda: torch.ones(1))
     with pytest.raises(ConfigurationError, match="mechanism='cuda_ipc': use 'auto', 'vmm', 'ipc' or 'pool'"):
@@ -102,7 +104,7 @@ def test_an_option_that_is_none_is_refused(provider: Provider) -> None:
 @pytest.mark.parametrize("mode", ["local", "server", "client"])
 @pytest.mark.parametrize("name", ["vmm", "ipc", "pool"])
 def test_the_host_has_no_choice(base_path: str, mode: str, name: str) -> None:
-    """A mechanism of GPUs and host memory do not go together, in whatever role."""
+    """A mechanism of GPUs does not apply to host memory, in any role."""
     provider = Provider(base_path, device="cpu", mechanism=name, execution_mode=mode, server_startup_timeout=0.0)
     provider.share("load")(lambda: torch.ones(1))
     for action in (lambda: provider.call("load"), provider.get_runtime_info):
@@ -119,8 +121,8 @@ def test_a_server_on_the_host_refuses_a_mechanism_of_gpus(base_path: str) -> Non
     assert not server.running
 
 
-def test_a_provider_that_travels_keeps_its_mechanism(base_path: str) -> None:
-    """A class that travels as code may refer to it."""
+def test_pickled_providers_keep_their_mechanism(base_path: str) -> None:
+    """A class pickled as code may refer to one."""
     make, _ = Provider(base_path, mechanism="pool").__reduce__()
     assert isinstance(make, functools.partial)
     assert make().mechanism == "pool"
@@ -129,24 +131,22 @@ def test_a_provider_that_travels_keeps_its_mechanism(base_path: str) -> None:
 # Segments name it.
 
 
-def test_a_segment_of_the_host_is_a_memfd() -> None:
-    """Also where the mechanism is not said."""
+def test_host_segments_are_memfds() -> None:
+    """Also without a given mechanism."""
     with closing(backend_for("cpu").create(1)) as segment:
         assert segment.info.mechanism == "memfd"
     assert msgspec.json.decode(b'["a", 4096, "cpu"]', type=SegmentInfo).mechanism == "memfd"
 
 
 @pytest.mark.parametrize(("device", "mechanism"), [("cpu", "ipc"), ("cpu", "vmm"), (GPU, "memfd")])
-def test_a_mechanism_that_does_not_go_with_the_device_is_refused(device: str, mechanism: Mechanism) -> None:
-    """A segment from elsewhere may say anything."""
+def test_mechanisms_that_do_not_fit_the_device_are_refused(device: str, mechanism: Mechanism) -> None:
+    """In a segment from another process."""
     with pytest.raises(CapabilityError, match=f"device {device} does not share memory by the mechanism '{mechanism}'"):
         backend_for(device, mechanism)
 
 
-def test_memory_that_cannot_be_opened_is_told_with_the_mechanism_and_the_cure(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: object
-) -> None:
-    """What the driver said, whose memory it is, and what to do about it."""
+def test_unopenable_memory_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+    """With the driver's error, the maker, the mechanism, and the remedy."""
 
     def refuse(self: BoundHost, exported: object) -> None:
         raise CapabilityError("CUDA_ERROR_INVALID_VALUE")
@@ -161,10 +161,8 @@ def test_memory_that_cannot_be_opened_is_told_with_the_mechanism_and_the_cure(
 
 
 @pytest.mark.parametrize(("mechanism", "module"), [("vmm", "vmm"), ("ipc", "ipc"), ("pool", "pool_ipc")])
-def test_a_process_without_bindings_is_told_what_it_cannot_open(
-    mechanism: Mechanism, module: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first attach says how the memory is shared, what is missing here, and how to get it."""
+def test_processes_without_bindings_cannot_attach(mechanism: Mechanism, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error has the mechanism, the missing package, and its installation."""
     monkeypatch.setitem(sys.modules, f"shared_rpc.memory.{module}", None)
     with pytest.raises(CapabilityError) as caught:
         backend_for("GPU-of-another-host", mechanism)
@@ -176,7 +174,7 @@ def test_a_process_without_bindings_is_told_what_it_cannot_open(
 # Info.
 
 
-def test_info_tells_the_mechanism_and_the_lifetime(
+def test_info_has_the_mechanism_and_the_lifetime(
     provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client]
 ) -> None:
     """Of the server, and of an object."""
@@ -196,10 +194,8 @@ def test_info_tells_the_mechanism_and_the_lifetime(
         ((), "limited", "supports no mechanism to share memory"),
     ],
 )
-def test_the_doctor_tells_what_works_and_what_is_used(
-    gpu: Callable[..., None], there: tuple[str, ...], state: str, text: str
-) -> None:
-    """For each GPU, with what to do where it is not the best."""
+def test_the_doctor_describes_the_mechanisms(gpu: Callable[..., None], there: tuple[str, ...], state: str, text: str) -> None:
+    """For each GPU, with the remedy if it is not the best one."""
     gpu(*there)
     finding = doctor._gpu("GPU 0", GPU, ", no peers")
     assert (finding.state, bool(finding.fix)) == (state, state != "good")
@@ -207,7 +203,7 @@ def test_the_doctor_tells_what_works_and_what_is_used(
     assert text in finding.found
 
 
-def test_the_doctor_tells_of_mps(gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_mentions_mps(gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     """The best mechanism isolates no process there."""
     gpu("vmm")
     monkeypatch.setattr(doctor, "mps", lambda device: True)
@@ -326,8 +322,8 @@ def drop(path: str) -> None:
 
 
 @pytest.mark.gpu
-def test_writes_are_seen_both_ways(mechanism: str, server: tuple[Child, str], attach: Callable[[], Child]) -> None:
-    """By the server, by the client that wrote and by another one; info tells the mechanism and whose memory it is."""
+def test_writes_are_visible_in_both_directions(mechanism: str, server: tuple[Child, str], attach: Callable[[], Child]) -> None:
+    """To the server, to the writing client and to another one; info has the mechanism and the lifetime."""
     one, other = attach(), attach()
 
     one.tell("write 2")
@@ -349,8 +345,8 @@ def test_writes_are_seen_both_ways(mechanism: str, server: tuple[Child, str], at
 
 
 @pytest.mark.gpu
-def test_private_tensors_by_each_mechanism(server: tuple[Child, str], children: list[Child]) -> None:
-    """Each process copies what was published, whatever another one has written to its own; parameters are one memory."""
+def test_private_tensors_work_with_each_mechanism(server: tuple[Child, str], children: list[Child]) -> None:
+    """Each process copies the published bytes, whatever others write to their own; parameters are one memory."""
     code = """
         import sys, torch
         from shared_rpc import Client
@@ -373,10 +369,8 @@ def test_private_tensors_by_each_mechanism(server: tuple[Child, str], children: 
 
 @pytest.mark.gpu
 @pytest.mark.whole_gpu
-def test_memory_comes_back_after_a_client_was_killed(
-    mechanism: str, server: tuple[Child, str], attach: Callable[[], Child]
-) -> None:
-    """Half a gigabyte: held by the killed client until the kernel closed its descriptors, then by nobody."""
+def test_memory_of_a_killed_client_is_freed(mechanism: str, server: tuple[Child, str], attach: Callable[[], Child]) -> None:
+    """Half a gigabyte, once the kernel has closed its descriptors."""
     idle = used()
     first = attach()  # what the server keeps for good, kernels and workspaces, is there after this
     first.tell("ask 1")
@@ -402,10 +396,8 @@ def test_memory_comes_back_after_a_client_was_killed(
 
 @pytest.mark.gpu
 @pytest.mark.whole_gpu
-def test_memory_comes_back_after_a_client_released(
-    mechanism: str, server: tuple[Child, str], attach: Callable[[], Child]
-) -> None:
-    """The client lives on, with a context and without the memory."""
+def test_released_memory_is_freed(mechanism: str, server: tuple[Child, str], attach: Callable[[], Child]) -> None:
+    """While the client lives on, with a context."""
     client = attach()
     client.tell("ask 1")
     client.expect("asked")

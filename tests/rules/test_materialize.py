@@ -675,9 +675,9 @@ def test_random_numbers_are_not_consumed() -> None:
 
 @pytest.mark.gpu
 def test_a_gpu_needs_no_memory() -> None:
-    """A model of 1 GiB around mapped memory: nothing is left allocated, and what is computed lies beside the weights.
+    """Around mapped memory of 1 GiB: nothing is left allocated, and only computed results use further memory.
 
-    Only a constructor that asks for the GPU itself has each weight there until it is registered.
+    A constructor that asks for the GPU itself allocates each weight until its registration.
     """
     size = 8192
     with torch.device("cuda"):
