@@ -425,7 +425,7 @@ def test_memory_of_a_killed_maker(mechanism: Mechanism) -> None:
 
 
 @pytest.mark.gpu
-def test_the_end_of_the_server(mechanism: str, server: tuple[Child, str], attach: Callable[[], Child]) -> None:
+def test_clients_after_the_end_of_the_server(mechanism: str, server: tuple[Child, str], attach: Callable[[], Child]) -> None:
     """By VMM a client computes on. By the others it may read what was there or be refused by the driver, and never reads
     anything else; asking for more is answered as it is by any server that has gone.
     """

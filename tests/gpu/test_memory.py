@@ -103,8 +103,8 @@ class TestVmm(BackendConformance):
         assert code != 0
         assert "illegal memory access" in errors
 
-    def test_other_gpus_may_use_what_is_mapped(self, backend: Backend, segment: Segment, mapped: Callable[..., int]) -> None:
-        """A tensor is copied to another GPU that reaches this one, and comes back as it was."""
+    def test_other_gpus_can_use_mapped_memory(self, backend: Backend, segment: Segment, mapped: Callable[..., int]) -> None:
+        """A tensor is copied to a peer GPU, and comes back intact."""
         import torch
 
         if not backend.peers:
@@ -116,14 +116,14 @@ class TestVmm(BackendConformance):
         assert bytes(away.tolist()) == b"away"
         torch.cuda.synchronize(away.device)
 
-    def test_unknown_gpu_cannot_allocate(self, backend: Backend) -> None:
-        """A GPU that this process does not see is reached through one that it sees, and not to allocate."""
+    def test_invisible_gpus_cannot_allocate(self, backend: Backend) -> None:
+        """They are accessible through a visible peer, but not for allocations."""
         elsewhere = "GPU-00000000-0000-0000-0000-000000000000"
         with pytest.raises(CapabilityError, match=f"{elsewhere} is not visible"):
             backend_for(elsewhere).create(1)
 
-    def test_no_gpu_in_sight(self, device: str, children: list[Child]) -> None:
-        """A process that sees no GPU is told which one the memory is on, and where to look."""
+    def test_processes_without_a_gpu_are_refused(self, device: str, children: list[Child]) -> None:
+        """The error has the GPU of the memory, and where to look."""
         child = python(
             f"""
             from shared_rpc.errors import CapabilityError
@@ -168,7 +168,9 @@ class TestHostVmm(BackendConformance):
             amounts = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file}
         return amounts["MemTotal"] - amounts["MemAvailable"]
 
-    def test_a_gpu_copies_from_and_to_it(self, backend: Backend, segment: Segment, mapped: Callable[..., int]) -> None:
+    def test_copies_of_a_gpu_are_visible_to_the_processor(
+        self, backend: Backend, segment: Segment, mapped: Callable[..., int]
+    ) -> None:
         """What it copies there, the processor reads."""
         import torch
 
@@ -191,8 +193,8 @@ class _Bound(TestVmm):
     protects = False
     held = 1
 
-    def test_is_forced_for_a_segment_alone(self, backend: Backend, segment: Segment) -> None:
-        """A segment names its mechanism, so that a consumer opens it in that way whatever it would use itself."""
+    def test_a_segment_selects_its_mechanism(self, backend: Backend, segment: Segment) -> None:
+        """A consumer opens it by that, whatever it would use itself."""
         assert backend_for(segment.info.device, segment.info.mechanism) is backend
 
 
@@ -274,17 +276,17 @@ def _refusing_rdma(monkeypatch: pytest.MonkeyPatch, code: str) -> list[bool]:
 
 
 @pytest.mark.gpu
-def test_network_cards_can_use_gpu_memory(vmm: Backend, rdma_capable: list[bool]) -> None:
-    """Memory is made for GPUDirect RDMA where the GPU supports that, and not where it does not."""
+def test_gpu_memory_supports_rdma(vmm: Backend, rdma_capable: list[bool]) -> None:
+    """Memory is made for GPUDirect RDMA if the GPU supports it."""
     vmm.create(1).close()
     assert rdma_capable == [_supports_rdma(vmm)]
 
 
 @pytest.mark.gpu
-def test_gpu_memory_is_made_without_rdma_where_the_driver_refuses_it(
+def test_a_driver_that_refuses_rdma_still_allocates(
     vmm: Backend, rdma_capable: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The segment is there all the same, and the next one is made without asking."""
+    """And the next segment is made without asking."""
     if not _supports_rdma(vmm):
         pytest.skip("the GPU has no GPUDirect RDMA for virtual memory management")
     asked = _refusing_rdma(monkeypatch, "NOT_SUPPORTED")
@@ -295,10 +297,8 @@ def test_gpu_memory_is_made_without_rdma_where_the_driver_refuses_it(
 
 
 @pytest.mark.gpu
-def test_a_gpu_that_was_full_is_asked_for_rdma_again(
-    vmm: Backend, rdma_capable: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """That there was no capacity says nothing about what the driver supports."""
+def test_rdma_is_retried_after_a_full_gpu(vmm: Backend, rdma_capable: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lack of memory does not show what the driver supports."""
     if not _supports_rdma(vmm):
         pytest.skip("the GPU has no GPUDirect RDMA for virtual memory management")
     with monkeypatch.context() as full:
@@ -308,8 +308,8 @@ def test_a_gpu_that_was_full_is_asked_for_rdma_again(
     assert rdma_capable == [False, True]
 
 
-def test_host_ranges_are_given_back() -> None:
-    """A vacated range is there until it is freed, as the kernel lists it."""
+def test_vacated_host_ranges_are_freed() -> None:
+    """According to the kernel's list of mappings."""
     with closing(HOST.create(1)) as segment:
         address = HOST.map(segment.fileno(), segment.info.nbytes, "read_write")
         HOST.vacate(address, segment.info.nbytes)
@@ -318,8 +318,8 @@ def test_host_ranges_are_given_back() -> None:
         assert rights(address) == ""
 
 
-def test_host_size_is_fixed() -> None:
-    """Nobody who holds the descriptor can cut the memory off under a reader, which would end it with SIGBUS."""
+def test_host_size_is_sealed() -> None:
+    """No holder of the descriptor can truncate the memory under a reader, which would end it with SIGBUS."""
     with closing(HOST.create(1)) as segment:
         for nbytes in (0, 2 * segment.info.nbytes):
             with pytest.raises(PermissionError):
@@ -343,7 +343,7 @@ def test_host_seal_refuses_other_ways_to_write() -> None:
 
 @pytest.mark.parametrize("access", ["read", "read_write"])
 def test_host_seals_are_final(access: Access) -> None:
-    """A process that receives a sealed segment cannot add a seal that other processes would meet."""
+    """A process that receives a sealed segment cannot add a seal that would affect other processes."""
     with closing(HOST.create(1)) as segment:
         HOST.seal(segment.fileno(), access)
         with pytest.raises(PermissionError):
@@ -351,7 +351,7 @@ def test_host_seals_are_final(access: Access) -> None:
 
 
 def test_host_memory_of_huge_pages_is_refused() -> None:
-    """A hole that its sender punches later would end this process with SIGBUS, whatever the seals."""
+    """A hole punched later by its sender would end this process with SIGBUS, whatever the seals."""
     try:
         fd = os.memfd_create("huge", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | os.MFD_HUGETLB)
     except OSError as error:
@@ -366,7 +366,7 @@ def test_host_memory_of_huge_pages_is_refused() -> None:
         os.close(fd)
 
 
-def test_a_hole_in_host_memory_is_zeros() -> None:
+def test_holes_in_host_memory_are_zeros() -> None:
     """A process that punches one under a reader writes zeros, which it could have written otherwise: no SIGBUS."""
     with closing(HOST.create(1)) as segment:
         HOST.seal(segment.fileno(), "read_write")
@@ -379,8 +379,8 @@ def test_a_hole_in_host_memory_is_zeros() -> None:
         HOST.unmap(address, segment.info.nbytes)
 
 
-def test_gpu_memory_without_cuda_bindings(children: list[Child]) -> None:
-    """Where the bindings are missing, the error says what to install."""
+def test_missing_cuda_bindings_are_reported(children: list[Child]) -> None:
+    """The error has the package to install."""
     child = python(
         """
         import sys

@@ -130,8 +130,8 @@ def does(client: Child, line: str = "pass") -> str:
     return client.process.stdout.readline().strip()
 
 
-def test_info_and_doctor_tell_of_it(service: Service, asking: Client) -> None:
-    """A client that is to be protected sees that it is not."""
+def test_info_and_doctor_report_mps(service: Service, asking: Client) -> None:
+    """So clients see that they are not isolated."""
     mechanism = asking.get_server_info()["mechanism"]
     assert mechanism is not None and mechanism["mps"]
     environ = os.environ | service.environ | {"PYTHONPATH": PYTHONPATH}
@@ -146,16 +146,16 @@ def test_info_and_doctor_tell_of_it(service: Service, asking: Client) -> None:
     assert "under MPS" in doctor.stdout
 
 
-def test_a_killed_client_takes_nothing_from_others(attach: Attach, asking: Client) -> None:
-    """Its lease ends, and the others go on."""
+def test_a_killed_client_affects_no_other(attach: Attach, asking: Client) -> None:
+    """Its lease ends, and the others continue."""
     killed, other = attach(), attach()
     killed.process.kill()
     eventually(lambda: asking.get_server_info()["leases"] == 1, 30.0, "the end of a lease")
     assert does(other) == f"done {SUM}"
 
 
-def test_a_killed_worker_and_a_killed_broker_take_nothing_from_clients(attach: Attach, asking: Client, broker: Child) -> None:
-    """There is another worker, whom new clients call; memory outlives the broker."""
+def test_a_killed_worker_and_broker_affect_no_client(attach: Attach, asking: Client, broker: Child) -> None:
+    """New clients call the next worker; memory outlives the broker."""
     client = attach()
     (worker,) = worker_pids(asking)
     os.kill(worker, signal.SIGKILL)
@@ -166,7 +166,7 @@ def test_a_killed_worker_and_a_killed_broker_take_nothing_from_clients(attach: A
     assert does(client) == f"done {SUM}"
 
 
-def test_models_sleep_and_wake(attach: Attach) -> None:
+def test_models_are_suspended_and_resumed(attach: Attach) -> None:
     """With the same bytes."""
     assert does(attach(), "handle.suspend(); client.evict(handle); handle.resume()") == f"done {SUM}"
 
@@ -177,8 +177,8 @@ def test_short_calls_use_pools(attach: Attach) -> None:
     assert does(attach(), line) == f"done {SUM}"
 
 
-def test_a_write_to_protected_memory_ends_the_other_clients_too(attach: Attach, asking: Client, service: Service) -> None:
-    """But not the memory: when the service has restarted, workers are new processes, and clients attach to the same object."""
+def test_a_write_to_read_only_memory_ends_the_other_clients(attach: Attach, asking: Client, service: Service) -> None:
+    """But not the memory: after a restart of the service, workers are new processes, and clients attach to the same object."""
     culprit, other = attach(), attach()
     (item,) = asking.list_objects()
     assert does(culprit, "handle.value.fill_(1)").startswith("failed")

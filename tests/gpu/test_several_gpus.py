@@ -138,10 +138,10 @@ def computed(provider: Provider) -> list[list[float]]:
 
 @pytest.mark.parametrize("by", ["index", "uuid"])
 @pytest.mark.parametrize("order", [[0, 1], [1, 0]], ids=["same order", "other order"])
-def test_an_object_that_spans_gpus(
+def test_an_object_can_span_gpus(
     server: Server, provider: Provider, gpus: list[str], children: list[Child], order: list[int], by: str
 ) -> None:
-    """Whatever a client calls its GPUs: each tensor, and each device in an attribute, is of the GPU that it was on."""
+    """Whatever a client calls its GPUs: each tensor, and each device in an attribute, keeps its GPU."""
     child = client(
         children,
         listed(gpus, order, by),
@@ -168,10 +168,10 @@ with Client(socket_path={server.socket_path!r}) as client, client.call("spanning
 
 
 @pytest.mark.parametrize("seen", [0, 1], ids=["first", "second"])
-def test_an_object_that_spans_gpus_where_one_is_seen(
+def test_an_object_that_spans_gpus_works_with_one_visible(
     server: Server, provider: Provider, gpus: list[str], children: list[Child], seen: int
 ) -> None:
-    """The part on the other GPU is reached as a peer's: it is read, computed with and written."""
+    """The part on the other GPU is accessed through a peer: it is read, computed with and written."""
     before = computed(provider)
     child = client(
         children,
@@ -202,10 +202,10 @@ with Client(socket_path={server.socket_path!r}) as client, client.call("spanning
 
 
 @pytest.mark.parametrize("seen", [[0, 1], [1, 0], [0], [1]], ids=["same order", "other order", "first", "second"])
-def test_private_tensors_on_two_gpus(
+def test_private_tensors_can_be_on_two_gpus(
     server: Server, provider: Provider, gpus: list[str], children: list[Child], seen: list[int]
 ) -> None:
-    """Each copy is on the GPU of what was published; on the one that reaches it where the client does not see that."""
+    """Each copy is on the GPU of the published tensor, or on a peer if the client does not see that."""
     child = client(
         children,
         listed(gpus, seen),
@@ -231,8 +231,8 @@ with Client(socket_path={server.socket_path!r}) as client, client.call("own_buff
 
 
 @pytest.mark.parametrize("order", [[0, 1], [1, 0]], ids=["same order", "other order"])
-def test_a_result_on_both_gpus(server: Server, gpus: list[str], children: list[Child], order: list[int]) -> None:
-    """Tensors on the provider's GPU and on another one, views among them, in one result."""
+def test_results_can_be_on_two_gpus(server: Server, gpus: list[str], children: list[Child], order: list[int]) -> None:
+    """Tensors on the provider's GPU and on another one, including views, in one result."""
     child = client(
         children,
         listed(gpus, order),
@@ -286,7 +286,7 @@ with Client(socket_path={server.socket_path!r}) as client:
 def test_shared_memory_is_written_from_another_gpu(
     server: Server, provider: Provider, gpus: list[str], children: list[Child]
 ) -> None:
-    """``copy_`` of a tensor on the other GPU, as when new weights come from there: contiguous, and strided."""
+    """``copy_`` of a tensor on the other GPU, contiguous and strided, as for new weights."""
     child = client(
         children,
         listed(gpus, [0, 1]),
@@ -309,10 +309,8 @@ with Client(socket_path={server.socket_path!r}) as client:
 
 
 @pytest.mark.parametrize("order", [[0, 1], [1, 0]], ids=["same order", "other order"])
-def test_arguments_on_another_gpu_than_the_providers(
-    server: Server, gpus: list[str], children: list[Child], order: list[int]
-) -> None:
-    """They arrive on the GPU that they were on, alone and beside others, and what is made of them stays there."""
+def test_arguments_keep_their_gpu(server: Server, gpus: list[str], children: list[Child], order: list[int]) -> None:
+    """Alone and with others, and the results computed from them stay there."""
     child = client(
         children,
         listed(gpus, order),
@@ -339,8 +337,8 @@ with Client(socket_path={server.socket_path!r}) as client:
     assert facts["values"] == [[[0, 3], [1, 4], [2, 5]], more, more, [[0, 0], [1, 1]]]
 
 
-def test_arguments_of_a_client_that_sees_another_gpu(server: Server, gpus: list[str], children: list[Child]) -> None:
-    """Its own tensors, and what it made of a peer's memory, arrive on the GPU that it sees."""
+def test_arguments_of_a_client_with_another_gpu_keep_it(server: Server, gpus: list[str], children: list[Child]) -> None:
+    """Its own tensors, and those computed from a peer's memory."""
     child = client(
         children,
         listed(gpus, [1]),
@@ -358,8 +356,8 @@ with Client(socket_path={server.socket_path!r}) as client:
     assert told(child)["gpu"] == gpus[1]
 
 
-def test_arguments_on_a_gpu_that_the_server_does_not_see(gpus: list[str], base_path: str, children: list[Child]) -> None:
-    """The server reaches them as a peer's; what it makes of them is on its own GPU, and what it gives back stays there."""
+def test_arguments_on_an_invisible_gpu_are_accessible(gpus: list[str], base_path: str, children: list[Child]) -> None:
+    """The server uses them through a peer; new tensors are on its own GPU, and returned ones stay in place."""
     server = python(SERVER, environ=listed(gpus, [0]))
     children.append(server)
     path = server.expect("ready").removeprefix("ready ")
@@ -381,8 +379,8 @@ with Client(socket_path={path!r}) as client:
 
 
 @pytest.mark.parametrize("order", [[0, 1], [1, 0]], ids=["same order", "other order"])
-def test_a_server_for_each_gpu(gpus: list[str], base_path: str, children: list[Child], order: list[int]) -> None:
-    """Two servers at one base path: a client names its GPU as it sees it, and finds that GPU's server."""
+def test_each_gpu_has_its_server(gpus: list[str], base_path: str, children: list[Child], order: list[int]) -> None:
+    """Two servers at one base path: a client names its GPU by its own index, and finds that GPU's server."""
     with ExitStack() as stack:
         for number in (0, 1):
             provider = Provider(base_path, device=f"cuda:{number}")
@@ -406,7 +404,7 @@ for device in ("cuda:0", "cuda:1", "cuda"):
 
 
 def test_a_gpu_that_a_client_does_not_see_cannot_be_named(gpus: list[str], base_path: str, children: list[Child]) -> None:
-    """The error says how many it sees."""
+    """The error has the number of visible ones."""
     child = client(
         children,
         listed(gpus, [0]),
@@ -421,8 +419,8 @@ except errors.CapabilityError as error:
     assert told(child)["error"] == "device='cuda:1', but this process sees 1 GPUs"
 
 
-def test_a_process_that_sees_no_gpu(base_path: str, children: list[Child]) -> None:
-    """It is told which GPU the memory is on and where to look; its lease goes back, and the server goes on."""
+def test_processes_without_a_gpu_are_refused(base_path: str, children: list[Child]) -> None:
+    """The error has the GPU of the memory and where to look; the lease is released, and the server continues."""
     from shared_rpc.memory.backends.cuda import visible_gpus
 
     provider = Provider(base_path, device="cuda:0")

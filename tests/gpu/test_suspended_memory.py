@@ -57,8 +57,8 @@ def process(code: str) -> Child:
 
 
 @pytest.mark.whole_gpu
-def test_a_graph_captured_before_gives_the_same_bits_after(children: list[Child]) -> None:
-    """Tensors and CUDA graphs are good again, over other memory too, and the GPU has the memory back meanwhile."""
+def test_captured_graphs_survive_a_suspension(children: list[Child]) -> None:
+    """Tensors and CUDA graphs are valid again, over other memory too, and the GPU has free memory meanwhile."""
     child = process(
         """
         record, value = shared(64 << 20)
@@ -92,8 +92,8 @@ def test_a_graph_captured_before_gives_the_same_bits_after(children: list[Child]
     assert child.expect("same:") == "same: True given back: True"
 
 
-def test_nothing_is_suspended_while_a_graph_is_captured(children: list[Child]) -> None:
-    """The error says so, the capture is unharmed, and afterwards the object is suspended."""
+def test_suspending_during_a_capture_is_refused(children: list[Child]) -> None:
+    """The capture is undisturbed, and afterwards the object can be suspended."""
     child = process(
         """
         record, value = shared(1 << 20)
@@ -116,8 +116,8 @@ def test_nothing_is_suspended_while_a_graph_is_captured(children: list[Child]) -
     assert child.expect("told:") == "told: True right: True after: True"
 
 
-def test_a_kernel_ends_before_its_memory_is_suspended(children: list[Child]) -> None:
-    """What was queued before reads the memory, not the empty range."""
+def test_kernels_end_before_their_memory_is_suspended(children: list[Child]) -> None:
+    """Earlier queued work reads the memory, not the empty range."""
     child = process(
         """
         record, value = shared(1 << 20)
@@ -132,8 +132,8 @@ def test_a_kernel_ends_before_its_memory_is_suspended(children: list[Child]) -> 
     assert child.expect("right:") == "right: True"
 
 
-def test_peers_reach_what_came_back(children: list[Child]) -> None:
-    """A tensor of memory that was suspended and resumed is copied to another GPU as before."""
+def test_peers_can_access_resumed_memory(children: list[Child]) -> None:
+    """It is copied to another GPU as before."""
     from shared_rpc.memory.backends.cuda import peer_capable, visible_gpus
 
     if len(visible_gpus()) < 2 or not peer_capable(1, 0):
@@ -213,10 +213,8 @@ def client_process(code: str, environ: dict[str, str] | None = None) -> Child:
 
 @pytest.mark.parametrize("endpoint", ["weights", "read_only"])
 @pytest.mark.parametrize("to", ["", "host", "file"])
-def test_a_replayed_graph_has_the_same_bits_after_an_eviction(
-    app: BrokerApp, children: list[Child], endpoint: str, to: str
-) -> None:
-    """Suspended, evicted to each tier or to none, and resumed: the graph reads what is at the address now."""
+def test_replayed_graphs_survive_an_eviction(app: BrokerApp, children: list[Child], endpoint: str, to: str) -> None:
+    """Suspended, evicted to each tier or to none, and resumed: the graph reads the present memory at the address."""
     child = client_process(
         f"""
         handle, value, graph, out = graphed({endpoint!r})
@@ -237,8 +235,8 @@ def test_a_replayed_graph_has_the_same_bits_after_an_eviction(
 
 
 @pytest.mark.whole_gpu
-def test_an_eviction_frees_the_gpu_where_all_have_suspended(app: BrokerApp, children: list[Child]) -> None:
-    """The object's bytes are back with the driver, and come back for two processes once."""
+def test_an_eviction_frees_the_gpu_when_all_have_suspended(app: BrokerApp, children: list[Child]) -> None:
+    """The object's bytes are returned to the driver, and restored once for two processes."""
     other = client_process(
         """
         handle, value, graph, out = graphed("weights")
@@ -274,7 +272,7 @@ def test_an_eviction_frees_the_gpu_where_all_have_suspended(app: BrokerApp, chil
     assert other.expect("same:") == "same: True"
 
 
-def test_memory_of_a_lost_session_is_replaced_when_that_is_asked_for(app: BrokerApp, children: list[Child]) -> None:
+def test_memory_of_a_lost_session_is_replaced_on_request(app: BrokerApp, children: list[Child]) -> None:
     """A kernel may use it at any time: the handle is suspended, and the graph reads the earlier memory until it is resumed."""
     child = client_process(
         """
@@ -299,8 +297,8 @@ def test_memory_of_a_lost_session_is_replaced_when_that_is_asked_for(app: Broker
     assert child.expect("same:") == "same: True True False"
 
 
-def test_a_reader_on_another_gpu_suspends_and_resumes(app: BrokerApp, children: list[Child]) -> None:
-    """A process that sees another GPU alone has the memory mapped as a peer, and has it back after an eviction."""
+def test_readers_on_another_gpu_can_suspend_and_resume(app: BrokerApp, children: list[Child]) -> None:
+    """With the memory mapped through a peer, also after an eviction."""
     from shared_rpc.memory.backends.cuda import peer_capable, visible_gpus
 
     seen = visible_gpus()
@@ -324,8 +322,8 @@ def test_a_reader_on_another_gpu_suspends_and_resumes(app: BrokerApp, children: 
     assert child.expect("same:") == "same: True True"
 
 
-def test_a_client_that_captures_a_graph_stays_as_it_is(app: BrokerApp, children: list[Child]) -> None:
-    """Suspending is refused until the capture has ended, the handle is active, and the server knows nothing of it."""
+def test_capturing_clients_stay_active(app: BrokerApp, children: list[Child]) -> None:
+    """Suspending is refused until the capture has ended, and the server is not notified."""
     child = client_process(
         """
         from shared_rpc.errors import CapabilityError
@@ -346,7 +344,7 @@ def test_a_client_that_captures_a_graph_stays_as_it_is(app: BrokerApp, children:
 
 
 def test_memory_of_legacy_ipc_is_not_suspended(broker_app: BrokerApp, children: list[Child]) -> None:
-    """The driver chooses its address: the error names the mechanism that can, and the value can be used on."""
+    """The driver chooses its address: the error names a suitable mechanism, and the value stays usable."""
     from shared_rpc.memory.backends.choice import survey
     from shared_rpc.memory.backends.cuda import visible_gpus
 

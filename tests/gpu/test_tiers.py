@@ -67,7 +67,7 @@ def released(client: Client, endpoint: str, *args: Any) -> str:
 
 @pytest.mark.parametrize("to", ["host", "file"])
 def test_an_object_is_evicted_and_restored(client: Client, to: Any) -> None:
-    """The server has nothing on the GPU meanwhile; the next caller gets the same object with its bytes, written ones too."""
+    """The server uses no memory of the GPU meanwhile; the next caller gets the same object with its bytes, including writes."""
     with client.call("weights", 7) as handle:
         handle.value[5] = 42
         torch.cuda.synchronize()
@@ -83,8 +83,8 @@ def test_an_object_is_evicted_and_restored(client: Client, to: Any) -> None:
     assert client.get_server_info()["builds"] == 1
 
 
-def test_a_cold_object_goes_on_to_a_file(client: Client) -> None:
-    """One step for each eviction; from the file it comes back to the GPU."""
+def test_a_cold_object_can_be_evicted_to_a_file(client: Client) -> None:
+    """One step for each eviction; it is restored from the file to the GPU."""
     object_id = released(client, "weights", 3)
     assert [client.evict(object_id)[0]["tier"] for _ in range(2)] == ["host", "file"]
     assert client.evict(object_id) == []
@@ -93,8 +93,8 @@ def test_a_cold_object_goes_on_to_a_file(client: Client) -> None:
         assert bool((handle.value == 3).all())
 
 
-def test_a_good_copy_is_used_again(client: Client) -> None:
-    """What nobody can write to is copied once."""
+def test_good_copies_are_reused(client: Client) -> None:
+    """Read-only memory is copied once."""
     object_id = released(client, "frozen", 3)
     assert client.evict(object_id)[0]["copied"] >= NBYTES
     assert len(client.restore(object_id)) == 1
@@ -104,8 +104,8 @@ def test_a_good_copy_is_used_again(client: Client) -> None:
         assert bool((handle.value == 3).all())
 
 
-def test_what_was_written_since_is_in_the_next_copy(client: Client) -> None:
-    """A model that processes write to is copied at each eviction, to the host memory that it has."""
+def test_writes_are_in_the_next_copy(client: Client) -> None:
+    """A writable model is copied at each eviction, to the same host memory."""
     object_id = released(client, "weights", 0)
     for value in (1, 2, 3):
         (moved,) = client.evict(object_id)
@@ -120,8 +120,8 @@ def test_what_was_written_since_is_in_the_next_copy(client: Client) -> None:
 
 
 @pytest.mark.parametrize("to", ["host", "file"])
-def test_memory_of_the_host_goes_with_its_object(client: Client, to: Any) -> None:
-    """An object of both is whole again: host memory is its own copy on the host."""
+def test_host_memory_stays_with_its_object(client: Client, to: Any) -> None:
+    """An object on both devices is complete again: host memory is its own copy on the host."""
     object_id = released(client, "mixed")
     for _ in range(2):
         assert client.evict(object_id, to)[0]["tier"] == to
@@ -135,7 +135,7 @@ def test_memory_of_the_host_goes_with_its_object(client: Client, to: Any) -> Non
 
 @pytest.mark.parametrize("client", ["broker"], indirect=True)
 @pytest.mark.parametrize("to", ["host", "file"])
-def test_objects_move_while_the_app_is_broken(client: Client, broker_app: BrokerApp, to: Any) -> None:
+def test_objects_move_without_a_working_app(client: Client, broker_app: BrokerApp, to: Any) -> None:
     """A worker without the app evicts and restores, with all bytes, and allocates buffers."""
     with client.call("weights", 7) as handle:
         handle.value[5] = 42

@@ -40,7 +40,7 @@ def models(pipeline: Any) -> dict[str, torch.nn.Module]:
 
 
 def test_a_pipeline_is_attached(provider: Provider, device: str, tmp_path: Path) -> None:
-    """UNet, VAE and text encoder lie in the server's memory; scheduler and settings are the process's own."""
+    """UNet, VAE and text encoder are in the server's memory; scheduler and settings are the process's own."""
     path = stable_diffusion(tmp_path / "pipeline")
     with integration.shared(provider, fallback=False):
         one, other = (diffusers.DiffusionPipeline.from_pretrained(path).to(device) for _ in range(2))
@@ -54,8 +54,8 @@ def test_a_pipeline_is_attached(provider: Provider, device: str, tmp_path: Path)
     assert torch.equal(painted(mine), painted(one))
 
 
-def test_a_part_may_be_ones_own(provider: Provider, device: str, tmp_path: Path) -> None:
-    """What is given to ``from_pretrained`` is used, and the other parts attach."""
+def test_parts_can_be_given(provider: Provider, device: str, tmp_path: Path) -> None:
+    """Those passed to ``from_pretrained`` are used, and the other parts attach."""
     path = stable_diffusion(tmp_path / "pipeline")
     vae = diffusers.AutoencoderKL.from_pretrained(path, subfolder="vae").to(device)
     with integration.shared(provider, fallback=False):
@@ -67,8 +67,8 @@ def test_a_part_may_be_ones_own(provider: Provider, device: str, tmp_path: Path)
     assert same_bits(one.unet, unet)
 
 
-def test_an_adapter_is_its_processes_own(provider: Provider, device: str, tmp_path: Path) -> None:
-    """LoRA on a shared UNet adds layers of one process, and leaves the shared weights."""
+def test_adapters_are_private(provider: Provider, device: str, tmp_path: Path) -> None:
+    """LoRA on a shared UNet adds layers of one process, and keeps the shared weights."""
     peft = pytest.importorskip("peft")
     path = stable_diffusion(tmp_path / "pipeline")
     with integration.shared(provider, fallback=False):
@@ -79,7 +79,7 @@ def test_an_adapter_is_its_processes_own(provider: Provider, device: str, tmp_pa
     assert {name.rpartition(".lora_")[2][0] for name, each in one.named_parameters() if each.requires_grad} == {"A", "B"}
 
 
-def test_what_cannot_be_shared_is_refused_by_name(provider: Provider, tmp_path: Path) -> None:
+def test_unshareable_parts_are_refused_by_name(provider: Provider, tmp_path: Path) -> None:
     """Before anything is loaded."""
     path = stable_diffusion(tmp_path / "pipeline")
     with integration.shared(provider, fallback=False), pytest.raises(errors.CapabilityError, match="offload_folder='there'"):

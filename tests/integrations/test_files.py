@@ -53,23 +53,23 @@ def _touch(path: Path) -> None:
     ],
     ids=["size", "inode", "inode of a link's file", "time", "one more", "one less", "code", "in a folder", "in a linked one"],
 )
-def test_another_file_is_another_checkpoint(folder: Path, change: Callable[[Path], object]) -> None:
-    """By its name, size, time or inode."""
+def test_changed_files_are_another_checkpoint(folder: Path, change: Callable[[Path], object]) -> None:
+    """By name, size, time or inode."""
     before = files_of(str(folder))
     change(folder)
     assert files_of(str(folder)) != before
 
 
 @pytest.mark.parametrize("name", ["README.md", ".cache/huggingface/model.safetensors", "checkpoint-500/model.safetensors"])
-def test_files_without_weights_do_not_count(folder: Path, name: str) -> None:
-    """A training that goes on beside a model does not make another one of it."""
+def test_files_without_weights_are_ignored(folder: Path, name: str) -> None:
+    """Such as those of an active training in the folder."""
     before = files_of(str(folder))
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
     (folder / name).write_bytes(b"x")
     assert files_of(str(folder)) == before
 
 
-def test_a_single_file_counts(tmp_path: Path) -> None:
+def test_a_single_file_is_a_checkpoint(tmp_path: Path) -> None:
     """A GGUF file is a whole model."""
     path = tmp_path / "model.gguf"
     path.write_bytes(b"weights")
@@ -78,7 +78,7 @@ def test_a_single_file_counts(tmp_path: Path) -> None:
     assert files_of(str(path)) != before
 
 
-def test_a_link_that_leads_back_is_followed_once(folder: Path) -> None:
+def test_cyclic_links_are_followed_once(folder: Path) -> None:
     """Two of them would double the paths at each of forty steps."""
     before = files_of(str(folder))
     for name in ("back", "again"):
@@ -86,8 +86,8 @@ def test_a_link_that_leads_back_is_followed_once(folder: Path) -> None:
     assert files_of(str(folder)) == before
 
 
-def test_it_is_plain_data(folder: Path) -> None:
-    """It travels in requests, and is compared there."""
+def test_facts_are_plain_data(folder: Path) -> None:
+    """They are sent in requests, and compared there."""
     found = files_of(str(folder))
     assert json.loads(json.dumps(found)) == found
     assert [name for name, *_ in found] == [
@@ -95,8 +95,8 @@ def test_it_is_plain_data(folder: Path) -> None:
     ]
 
 
-def test_what_is_not_there_has_no_key(folder: Path) -> None:
-    """Neither has a file that is only a name."""
+def test_missing_files_have_no_key(folder: Path) -> None:
+    """Nor has a file that is only a name."""
     with pytest.raises(Unshareable, match="its files cannot be told"):
         source_of(folder, {"subfolder": "missing"}, "config.json")
     os.symlink("nowhere", folder / "other.bin")

@@ -40,7 +40,7 @@ def weights(get: Serve, connect: Connect, device: str) -> Weights:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_is_built_around_another_ones_weights(family: str, weights: Weights, device: str) -> None:
-    """Of the same class, by its own constructor: not one parameter is copied, and it computes the same."""
+    """Of the same class, by its own constructor: no parameter is copied, and it computes the same."""
     whole = FAMILIES[family]()
     handle = weights(type(whole)._from_config(whole.config, dtype=torch.bfloat16).to(device).eval())
     with handle:
@@ -56,8 +56,8 @@ def test_a_model_is_built_around_another_ones_weights(family: str, weights: Weig
         assert model.generation_config is not source.generation_config
 
 
-def test_a_call_of_a_state_dict(weights: Weights, device: str) -> None:
-    """The tensors may come without a model, then with a configuration; a function that gives them is called."""
+def test_state_dicts_are_accepted(weights: Weights, device: str) -> None:
+    """Without a model, but with a configuration; a function that returns tensors is called."""
     source = decoder().to(device)
     handle = weights(dict(source.state_dict()))
     config = transformers.LlamaConfig(**{**source.config.to_dict(), "attn_implementation": "eager"})
@@ -67,8 +67,8 @@ def test_a_call_of_a_state_dict(weights: Weights, device: str) -> None:
     assert not model.training
 
 
-def test_tensors_of_two_dtypes(weights: Weights, device: str) -> None:
-    """Each parameter takes the dtype of its tensor, where ``from_pretrained`` would copy in silence."""
+def test_each_parameter_has_its_tensors_dtype(weights: Weights, device: str) -> None:
+    """Where ``from_pretrained`` would copy silently."""
     source = decoder().to(device, torch.bfloat16)
     source.model.norm.float()
     handle = weights(source)
@@ -85,8 +85,8 @@ class Head(transformers.LlamaForCausalLM):
         self.score = nn.Linear(config.hidden_size, 1)
 
 
-def test_a_class_of_ones_own(weights: Weights, device: str) -> None:
-    """Its new part is the process's own, of the weights' dtype, and can be trained; the rest is shared."""
+def test_other_classes_can_be_used(weights: Weights, device: str) -> None:
+    """The new part is the process's own, has the weights' dtype, and can be trained; the rest is shared."""
     handle = weights(decoder().to(device, torch.bfloat16).requires_grad_(False))
     model = from_shared(handle, Head, own=["score.**"])
     own = {name for name, _ in model.named_parameters()} - shared_parameters(model).keys()
@@ -94,8 +94,8 @@ def test_a_class_of_ones_own(weights: Weights, device: str) -> None:
     assert model.score.weight.dtype == torch.bfloat16
 
 
-def test_weights_that_do_not_fit(weights: Weights, device: str) -> None:
-    """The error lists what is missing, and what has another shape."""
+def test_mismatched_weights_are_refused(weights: Weights, device: str) -> None:
+    """The error lists missing names, and other shapes."""
     handle = weights(decoder().to(device))
     with pytest.raises(StateMismatchError) as raised:
         from_shared(handle, Head, transformers.LlamaConfig(**{**handle.value.config.to_dict(), "vocab_size": 90}))
@@ -104,7 +104,7 @@ def test_weights_that_do_not_fit(weights: Weights, device: str) -> None:
 
 
 def test_the_model_keeps_the_lease(weights: Weights, connect: Connect, device: str) -> None:
-    """Without a handle of one's own the object stays in use."""
+    """Without a separate handle the object stays in use."""
     handle = weights(decoder().to(device))
     object_id, kept = handle.object_id, from_shared(handle, transformers.LlamaForCausalLM)
     del handle

@@ -36,7 +36,7 @@ def adapted(base: Any, seed: int) -> Any:
 
 
 def test_adapters_are_trained_over_one_base(provider: Provider, checkpoint: str) -> None:
-    """Each has numbers of its own, those of an adapter over an own base, and the base stays where and as it was."""
+    """Each with its own values, equal to those over a private base, and the base is unchanged."""
     bases = [attached(provider, checkpoint) for _ in range(2)]
     before = {name: tensor.clone() for name, tensor in bases[0].state_dict().items()}
     places = set(shared_parameters(bases[0]).values())
@@ -70,8 +70,8 @@ def test_an_adapters_folder_attaches_its_base(provider: Provider, checkpoint: st
         assert torch.equal(other(**inputs(base)).logits, expected)
 
 
-def test_a_class_is_not_an_adapters(provider: Provider, checkpoint: str, tmp_path: Path) -> None:
-    """A class that is asked for an adapter's folder loads as ever, base and adapter."""
+def test_classes_load_an_adapters_folder_as_usual(provider: Provider, checkpoint: str, tmp_path: Path) -> None:
+    """Base and adapter, for a class instead of an auto class."""
     saved = adapted(AutoModelForCausalLM.from_pretrained(checkpoint), 3)
     saved.save_pretrained(tmp_path / "adapter")
     with shared(provider), pytest.warns(UserWarning, match="its folder has an adapter"):
@@ -81,7 +81,7 @@ def test_a_class_is_not_an_adapters(provider: Provider, checkpoint: str, tmp_pat
         assert torch.equal(one(**inputs(one)).logits, saved(**inputs(one)).logits)
 
 
-def test_a_merge_into_copies(provider: Provider, checkpoint: str) -> None:
+def test_merging_into_copies_keeps_the_base(provider: Provider, checkpoint: str) -> None:
     """``safe_merge`` gives the merged layers memory of the process, and the others stay shared."""
     base = attached(provider, checkpoint)
     model = adapted(base, 4)
@@ -96,7 +96,7 @@ def test_a_merge_into_copies(provider: Provider, checkpoint: str) -> None:
 def test_a_merge_in_place_ends_its_process_alone(
     provider: Provider, checkpoint: str, device: str, children: list[Child]
 ) -> None:
-    """The words name the model, and the base is as it was."""
+    """With a message that names the model, and the base is unchanged."""
     base = attached(provider, checkpoint)
     before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
     code = f"""if True:

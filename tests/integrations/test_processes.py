@@ -84,8 +84,8 @@ def expected(checkpoint: str) -> float:
 
 
 @pytest.mark.timeout(180)
-def test_scripts_that_start_at_once_with_nothing_there(run: Run, checkpoint: str, base_path: str) -> None:
-    """One server comes up and loads once, all attach; after its SIGKILL they compute on, and the next load starts another."""
+def test_simultaneous_scripts_start_one_server(run: Run, checkpoint: str, base_path: str) -> None:
+    """It loads once, and all attach; after its SIGKILL they continue to compute, and the next load starts another one."""
     scripts = [run(checkpoint, "if line == 'load\\n': model = load()") for _ in range(2)]
     assert [computed(script) for script in scripts] == [expected(checkpoint)] * 2
     first = server_of(base_path)
@@ -101,7 +101,7 @@ def test_scripts_that_start_at_once_with_nothing_there(run: Run, checkpoint: str
 
 
 def test_the_app_is_a_command(base_path: str, checkpoint: str, children: list[Child]) -> None:
-    """``python -m shared_rpc.integrations.transformers`` serves until it is asked to end."""
+    """``python -m shared_rpc.integrations.transformers`` serves until it is stopped."""
     environ = {"SHARED_TENSOR_ROLE": "server", "CUDA_VISIBLE_DEVICES": ""}
     children.append(Child("-m", "shared_rpc.integrations.transformers", environ=environ))
     children[-1].expect_error(f"serving at {base_path}-cpu.sock")
@@ -116,7 +116,7 @@ def test_the_app_is_a_command(base_path: str, checkpoint: str, children: list[Ch
 
 @pytest.mark.parametrize("device", ["cpu"])
 def test_a_write_to_a_parameter_ends_its_process_alone(run: Run, provider: Provider, checkpoint: str) -> None:
-    """By the kernel, with words that name the model; what others have is as it was."""
+    """By the kernel, with a message that names the model; others are unaffected."""
     with shared(provider, fallback=False):
         mine = AutoModelForCausalLM.from_pretrained(checkpoint)
     writer = run(checkpoint, "model.requires_grad_(True).lm_head.weight.data.mul_(2)", role="client")

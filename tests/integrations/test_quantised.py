@@ -47,7 +47,7 @@ def places(model: nn.Module) -> list[int]:
 
 @pytest.mark.parametrize("quantised", ["torchao int8", "bitsandbytes int8", "bitsandbytes nf4"])
 def test_quantised_weights_are_attached(quantised: str, provider: Provider, tmp_path: Path) -> None:
-    """They are quantised once, lie where the server put them, and compute what an own model's do."""
+    """They are quantised once, stay in the server's memory, and compute like a private model's."""
     config = int8_of_torchao() if quantised.startswith("torchao") else bits_of_bitsandbytes(8 if "8" in quantised else 4)
     name = save(decoder(hidden_size=64, intermediate_size=128), tmp_path / "llama")
     loader, options = transformers.AutoModelForCausalLM, {"quantization_config": config, "dtype": torch.bfloat16}

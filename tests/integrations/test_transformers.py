@@ -58,7 +58,7 @@ def objects(provider: Provider) -> list[Any]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_is_attached_without_a_copy(family: str, provider: Provider, tmp_path: Path) -> None:
-    """Every parameter lies in memory that is mapped for reading, at one place for all, and has the bits of an own model."""
+    """Every parameter is mapped read-only, at one address for all, and has the bits of a private model."""
     name = save(FAMILIES[family](), tmp_path / "checkpoint")
     loader = getattr(transformers, AutoConfig.from_pretrained(name).architectures[0])
     # The file has other dtypes, and of Mixtral each expert by itself: what is converted is converted in the server.
@@ -72,8 +72,8 @@ def test_a_model_is_attached_without_a_copy(family: str, provider: Provider, tmp
     assert all(torch.equal(left, right) for left, right in zip(outputs(mine), outputs(one), strict=True))
 
 
-def test_a_class_and_its_auto_class_are_one(provider: Provider, checkpoint: str) -> None:
-    """However a model is asked for, it is loaded once: by either class, a dtype's name, a relative path, what the file says."""
+def test_equivalent_requests_share_a_model(provider: Provider, checkpoint: str) -> None:
+    """Either class, a dtype's name, a relative path, the file's own settings: it is loaded once."""
     one = attached(provider, checkpoint, dtype=torch.bfloat16)
     own(provider, checkpoint).to(torch.bfloat16).save_pretrained(checkpoint + "-bf16")
     ways = [
@@ -89,8 +89,8 @@ def test_a_class_and_its_auto_class_are_one(provider: Provider, checkpoint: str)
     assert len({each.lm_head.weight.data_ptr() for each in by_file}) == 1
 
 
-def test_what_changes_the_weights_is_another_model(provider: Provider, checkpoint: str) -> None:
-    """A dtype, a class, and anything that changes the configuration have memory of their own."""
+def test_different_weights_are_separate_models(provider: Provider, checkpoint: str) -> None:
+    """Another dtype, class or configuration has its own memory."""
     ways: list[dict[str, Any]] = [
         {},
         {"dtype": torch.bfloat16},
@@ -102,8 +102,8 @@ def test_what_changes_the_weights_is_another_model(provider: Provider, checkpoin
     assert len(addresses) == len(ways)
 
 
-def test_attention_is_each_process_its_own(provider: Provider, checkpoint: str) -> None:
-    """Implementations of attention are set on one and the same memory, as the loader was asked for."""
+def test_attention_is_chosen_by_each_process(provider: Provider, checkpoint: str) -> None:
+    """Implementations of attention share the memory, and are set as requested."""
     ways = [attached(provider, checkpoint, attn_implementation=way) for way in ("eager", "sdpa", "eager")]
     assert [model.config._attn_implementation for model in ways] == ["eager", "sdpa", "eager"]
     assert len({model.lm_head.weight.data_ptr() for model in ways}) == 1
@@ -111,8 +111,8 @@ def test_attention_is_each_process_its_own(provider: Provider, checkpoint: str) 
     assert torch.equal(outputs(mine)[0], outputs(ways[0])[0])
 
 
-def test_a_model_is_its_processes_own(provider: Provider, checkpoint: str) -> None:
-    """Configuration, mode, hooks, and modules that are replaced do not reach another model over the same memory."""
+def test_models_are_private_to_their_process(provider: Provider, checkpoint: str) -> None:
+    """Configuration, mode, hooks, and replaced modules do not affect another model over the same memory."""
     one, other = attached(provider, checkpoint), attached(provider, checkpoint)
     one.config.use_cache = False
     one.generation_config.max_new_tokens = 7
@@ -128,7 +128,7 @@ def test_a_model_is_its_processes_own(provider: Provider, checkpoint: str) -> No
 
 
 def test_tensors_that_are_no_parameters_are_its_processes_own(provider: Provider, tmp_path: Path) -> None:
-    """The statistics of a normalisation in train mode are written to, and no other model over the same weights has that."""
+    """Statistics of a normalisation in train mode are written without affecting other models over the same weights."""
     config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic")
     name = save(transformers.ResNetForImageClassification(config), tmp_path / "resnet")
     one, other = (attached(provider, name, transformers.ResNetForImageClassification) for _ in range(2))
@@ -139,8 +139,8 @@ def test_tensors_that_are_no_parameters_are_its_processes_own(provider: Provider
     assert shared_parameters(one) == shared_parameters(other) == {key: each.data_ptr() for key, each in one.named_parameters()}
 
 
-def test_what_the_checkpoint_lacks_is_its_processes_own(provider: Provider, tmp_path: Path) -> None:
-    """A new head is made once, copied by each process, and can be trained over the base, which is frozen."""
+def test_weights_missing_in_the_checkpoint_are_private(provider: Provider, tmp_path: Path) -> None:
+    """A new head is made once, copied by each process, and can be trained over the frozen base."""
     name = save(FAMILIES["bert"](), tmp_path / "bert")
     one, other = (attached(provider, name, AutoModelForSequenceClassification, num_labels=3) for _ in range(2))
     lacking = {"bert.pooler.dense.weight", "bert.pooler.dense.bias", "classifier.weight", "classifier.bias"}
@@ -155,8 +155,8 @@ def test_what_the_checkpoint_lacks_is_its_processes_own(provider: Provider, tmp_
     assert shared_parameters(one) == shared_parameters(other)
 
 
-def test_what_was_found_is_told(provider: Provider, tmp_path: Path) -> None:
-    """``output_loading_info`` is that of the server, which has loaded."""
+def test_loading_info_is_returned(provider: Provider, tmp_path: Path) -> None:
+    """``output_loading_info`` is that of the server."""
     name = save(FAMILIES["bert"](), tmp_path / "bert")
     options = {"loader": AutoModelForSequenceClassification, "output_loading_info": True}
     assert (
@@ -168,8 +168,8 @@ def test_what_was_found_is_told(provider: Provider, tmp_path: Path) -> None:
 # What people do with it.
 
 
-def test_it_generates(provider: Provider, checkpoint: str) -> None:
-    """``generate`` with either cache, which is the process's own, gives the tokens of a model that is not shared."""
+def test_attached_models_generate(provider: Provider, checkpoint: str) -> None:
+    """``generate`` with either cache, which is private, returns the tokens of an unshared model."""
     one, mine = attached(provider, checkpoint), own(provider, checkpoint)
     tokens = inputs(one)["input_ids"]
     options = {"attention_mask": torch.ones_like(tokens), "max_new_tokens": 6, "do_sample": False, "disable_compile": True}
@@ -179,7 +179,7 @@ def test_it_generates(provider: Provider, checkpoint: str) -> None:
         assert torch.equal(made, mine.generate(tokens, cache_implementation=cache, **options))
 
 
-def test_a_pipeline_attaches(provider: Provider, tmp_path: Path) -> None:
+def test_pipelines_attach(provider: Provider, tmp_path: Path) -> None:
     """``pipeline(task, model=name)`` loads its model by the same method."""
     name = save(FAMILIES["vit"](), tmp_path / "vit")
     (tmp_path / "vit" / "preprocessor_config.json").write_text(
@@ -198,8 +198,8 @@ def provider_device(provider: Provider) -> torch.device:
     return torch.device("cpu" if provider.device == "cpu" else "cuda:0")
 
 
-def test_it_is_compiled(provider: Provider, checkpoint: str) -> None:
-    """``torch.compile`` takes the shared parameters for what they are."""
+def test_attached_models_can_be_compiled(provider: Provider, checkpoint: str) -> None:
+    """``torch.compile`` handles the shared parameters."""
     one = attached(provider, checkpoint)
     expected = outputs(one)[0]
     compiled = torch.compile(one, backend="aot_eager")
@@ -207,14 +207,14 @@ def test_it_is_compiled(provider: Provider, checkpoint: str) -> None:
         torch.testing.assert_close(compiled(**inputs(one)).logits, expected)
 
 
-def test_it_is_saved(provider: Provider, checkpoint: str, tmp_path: Path) -> None:
+def test_attached_models_can_be_saved(provider: Provider, checkpoint: str, tmp_path: Path) -> None:
     """``save_pretrained`` writes a checkpoint of the same bits."""
     one = attached(provider, checkpoint)
     one.save_pretrained(tmp_path / "again")
     assert same_bits(AutoModelForCausalLM.from_pretrained(tmp_path / "again"), one)
 
 
-def test_copies_are_its_processes_own(provider: Provider, checkpoint: str) -> None:
+def test_copies_are_private(provider: Provider, checkpoint: str) -> None:
     """``copy.deepcopy``, ``pickle`` and ``torch.save`` make models of the same bits that share nothing, and hold no lease."""
     one = attached(provider, checkpoint)
     saved = io.BytesIO()
@@ -228,8 +228,8 @@ def test_copies_are_its_processes_own(provider: Provider, checkpoint: str) -> No
             release(each)
 
 
-def test_what_it_passes_on_the_way_is_told(provider: Provider, tmp_path: Path) -> None:
-    """Hidden states, attentions and the choices of routers are what an own model gives, by whichever hooks they are got."""
+def test_intermediate_values_can_be_collected(provider: Provider, tmp_path: Path) -> None:
+    """Hidden states, attentions and router choices are those of a private model, by any hooks."""
     name = save(FAMILIES["mixtral"](), tmp_path / "mixtral")
     one, mine = (way(provider, name, attn_implementation="eager") for way in (attached, own))
     options = {"output_hidden_states": True, "output_attentions": True, "output_router_logits": True}
@@ -240,8 +240,8 @@ def test_what_it_passes_on_the_way_is_told(provider: Provider, tmp_path: Path) -
         assert all(torch.equal(left, right) for left, right in zip(found[each], expected[each], strict=True))
 
 
-def test_what_changes_it_copies_it(provider: Provider, checkpoint: str) -> None:
-    """Other embeddings and another dtype are the process's own, and the shared memory stays as it was."""
+def test_conversions_copy(provider: Provider, checkpoint: str) -> None:
+    """Resized embeddings and another dtype are the process's own, and the shared memory is unchanged."""
     one, other = attached(provider, checkpoint), attached(provider, checkpoint)
     embeddings = {"model.embed_tokens.weight", "lm_head.weight"}
     one.resize_token_embeddings(100)
@@ -253,8 +253,8 @@ def test_what_changes_it_copies_it(provider: Provider, checkpoint: str) -> None:
     assert same_bits(own(provider, checkpoint), other)
 
 
-def test_gradients_are_its_processes_own(provider: Provider, checkpoint: str) -> None:
-    """Inputs have gradients through the frozen weights; training the weights is an error of torch."""
+def test_inputs_have_gradients(provider: Provider, checkpoint: str) -> None:
+    """Through the frozen weights; training the weights is an error of torch."""
     one = attached(provider, checkpoint).train()
     embedded = one.get_input_embeddings()(inputs(one)["input_ids"]).requires_grad_()
     one(inputs_embeds=embedded).logits.sum().backward()
@@ -266,8 +266,8 @@ def test_gradients_are_its_processes_own(provider: Provider, checkpoint: str) ->
 # Leases.
 
 
-def test_the_lease_is_that_of_the_tensors(provider: Provider, checkpoint: str) -> None:
-    """It lasts as long as the model, a part of it, or a view of a weight, and ends with the last of them."""
+def test_leases_last_as_long_as_tensors(provider: Provider, checkpoint: str) -> None:
+    """Until the last of the model, its parts, and views of its weights."""
     one = attached(provider, checkpoint)
     part: Any = one.model.layers[1].mlp
     del one
@@ -281,8 +281,8 @@ def test_the_lease_is_that_of_the_tensors(provider: Provider, checkpoint: str) -
     eventually(lambda: [each["leases"] for each in objects(provider)] == [0])
 
 
-def test_a_lease_is_released(provider: Provider, checkpoint: str) -> None:
-    """``release`` gives it back at once; the tensors stay."""
+def test_leases_can_be_released(provider: Provider, checkpoint: str) -> None:
+    """``release`` has an immediate effect; the tensors stay."""
     one = attached(provider, checkpoint)
     release(one)
     assert [each["leases"] for each in objects(provider)] == [0]
@@ -292,13 +292,13 @@ def test_a_lease_is_released(provider: Provider, checkpoint: str) -> None:
         release(one)
 
 
-def test_nothing_is_left(no_leaks: None, provider: Provider, checkpoint: str) -> None:
-    """Descriptors and mappings go with the model."""
+def test_nothing_is_left_after_a_model(no_leaks: None, provider: Provider, checkpoint: str) -> None:
+    """Neither descriptors nor mappings."""
     attached(provider, checkpoint)
 
 
-def test_where_it_lies_is_told_as_it_was_asked(provider: Provider, checkpoint: str) -> None:
-    """A device that was asked for is in ``hf_device_map``, which others look at; without one there is none."""
+def test_requested_devices_are_recorded(provider: Provider, checkpoint: str) -> None:
+    """In ``hf_device_map``, which other libraries read; without a request there is none."""
     device = provider_device(provider)
     assert attached(provider, checkpoint, device_map=str(device)).hf_device_map == {"": device}
     assert not hasattr(attached(provider, checkpoint), "hf_device_map")
@@ -308,8 +308,8 @@ def test_where_it_lies_is_told_as_it_was_asked(provider: Provider, checkpoint: s
 # Which files.
 
 
-def test_a_checkpoint_that_changes_is_another_one(provider: Provider, checkpoint: str) -> None:
-    """Who loads after a change gets the new weights; models that are attached keep theirs."""
+def test_changed_checkpoints_are_loaded_again(provider: Provider, checkpoint: str) -> None:
+    """By later loads; attached models keep the earlier weights."""
     before = attached(provider, checkpoint)
     bits = {name: tensor.clone() for name, tensor in before.state_dict().items()}
     save(decoder(), Path(checkpoint), seed=1)
@@ -319,10 +319,10 @@ def test_a_checkpoint_that_changes_is_another_one(provider: Provider, checkpoint
     assert all(torch.equal(bits[name], tensor) for name, tensor in before.state_dict().items())
 
 
-def test_a_checkpoint_that_changes_while_it_is_loaded(
+def test_checkpoints_changed_while_loading_are_requested_again(
     provider: Provider, checkpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is asked for again, so that no key has another checkpoint's weights."""
+    """So no key has another checkpoint's weights."""
     load = transformers.PreTrainedModel._load_pretrained_model
     loads = []
 
@@ -339,8 +339,8 @@ def test_a_checkpoint_that_changes_while_it_is_loaded(
     assert same_bits(own(provider, checkpoint), one)
 
 
-def test_a_revision_is_resolved(provider: Provider, tmp_path: Path) -> None:
-    """A branch of a repository is the commit that it names: when it moves on, who loads then gets that commit."""
+def test_revisions_are_resolved(provider: Provider, tmp_path: Path) -> None:
+    """A branch of a repository is its present commit; later loads get the later one."""
     commits = ["a" * 40, "b" * 40]
     place = tmp_path / "cache" / "models--org--tiny"
     for seed, commit in enumerate(commits):
@@ -356,7 +356,7 @@ def test_a_revision_is_resolved(provider: Provider, tmp_path: Path) -> None:
     assert [shared_parameters(each) for each in again] == [shared_parameters(each) for each in models]
 
 
-def test_a_checkpoint_that_is_not_there(provider: Provider, tmp_path: Path) -> None:
+def test_missing_checkpoints_have_the_loaders_error(provider: Provider, tmp_path: Path) -> None:
     """The error is that of the loader."""
     with (
         shared(provider),
@@ -381,7 +381,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("refused", REFUSED)
-def test_what_cannot_be_shared_is_refused_by_name(refused: str, provider: Provider, checkpoint: str) -> None:
+def test_unshareable_models_are_refused_by_name(refused: str, provider: Provider, checkpoint: str) -> None:
     """Before anything is loaded."""
     options, text = REFUSED[refused]
     with pytest.raises(errors.CapabilityError, match=rf"LlamaForCausalLM.from_pretrained\(.*\) is not shared: {text}"):
@@ -389,8 +389,8 @@ def test_what_cannot_be_shared_is_refused_by_name(refused: str, provider: Provid
     assert objects(provider) == []
 
 
-def test_what_cannot_be_shared_is_loaded_for_this_process(provider: Provider, checkpoint: str) -> None:
-    """One warning says why, and the code goes on."""
+def test_unshareable_models_are_loaded_ordinarily(provider: Provider, checkpoint: str) -> None:
+    """With one warning that gives the reason."""
     with shared(provider), pytest.warns(UserWarning, match="offload_folder.*loaded for this process alone") as warned:
         one = AutoModelForCausalLM.from_pretrained(checkpoint, offload_folder="there")
     assert len(warned) == 1
@@ -401,8 +401,8 @@ class Mine(transformers.LlamaForCausalLM):
     """A class of a script."""
 
 
-def test_a_class_of_the_script_is_refused(provider: Provider, checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server has no such module, and the error says where the class has to be."""
+def test_classes_of_the_script_are_refused(provider: Provider, checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server lacks the module, and the error says where the class must be."""
     monkeypatch.setattr(Mine, "__module__", "__main__")
     with pytest.raises(errors.CapabilityError, match="put Mine into a file"):
         attached(provider, checkpoint, Mine)
@@ -416,8 +416,8 @@ class Locked(transformers.LlamaForCausalLM):
         self.model.guard = threading.Lock()
 
 
-def test_what_the_server_cannot_share_is_loaded_for_this_process(provider: Provider, checkpoint: str) -> None:
-    """The warning has the server's words, which name the attribute."""
+def test_models_refused_by_the_server_are_loaded_ordinarily(provider: Provider, checkpoint: str) -> None:
+    """The warning has the server's error, which names the attribute."""
     with shared(provider), pytest.warns(UserWarning, match=r"guard.*loaded for this process alone"):
         one = Locked.from_pretrained(checkpoint)
     assert shared_parameters(one) == {}
@@ -425,8 +425,8 @@ def test_what_the_server_cannot_share_is_loaded_for_this_process(provider: Provi
         attached(provider, checkpoint, Locked)
 
 
-def test_a_class_that_is_changed_for_the_moment_is_refused(provider: Provider, checkpoint: str) -> None:
-    """Some libraries change how a class reads a checkpoint while they load; the server's class reads it otherwise."""
+def test_temporarily_changed_classes_are_refused(provider: Provider, checkpoint: str) -> None:
+    """Some libraries change how a class reads a checkpoint while they load; the server's class differs."""
     with pytest.raises(errors.CapabilityError, match="base_model_prefix of LlamaForCausalLM was changed"):
         ModelRequest(
             lambda build, versions: "",
@@ -450,7 +450,7 @@ def test_remote_code_is_refused(provider: Provider, checkpoint: str) -> None:
 
 
 def test_other_versions_are_an_error(provider: Provider, checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model of another release is not taken for one's own, though it is there: the error has both versions."""
+    """A model made by another release is not attached: the error has both versions."""
     attached(provider, checkpoint)
     there = {**loading.versions_of(["transformers", "torch"]), "transformers": "4.0"}
     monkeypatch.setattr(integration, "versions_of", lambda names: there)
@@ -458,15 +458,15 @@ def test_other_versions_are_an_error(provider: Provider, checkpoint: str, monkey
         attached(provider, checkpoint)
 
 
-def test_a_library_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_libraries_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error has the command that installs it."""
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     with pytest.raises(errors.ConfigurationError, match="pip install sentence-transformers"):
         loading.library("sentence_transformers")
 
 
-def test_a_server_of_another_app(base_path: str, checkpoint: str) -> None:
-    """The error says what is there, and what to do."""
+def test_servers_of_another_app_are_reported(base_path: str, checkpoint: str) -> None:
+    """With the server's app, and the remedy."""
     with Server(Provider(base_path, execution_mode="server", device="cpu")) as server:
         client = Provider(base_path, execution_mode="client", device="cpu")
         with pytest.raises(errors.ConfigurationError, match=rf"{server.socket_path} is that of another app.*serve_with"):
@@ -478,10 +478,10 @@ def test_a_server_of_another_app(base_path: str, checkpoint: str) -> None:
 
 
 @pytest.mark.parametrize("environ", [{}, {"SHARED_TENSOR_ROLE": "client", "SHARED_TENSOR_ENABLED": "0"}], ids=["unset", "off"])
-def test_the_local_role_loads_as_ever(
+def test_the_local_role_loads_ordinarily(
     environ: dict[str, str], base_path: str, checkpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is replaced, whether no role is named or sharing is switched off."""
+    """Nothing is replaced, whether no role is given or sharing is switched off."""
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     before = vars(transformers.PreTrainedModel)["from_pretrained"]
@@ -492,23 +492,23 @@ def test_the_local_role_loads_as_ever(
     assert all(parameter.requires_grad for parameter in one.parameters())
 
 
-def test_the_server_attaches_to_itself(owner: Provider, provider: Provider, checkpoint: str) -> None:
-    """A script in the server role gets models of its own, over the memory that its clients have."""
+def test_servers_attach_to_themselves(owner: Provider, provider: Provider, checkpoint: str) -> None:
+    """A script in the server role gets models of its own, over its clients' memory."""
     one, other, client = attached(owner, checkpoint), attached(owner, checkpoint), attached(provider, checkpoint)
     assert one is not other
     assert shared_parameters(one) == shared_parameters(other) == shared_parameters(client)
 
 
-def test_blocks_end(provider: Provider, checkpoint: str) -> None:
-    """The class is as it was after the last block, also where one ends with an error."""
+def test_blocks_restore_the_class(provider: Provider, checkpoint: str) -> None:
+    """After the last one, even if it ends with an error."""
     before = vars(transformers.PreTrainedModel)["from_pretrained"]
     with pytest.raises(KeyError), shared(provider), shared(provider):
         raise KeyError
     assert vars(transformers.PreTrainedModel)["from_pretrained"] is before
 
 
-def test_of_blocks_in_each_other_the_inner_one_counts(provider: Provider, checkpoint: str) -> None:
-    """After it, the outer one does."""
+def test_the_innermost_block_applies(provider: Provider, checkpoint: str) -> None:
+    """After it, the outer one."""
     local = Provider(execution_mode="local")
     with shared(provider, fallback=True):
         with shared(provider, fallback=False), pytest.raises(errors.CapabilityError):
@@ -520,8 +520,8 @@ def test_of_blocks_in_each_other_the_inner_one_counts(provider: Provider, checkp
         assert shared_parameters(AutoModelForCausalLM.from_pretrained(checkpoint)) != {}
 
 
-def test_other_threads_load_as_ever(provider: Provider, checkpoint: str) -> None:
-    """A block counts for the thread that entered it."""
+def test_other_threads_load_ordinarily(provider: Provider, checkpoint: str) -> None:
+    """A block applies to the thread that entered it."""
     with shared(provider), ThreadPoolExecutor(1) as pool:
         theirs = pool.submit(AutoModelForCausalLM.from_pretrained, checkpoint).result()
         mine = AutoModelForCausalLM.from_pretrained(checkpoint)
@@ -529,7 +529,7 @@ def test_other_threads_load_as_ever(provider: Provider, checkpoint: str) -> None
     assert shared_parameters(mine) != {}
 
 
-def test_threads_have_blocks_of_their_own(provider: Provider, checkpoint: str) -> None:
+def test_threads_have_their_own_blocks(provider: Provider, checkpoint: str) -> None:
     """Whichever ends first, the others attach."""
     with ThreadPoolExecutor(4) as pool:
         models = list(pool.map(lambda _: attached(provider, checkpoint), range(8)))
@@ -538,10 +538,8 @@ def test_threads_have_blocks_of_their_own(provider: Provider, checkpoint: str) -
     assert len(objects(provider)) == 1
 
 
-def test_a_method_that_others_have_replaced_meanwhile_stays(
-    provider: Provider, checkpoint: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What another library put around it in the block is not taken away by its end."""
+def test_methods_wrapped_meanwhile_stay(provider: Provider, checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another library, within the block."""
     called = []
     with shared(provider):
         inner = vars(transformers.PreTrainedModel)["from_pretrained"].__func__

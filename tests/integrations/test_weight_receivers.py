@@ -142,8 +142,8 @@ def holders(client: Client) -> list[int]:
     return [info["leases"] for info in client.list_objects()]
 
 
-def test_the_receiver_of_verl(device: str, client: Client, children: list[Child], tmp_path: Path) -> None:
-    """It gets buckets, and a tensor that is larger than one; it keeps no memory afterwards, though it goes on."""
+def test_the_receiver_of_verl_gets_all_weights(device: str, client: Client, children: list[Child], tmp_path: Path) -> None:
+    """In buckets, and a tensor that is larger than one; it keeps no memory afterwards."""
     names = {"device": device, "packages": _ROLLOUT, "module": f"{_ROLLOUT[-1]}.bucketed_weight_transfer"}
     with sending(VERL, children, tmp_path, **names) as (sender, receiver):
         bucket, large = client.create_buffer(4096), client.create_buffer((2000,), "float32")
@@ -162,8 +162,10 @@ def test_the_receiver_of_verl(device: str, client: Client, children: list[Child]
         eventually(lambda: holders(client) == [1, 1])
 
 
-def test_the_receiver_of_checkpoint_engine(device: str, client: Client, children: list[Child], tmp_path: Path) -> None:
-    """It gets buckets, and gives the memory back before it processes the weights."""
+def test_the_receiver_of_checkpoint_engine_gets_all_weights(
+    device: str, client: Client, children: list[Child], tmp_path: Path
+) -> None:
+    """In buckets, whose memory it returns before it processes the weights."""
     names = {"device": device, "packages": ("checkpoint_engine",), "module": "checkpoint_engine.worker"}
     with sending(CHECKPOINT_ENGINE, children, tmp_path, **names) as (sender, receiver):
         bucket = client.create_buffer(4096)
