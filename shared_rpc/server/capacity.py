@@ -289,8 +289,8 @@ class Capacity:
         return all(copy is None or copy.revision == STALE for copy in copies)
 
     def _end(self, sizes: Mapping[str, int]) -> None:
-        self._taken.subtract(sizes)
         if sizes:
+            self._taken.subtract(sizes)
             self.changed()
 
     # The queue.
@@ -594,9 +594,11 @@ class Capacity:
 
         :raises ServerBusy: if they may not.
         """
+        if count == 0:
+            return
         kept = self._objects.descriptors
         excess = kept.used + count - kept.limit
-        if count == 0 or excess <= 0 or self._objects.drop_idle(excess, lambda info: 1, of_copy=1):
+        if excess <= 0 or self._objects.drop_idle(excess, lambda info: 1, of_copy=1):
             return
         raise ServerBusy(
             f"keeping the object needs {count} more file descriptors: {kept.used} of the {kept.limit} for objects, half of the "

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -47,7 +46,7 @@ class Watcher:
     changed: Callable[[TaskInfo], None] | None
     holds: bool
     held: str = ""
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class Tasks:
@@ -130,9 +129,12 @@ class Tasks:
         if not message.look:
             await self._take(caller.waiter, task, watcher)
             return
-        async with self._end_of(task, watcher):
+        try:
+            await watcher.ended
             if caller.reply(m.TaskIs(task.info)):
                 watcher.held = ""  # the session owns the claimed lease now
+        finally:
+            self._leave(task, watcher)
 
     @handles(m.FetchTask)
     def fetch(self, caller: Caller, message: m.FetchTask) -> Answer:
@@ -211,29 +213,30 @@ class Tasks:
             self._end_watches(task)
         return watcher
 
-    @contextlib.asynccontextmanager
-    async def _end_of(self, task: Task[Waiter], watcher: Watcher) -> AsyncIterator[None]:
-        """Wait until a task has ended. A watcher that holds the result does so while the block runs."""
-        try:
-            await watcher.ended.wait()
-            yield
-        finally:
-            if watcher.held:
-                self._state.release(watcher.session, [watcher.held])
-            if not task.finished:
-                del task.watchers[watcher]
-                if not task.kept and not task.watchers and task.info.status is TaskStatus.PENDING:
-                    self.cancel(task)
-
     async def _take(self, waiter: Waiter, task: Task[Waiter], watcher: Watcher) -> None:
-        """Deliver the outcome of a task."""
-        async with self._end_of(task, watcher):
+        """Deliver the outcome of a task when it has ended."""
+        try:
+            await watcher.ended
             if task.failure is not None:
                 resolve(waiter, task.failure)
                 return
             stored = self._result(task)
-            async with self._tiers.warm(waiter, stored) if stored.cold else contextlib.nullcontext():
+            if stored.cold:
+                async with self._tiers.warm(waiter, stored):
+                    self._give(waiter, stored, task.info.task_id)
+            else:
                 self._give(waiter, stored, task.info.task_id)
+        finally:
+            self._leave(task, watcher)
+
+    def _leave(self, task: Task[Waiter], watcher: Watcher) -> None:
+        """End the lease of a watcher on the result, and the watch if the task has not ended."""
+        if watcher.held:
+            self._state.release(watcher.session, [watcher.held])
+        if not task.finished:
+            del task.watchers[watcher]
+            if not task.kept and not task.watchers and task.info.status is TaskStatus.PENDING:
+                self.cancel(task)
 
     def _give(self, taker: Caller | Waiter, stored: StoredObject, task_id: str) -> None:
         """Deliver a result, whose lease passes from the task to the client."""
@@ -260,7 +263,8 @@ class Tasks:
             if watcher.holds and stored is not None:
                 watcher.held = stored.object_id
                 self._state.leases.grant(watcher.session, stored.object_id)
-            watcher.ended.set()
+            if not watcher.ended.done():
+                watcher.ended.set_result(None)
 
     # The ends of tasks.
 

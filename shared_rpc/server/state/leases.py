@@ -7,7 +7,7 @@ resumes it. A further handle resumes the lease, unless that handle is granted as
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -34,7 +34,7 @@ class LeaseTable:
     ) -> None:
         self._on_give = on_give
         self._on_end = on_end
-        self._by_session: defaultdict[Holder, Counter[str]] = defaultdict(Counter)
+        self._by_session: defaultdict[Holder, dict[str, int]] = defaultdict(dict)
         self._by_object: defaultdict[str, set[Holder]] = defaultdict(set)
         #: Holders that have suspended an object, by object.
         self._suspended: defaultdict[str, set[Holder]] = defaultdict(set)
@@ -46,14 +46,14 @@ class LeaseTable:
         :param active: False for a suspended handle: a new lease is inactive then, and an existing one is unchanged.
         """
         held = self._by_session[session]
-        held[object_id] += 1
+        handles = held[object_id] = held.get(object_id, 0) + 1
         self._by_object[object_id].add(session)
         if not active:
-            if held[object_id] == 1:
+            if handles == 1:
                 self._suspended[object_id].add(session)
         elif self._suspended or self._watched:
             self._activate(session, object_id)
-        if self._on_give is not None and held[object_id] == 1:
+        if self._on_give is not None and handles == 1:
             self._on_give(session, object_id)
 
     def release(self, session: Holder, object_id: str) -> bool:
@@ -122,7 +122,7 @@ class LeaseTable:
 
     def handles(self, session: Holder, object_id: str) -> int:
         """Return the number of handles that a session has of an object."""
-        return self._by_session.get(session, Counter())[object_id]
+        return self._by_session.get(session, {}).get(object_id, 0)
 
     def held(self, object_id: str) -> bool:
         """Return True if an object has a holder."""
