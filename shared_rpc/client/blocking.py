@@ -107,9 +107,13 @@ class BlockingDriver(BaseClient, BlockingMethods):
         if session is not self._link:
             return
         with suppress(SharedRPCError, OSError):  # the connection has ended, and the session's leases with it
-            self._run(ask(Request(m.Release([object_id]), "release", sessions=[session]), m.Count), patience=0)
-            self._run(lease_ended(self, [object_id]), patience=0)
-            MAPPINGS.drain()
+            self._run(self._released(object_id, session), patience=0)
+            if MAPPINGS.has_unused:
+                MAPPINGS.drain()
+
+    def _released(self, object_id: str, session: object) -> Operation[None]:
+        yield from ask(Request(m.Release([object_id]), "release", sessions=[session]), m.Count)
+        yield from lease_ended(self, [object_id])
 
     def _end_lease_soon(self, object_id: str, session: object) -> None:
         super()._end_lease_soon(object_id, session)
