@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.multiprocessing import reductions
 
+from shared_rpc.codec.modes import without_modes
 from shared_rpc.codec.recurrent import keep_in_place
 from shared_rpc.errors import CapabilityError, CodecError, HandleSuspended
 from shared_rpc.forks import fork_safe_lock
@@ -140,6 +141,7 @@ def _synchronize(storage: torch.UntypedStorage) -> None:
 # Receiving. Pickles name these functions: allow-lists of receivers must include this module.
 
 
+@without_modes
 def rebuild_tensor(
     kind: type[torch.Tensor],
     size: tuple[int, ...],
@@ -160,10 +162,9 @@ def rebuild_tensor(
     :raises ConnectError: if there is no server at the socket.
     """
     storage = rebuild_storage(*name) if name else torch.UntypedStorage(0, device=device)
-    with torch.inference_mode(False), torch.no_grad():
-        tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
-        tensor = tensor.conj() if conj else tensor
-        tensor = torch._neg_view(tensor) if neg else tensor
+    tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
+    tensor = tensor.conj() if conj else tensor
+    tensor = torch._neg_view(tensor) if neg else tensor
     if issubclass(kind, torch.nn.Parameter):
         return torch.nn.Parameter(tensor, requires_grad)
     return tensor.requires_grad_(requires_grad)
