@@ -36,7 +36,7 @@ def main() -> int:
 
     def end(why: str) -> None:
         asked.set()
-        _say(f"shared-rpc: {why}: ends")
+        _print_line(f"shared-rpc: {why}: ends")
 
     try:
         options = ServeOptions.of(words.options)
@@ -80,7 +80,7 @@ def main() -> int:
     return int(broker.failed)
 
 
-def _say(text: str) -> None:
+def _print_line(text: str) -> None:
     """Write a line to standard output if it fits: its reader may have ended or stopped reading."""
     with suppress(OSError):
         if select.select([], [1], [], 0)[1]:

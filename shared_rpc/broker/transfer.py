@@ -26,7 +26,7 @@ class ForwardedTransfer(SessionTransfer):
         self._lent: dict[int, Worker] = {}
         self._returned: list[int] = []
         #: Workers with an unanswered request to return chunks.
-        self._asked: set[Worker] = set()
+        self._requested: set[Worker] = set()
         #: Chunks of results, by the worker that owns their pool.
         self._results: dict[int, Worker] = {}
         #: Arenas of these pools, by segment id.
@@ -41,7 +41,7 @@ class ForwardedTransfer(SessionTransfer):
         self._workers.add(worker)
         self._lent.update(dict.fromkeys(chunks, worker))
         if self._subscribers:
-            self._ask()
+            self._request_chunks()
 
     def not_begun(self, chunks: Iterable[int]) -> None:
         """Record that chunks move to another worker because their run had not begun."""
@@ -51,7 +51,7 @@ class ForwardedTransfer(SessionTransfer):
     def came_back(self, worker: Worker, chunks: Sequence[int]) -> None:
         """Take back chunks of the client from a worker."""
         if chunks:
-            self._asked.discard(worker)
+            self._requested.discard(worker)
         for chunk in chunks:
             if self._lent.get(chunk) is worker:
                 del self._lent[chunk]
@@ -78,7 +78,7 @@ class ForwardedTransfer(SessionTransfer):
     def lost(self, worker: Worker) -> None:
         """Free the client's chunks of an ended worker. The worker's own pool now belongs to its readers."""
         self._workers.discard(worker)
-        self._asked.discard(worker)
+        self._requested.discard(worker)
         self.came_back(worker, [chunk for chunk, has in self._lent.items() if has is worker])
         self._results = {chunk: has for chunk, has in self._results.items() if has is not worker}
         for segment_id in [segment_id for segment_id, (_, has) in self._segments.items() if has is worker]:
@@ -124,11 +124,11 @@ class ForwardedTransfer(SessionTransfer):
         self._subscribers[notify] = None
         if self._returned:
             self._notify_subscribers()
-        self._ask()
+        self._request_chunks()
 
-    def _ask(self) -> None:
-        for worker in set(self._lent.values()) - self._asked:
-            self._asked.add(worker)
+    def _request_chunks(self) -> None:
+        for worker in set(self._lent.values()) - self._requested:
+            self._requested.add(worker)
             worker.send(w.AwaitChunks(self.key, self.session))
 
     def info(self) -> PoolInfo:

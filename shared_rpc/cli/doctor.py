@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 from shared_rpc.cli.rendering import MPS
 from shared_rpc.errors import SharedRPCError
 from shared_rpc.memory.backends.choice import PREFERENCE, chosen, mps, survey
-from shared_rpc.protocol.own_files import why_not_there
+from shared_rpc.protocol.own_files import directory_problem
 from shared_rpc.protocol.peers import is_own
 from shared_rpc.settings import resolve_base_path, resolve_role
 
@@ -62,7 +62,7 @@ def _directory(base_path: str | None) -> Iterator[Finding]:
     except OSError as error:
         yield Finding("socket directory", "broken", f"{directory}: {error}", fix)
         return
-    reason = why_not_there(status)
+    reason = directory_problem(status)
     if not reason:
         yield Finding("socket directory", "good", f"{directory}, mode {stat.S_IMODE(status.st_mode):04o}")
     elif stat.S_ISDIR(status.st_mode) and is_own(status.st_uid):

@@ -45,7 +45,7 @@ def wait(client: Client, task_id: str, timeout: float | None, display: Lines, *,
         if not fetch:
             info = client._run(watched(task_id, changed, poll), timeout=seconds)
             _check(info)
-            facts = _looked_up(client, info)
+            facts = _result_facts(client, info)
         else:
             try:
                 result = client._run(fetch_task(task_id, changed, poll), timeout=seconds)
@@ -60,7 +60,7 @@ def wait(client: Client, task_id: str, timeout: float | None, display: Lines, *,
     display.end(facts)
 
 
-def _looked_up(client: Client, info: TaskInfo) -> dict[str, Any]:
+def _result_facts(client: Client, info: TaskInfo) -> dict[str, Any]:
     known: ObjectInfo | None = None
     with suppress(StaleHandleError):  # another client has fetched it, and nothing keeps it
         known = client.get_object_info(info.object_id or "")

@@ -134,7 +134,7 @@ class AsyncLink(Link):
             raise errors.pop()
 
     async def _send(self) -> None:
-        if len(self._exchanges.under_way) > 1:
+        if len(self._exchanges.pending) > 1:
             # Other coroutines run too.
             if self._gathering:
                 return

@@ -3,7 +3,7 @@
 All state of a connection is here; a driver only waits, sends queued frames and receives new ones. It works on
 :class:`~shared_rpc.protocol.socket.FrameBuffers`, so that faults can be tested without a socket::
 
-    begin ──► under way ──deliver──► answered ──reply──► returned to the caller
+    begin ──► pending ────deliver──► answered ──reply──► returned to the caller
                   │                     ▲ │
                withdraw (Cancel)        │ └──abandon──► its grants are released
                   ▼                     │
@@ -75,7 +75,7 @@ class Exchanges:
         self._buffers = buffers
         self._ids = itertools.count()
         #: Unanswered requests by number, including abandoned ones.
-        self.under_way: dict[int, Exchange] = {}
+        self.pending: dict[int, Exchange] = {}
         self.owed: dict[int, Request] = {}
         #: Ids of arenas whose descriptors were sent over this connection.
         self._sent: set[str] = set()
@@ -134,12 +134,12 @@ class Exchanges:
         request.end = self._buffers.queued
         if request.arenas:
             self._sent.update([segment.info.id for segment in request.arenas.values()])
-        self.under_way[number] = exchange
+        self.pending[number] = exchange
         return exchange
 
     def of(self, request: Request) -> Exchange | None:
         """Return the exchange of a request that may have been interrupted at its beginning; None if it has not begun."""
-        return next((exchange for exchange in tuple(self.under_way.values()) if exchange.request is request), None)
+        return next((exchange for exchange in tuple(self.pending.values()) if exchange.request is request), None)
 
     def notify(self, message: m.Message) -> None:
         """Queue a request whose answer is not needed."""
@@ -184,7 +184,7 @@ class Exchanges:
     def abandon(self, exchange: Exchange) -> None:
         """End an exchange without its reply, whose lease and memory are released, now or when it arrives."""
         if exchange.answer is None:
-            if self.under_way.pop(exchange.number, None) is not None:
+            if self.pending.pop(exchange.number, None) is not None:
                 self.owed[exchange.number] = exchange.request.owed()
         elif exchange.request.frame is not None:
             self._discard(exchange.request.frame, exchange.request)
@@ -204,7 +204,7 @@ class Exchanges:
             # The frame stays in the buffers, which are closed with the connection, until the exchange has it.
             frame = buffers.frames[0]
             # The first frame of a connection answers the handshake, whatever its number.
-            exchange = self.under_way.get(frame.request_id) or self.under_way.get(0)
+            exchange = self.pending.get(frame.request_id) or self.pending.get(0)
             if exchange is None:
                 self._stray(frame)
             elif frame.kind in _EVENTS:
@@ -215,7 +215,7 @@ class Exchanges:
                 answer = self._read(exchange, frame)
                 # No call from here on: the exchange has all of it or nothing.
                 exchange.request.frame, exchange.answer = frame, answer
-                del self.under_way[exchange.number]
+                del self.pending[exchange.number]
             del buffers.frames[0]
         return news
 
@@ -268,9 +268,9 @@ class Exchanges:
         """Record the reason of the connection's end; the first one counts."""
         if self.broken is None:
             self.broken = to_wire(error)
-        for exchange in self.under_way.values():
+        for exchange in self.pending.values():
             exchange.request.interrupted(self._buffers)
-        self.under_way.clear()
+        self.pending.clear()
         self.owed.clear()
 
     def ended(self) -> Exception:

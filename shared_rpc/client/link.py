@@ -26,7 +26,7 @@ from shared_rpc.errors import ConnectError, ConnectionClosed, ProtocolError, Sha
 from shared_rpc.forks import after_fork
 from shared_rpc.lifecycle.finalizer import FINALIZER
 from shared_rpc.protocol import messages as m
-from shared_rpc.protocol.peers import Peer, answerer_of, ask_who_answers, foreign_owner, is_own_or_root, named, peer_of
+from shared_rpc.protocol.peers import Peer, answerer_of, foreign_owner, is_own_or_root, named, peer_of, request_credentials
 from shared_rpc.protocol.socket import FrameSocket
 
 #: Seconds that a read blocks without poll(2): most round trips are faster.
@@ -55,7 +55,7 @@ def connect(sock: socket.socket, path: str) -> None:
             raise
         raise _connect_error(error, path) from error
     _refuse_stranger(peer_of(sock), path)
-    ask_who_answers(sock)
+    request_credentials(sock)
 
 
 def _connect_error(error: OSError, path: str) -> ConnectError:

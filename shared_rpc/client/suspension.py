@@ -238,7 +238,7 @@ def resumed(ctx: Context, handle: Lease[Any], timeout: float | None = None) -> O
 
 def awakened(ctx: Context, handle: Lease[Any]) -> Operation[None]:
     """Map an object's memory again, for a handle that becomes active."""
-    yield from _brought_back(ctx, handle, handle._become_active)
+    yield from _restored(ctx, handle, handle._become_active)
 
 
 def renewed(ctx: Context, handles: Iterable[Lease[Any]]) -> Operation[None]:
@@ -271,7 +271,7 @@ def _replaced(ctx: Context, handle: Lease[Any]) -> Operation[None]:
             "the memory of a GPU is replaced by resume() alone, because no kernel may use it during that time"
         )
     written = any(mapping.info.access == "read_write" for mapping in mapped)
-    yield from _brought_back(ctx, handle, lambda: None)
+    yield from _restored(ctx, handle, lambda: None)
     _log.log(
         logging.WARNING if written else logging.INFO,
         "object %s was evicted while the session with the server was lost: its present memory is mapped at its address%s",
@@ -292,7 +292,7 @@ def _mark_outdated(handles: Sequence[Lease[Any]], why: str) -> None:
     )
 
 
-def _brought_back(ctx: Context, handle: Lease[Any], activate: Callable[[], None]) -> Operation[None]:
+def _restored(ctx: Context, handle: Lease[Any], activate: Callable[[], None]) -> Operation[None]:
     session: object = None
     while session is not handle._session:  # another one may have taken the lease over since, as an inactive one
         session = handle._session

@@ -45,25 +45,25 @@ class ClientTransfer:
         #: True if the GPU will be polled after a silence.
         self._poll_scheduled = False
         #: The time at which a request last returned chunks (time.monotonic()).
-        self._asked = 0.0
+        self._last_return = 0.0
         #: Number of calls whose results wait for memory in the server.
         self.waiting = 0
         self.closed = False
 
     def returned(self) -> list[int]:
         """Return the chunks known to be unused by this process, for a request that returns them."""
-        self._asked = time.monotonic()
-        self.poll(look=True)
+        self._last_return = time.monotonic()
+        self.poll(check_only=True)
         return self.references.pop_returned() if self.references.free else []
 
-    def poll(self, *, look: bool = False) -> None:
+    def poll(self, *, check_only: bool = False) -> None:
         """Find the chunks that this process no longer uses: a safe point, best called when there is nothing to do but wait.
 
-        :param look: see :meth:`ChunkReferences.poll`.
+        :param check_only: see :meth:`ChunkReferences.poll`.
         """
         references = self.references
         if references.dropped or references.fenced:
-            references.poll(look=look)
+            references.poll(check_only=check_only)
             if references.fenced and not self._poll_scheduled:
                 self._poll_after_silence()
 
@@ -81,7 +81,7 @@ class ClientTransfer:
 
     def out_of_memory(self) -> m.Free:
         """Return the message for a server that needs memory. Another thread returns chunks that the GPU may still use."""
-        self.references.poll(look=True)
+        self.references.poll(check_only=True)
         free = m.Free(self.references.pop_returned())
         self._retry_later()
         return free
@@ -152,7 +152,7 @@ class ClientTransfer:
         FINALIZER.submit(self._end_silence, after=_SILENCE)
 
     def _end_silence(self) -> None:
-        left = self._asked + _SILENCE - time.monotonic()
+        left = self._last_return + _SILENCE - time.monotonic()
         if left > 0:
             FINALIZER.submit(self._end_silence, after=left)
             return
@@ -162,7 +162,7 @@ class ClientTransfer:
             self._poll_after_silence()
 
     def _flush_now(self) -> None:
-        if not self.waiting and not self.closed and time.monotonic() - self._asked < _IDLE:
+        if not self.waiting and not self.closed and time.monotonic() - self._last_return < _IDLE:
             # The next request probably comes at once and takes the chunks along, without another connection.
             FINALIZER.submit(self._flush_now, after=_IDLE)
             return

@@ -174,7 +174,7 @@ class DeviceMemory:
 
         On cancellation the copying stops at its next step, and the segments made so far are closed.
         """
-        there = [order for order in orders if _is_there(order)]
+        there = [order for order in orders if _is_own_copy(order)]
         here = [order for order in orders if order not in there and _is_of_host(order)]
         away = [order for order in orders if order not in there and order not in here]
         stop = threading.Event()
@@ -252,7 +252,7 @@ class DeviceMemory:
                 threading.Thread(target=self.gpu_copies.forget, args=(copies,), name=_UNMAPPING, daemon=True).start()
 
 
-def _is_there(order: CopyOrder) -> bool:
+def _is_own_copy(order: CopyOrder) -> bool:
     """Return True if the memory is the object's own host memory, which needs no copy."""
     return (order.source.info.device, order.source.info.mechanism) == (order.wanted.device, order.wanted.mechanism) and (
         order.wanted.mechanism in ("memfd", "host_vmm")

@@ -44,7 +44,7 @@ from shared_rpc.memory.file_parts import (
 )
 from shared_rpc.memory.revisions import Page
 from shared_rpc.protocol.exported import RecordHeader
-from shared_rpc.protocol.own_files import why_not_trusted
+from shared_rpc.protocol.own_files import file_problem
 from shared_rpc.protocol.records import SegmentInfo
 
 if TYPE_CHECKING:
@@ -299,7 +299,7 @@ class FileRecord(RecordBytes):
 def _check_file(path: str, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise RecordError(f"the record {path} is no regular file", reason="unreadable")
-    if why := why_not_trusted(status):
+    if why := file_problem(status):
         raise RecordError(
             f"the record {path} {why}: it holds a pickle, which is loaded by those who call the endpoint. Check it, copy it "
             f"or chmod 600",

@@ -61,19 +61,19 @@ class End:
             until.add_done_callback(lambda _: self._wake())
         ready = select.poll()
         ready.register(self._reading, select.POLLIN)
-        self._see_to_signals()
+        self._handle_signals()
         while not self._asked and (until is None or not until.done()):
             ready.poll()
             with suppress(BlockingIOError):
                 os.read(self._reading, 4096)
-            self._see_to_signals()
+            self._handle_signals()
 
     def _wake(self) -> None:
         with self._lock, suppress(BlockingIOError):  # a full pipe wakes the reader as well
             if not self._closed:
                 os.write(self._writing, b"\0")
 
-    def _see_to_signals(self) -> None:
+    def _handle_signals(self) -> None:
         while self._noted:
             if self._noted.popleft() != signal.SIGHUP:
                 self._asked = True
@@ -145,7 +145,7 @@ def wait_for_signal(
                     end()
         finally:
             if last:
-                _let_nothing_disturb(code)
+                _end_undisturbed(code)
             else:
                 _uninstall()
 
@@ -175,7 +175,7 @@ def _uninstall() -> None:
     _receiver = None
 
 
-def _let_nothing_disturb(code: int) -> None:
+def _end_undisturbed(code: int) -> None:
     """End the process within some seconds, ignoring Ctrl-C."""
     global _ending
     for number in _earlier:
@@ -200,7 +200,7 @@ atexit.register(_ignore_from_now_on)
 
 
 @after_fork
-def _give_signals_back() -> None:
+def _restore_signals() -> None:
     """Let SIGTERM, such as from the pools of multiprocessing, and Ctrl-C end a child forked by an endpoint. Its signals are not
     its parent's.
     """
@@ -213,14 +213,14 @@ def _give_signals_back() -> None:
 
 
 @around_fork
-def _hold_signals_back() -> Callable[[], object]:
+def _block_signals() -> Callable[[], object]:
     # In any thread but the main one no Python handler runs, and the main one may just be setting its handlers. In that one,
     # block only signals with the handlers above: the exception of an app's own handler would be lost in here.
     main = threading.get_ident() == threading.main_thread().ident
     earlier = signal.pthread_sigmask(signal.SIG_BLOCK, tuple(_earlier) if main else _NUMBERS)
     pid = os.getpid()
 
-    def let_them_come() -> None:
+    def unblock() -> None:
         try:
             signal.pthread_sigmask(signal.SIG_SETMASK, earlier)
         except KeyboardInterrupt:
@@ -230,4 +230,4 @@ def _hold_signals_back() -> Callable[[], object]:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.raise_signal(signal.SIGINT)
 
-    return let_them_come
+    return unblock

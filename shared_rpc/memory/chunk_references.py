@@ -56,11 +56,11 @@ class ChunkReference(weakref.ref[_ChunkPin]):
 def _enqueuer(chunks: deque[ChunkReference], dropped: Callable[[], object]) -> Callable[[ChunkReference], None]:
     """Return the callback for the end of a pin, in a finaliser: it only enqueues."""
 
-    def gone(reference: ChunkReference) -> None:
+    def enqueue(reference: ChunkReference) -> None:
         chunks.append(reference)
         dropped()
 
-    return gone
+    return enqueue
 
 
 class ChunkReferences:
@@ -78,7 +78,7 @@ class ChunkReferences:
         self._references: set[ChunkReference] = set()
         #: References without a pin, until :meth:`poll` processes them.
         self.dropped: deque[ChunkReference] = deque()
-        self._gone = _enqueuer(self.dropped, dropped)
+        self._enqueue = _enqueuer(self.dropped, dropped)
         #: True if no chunk is on a GPU, so that there is no GPU work to wait for.
         self._cheap = True
         #: The backend and numbers of dropped chunks, and a function that returns True once the GPU work that may use them is
@@ -101,7 +101,7 @@ class ChunkReferences:
         if hold is None or hold.mapping is not mapping:
             hold = self._hold(mapping)
         pin = _ChunkPin(hold, number)
-        reference = ChunkReference(pin, self._gone)
+        reference = ChunkReference(pin, self._enqueue)
         reference.number, reference.nbytes, reference.backend = number, nbytes, mapping.backend
         self._references.add(reference)
         if self._cheap:
@@ -125,11 +125,11 @@ class ChunkReferences:
         with self._lock:
             self.free.extend(numbers)
 
-    def poll(self, *, background: bool = False, look: bool = False) -> None:
+    def poll(self, *, background: bool = False, check_only: bool = False) -> None:
         """Find unused chunks: a safe point, which does not block.
 
         :param background: only check, on a GPU that must not be disturbed here.
-        :param look: only check, without time to mark a GPU's work.
+        :param check_only: only check, without time to mark a GPU's work.
         """
         if not self.dropped:
             pass
@@ -138,15 +138,15 @@ class ChunkReferences:
                 users = [self.dropped.popleft() for _ in range(len(self.dropped))]
                 self._references.difference_update(users)
                 self.free += [reference.number for reference in users]
-        elif not look and (
+        elif not check_only and (
             len(self.dropped) >= _BATCH or sum([reference.nbytes for reference in [*self.dropped]]) >= _BATCH_BYTES
         ):
             with self._lock:
-                gone: dict[Backend, list[ChunkReference]] = {}
+                ended: dict[Backend, list[ChunkReference]] = {}
                 for _ in range(len(self.dropped)):
                     reference = self.dropped.popleft()
-                    gone.setdefault(reference.backend, []).append(reference)
-                for backend, references in gone.items():
+                    ended.setdefault(reference.backend, []).append(reference)
+                for backend, references in ended.items():
                     self._fence(backend, references, background)
         if not self.fenced:
             return

@@ -48,7 +48,7 @@ class Closer:
     def __init__(self) -> None:
         self._thread = FinalizerThread("shared-rpc-closer")
         #: Closes descriptors from other processes, which may block without limit.
-        self._stranger = FinalizerThread("shared-rpc-discarder")
+        self._discarder = FinalizerThread("shared-rpc-discarder")
         self._discarded: deque[int] = deque()
         #: The first one is being closed.
         self._left: deque[_Closing] = deque()
@@ -58,7 +58,7 @@ class Closer:
     def spare_this_thread(self) -> Iterator[None]:
         """Close large memory of this thread in another one while the block runs. All is closed at its end."""
         self._thread.start()
-        self._stranger.start()
+        self._discarder.start()
         THREAD.spared = True
         try:
             yield
@@ -87,7 +87,7 @@ class Closer:
             close_all(fds)
         while fds:
             self._discarded.append(fds.pop())
-            self._stranger.submit(self._close_discarded)
+            self._discarder.submit(self._close_discarded)
 
     def _close_discarded(self) -> None:
         try:

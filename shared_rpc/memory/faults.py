@@ -143,9 +143,9 @@ class _Handler:
         present = _SigAction()
         _libc.sigaction(signal.SIGSEGV, None, ctypes.byref(present))
         if present.handler == self._address:
-            self._give_back()
+            self._restore()
 
-    def _give_back(self) -> None:
+    def _restore(self) -> None:
         assert self._earlier is not None, "install() has set it"
         self._in_place = False
         _libc.sigaction(signal.SIGSEGV, ctypes.byref(self._earlier), None)
@@ -157,7 +157,7 @@ class _Handler:
             if self._in_place:
                 _handle(info)
         finally:
-            self._give_back()
+            self._restore()
             if ours:
                 self._turn.release()
             if _code_of(info) <= 0:  # a sent signal is not raised again by the faulting instruction

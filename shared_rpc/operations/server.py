@@ -122,11 +122,11 @@ class ProcessExit:
         :raises DeadlineExceeded: after ``timeout`` seconds.
         """
         until = time.monotonic() + timeout if timeout is not None else float("inf")
-        while not self._gone():
+        while not self._has_exited():
             if time.monotonic() > until:
                 raise DeadlineExceeded(f"the server at {self._path} was asked to end, but still runs after {timeout:g} s")
 
-    def _gone(self) -> bool:
+    def _has_exited(self) -> bool:
         """Check for the end, and wait a moment if it is still running."""
         if self._pidfd >= 0:
             ended = select.poll()

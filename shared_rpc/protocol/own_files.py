@@ -59,7 +59,7 @@ def check_directory(directory: str) -> None:
         status = os.lstat(directory)
     except OSError as error:
         raise ConfigurationError(f"cannot use the socket directory {directory}: {error}") from error
-    reason = why_not_there(status)
+    reason = directory_problem(status)
     if reason:
         open_to_others = stat.S_ISDIR(status.st_mode) and is_own(status.st_uid)
         raise ConfigurationError(
@@ -68,7 +68,7 @@ def check_directory(directory: str) -> None:
         )
 
 
-def why_not_there(status: os.stat_result) -> str:
+def directory_problem(status: os.stat_result) -> str:
     """Return the reason why a directory with that lstat(2) must not have a socket, as the rest of a sentence; empty if it may.
 
     It may if the directory is this user's, and no other user can write to it; or if it is sticky, and this user's or root's, so
@@ -84,7 +84,7 @@ def why_not_there(status: os.stat_result) -> str:
     return f"has mode {mode:04o}, so other users can write to it" if mode & 0o022 else ""
 
 
-def why_not_trusted(status: os.stat_result) -> str:
+def file_problem(status: os.stat_result) -> str:
     """Return the reason why a file with that fstat(2) may be another user's work, as the rest of a sentence; empty if not.
 
     It must belong to this user or to root, whose servers clients accept too, and be writable by no other user.

@@ -31,7 +31,7 @@ def peer_of(sock: socket.socket) -> Peer:
     return Peer(*_UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)))
 
 
-def ask_who_answers(sock: socket.socket) -> None:
+def request_credentials(sock: socket.socket) -> None:
     """Make the kernel attach the sender to later bytes, for :func:`answerer_of`. For a connected socket: another one would be
     bound to a name.
     """
@@ -39,7 +39,7 @@ def ask_who_answers(sock: socket.socket) -> None:
 
 
 def answerer_of(sock: socket.socket) -> Peer:
-    """Return the sender of the first bytes waiting in a socket, once, after :func:`ask_who_answers`.
+    """Return the sender of the first bytes waiting in a socket, once, after :func:`request_credentials`.
 
     It may differ from the process that listened, for example with a service manager's socket. Bytes sent before that call
     have uid 65534 and pid 0.

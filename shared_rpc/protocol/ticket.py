@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from shared_rpc.errors import ConfigurationError, StaleHandleError, TicketError
-from shared_rpc.protocol.own_files import why_not_trusted
+from shared_rpc.protocol.own_files import file_problem
 
 _FORMAT = 1
 #: Maximum bytes. Only a cache key can be long: a template may put a whole argument into it.
@@ -170,7 +170,7 @@ def read_ticket(ticket: Ticket | str | os.PathLike[str]) -> Ticket:
 def _check_file(name: str, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise TicketError(f"the ticket {name} is no regular file", reason="unreadable")
-    if why := why_not_trusted(status):
+    if why := file_problem(status):
         raise TicketError(f"the ticket {name} {why}: write another one, or check it and chmod 600", reason="untrusted")
     if status.st_size > _LIMIT:
         raise TicketError(f"{name} has {status.st_size} bytes, but a ticket has at most {_LIMIT}", reason="malformed")

@@ -68,7 +68,7 @@ def stand_for(connection: socket.socket, pid: int, fds: list[int]) -> NoReturn:
         # A terminal signals a whole process group.
         _send(pid, number, info.si_code == _SI_KERNEL or number in _OF_JOBS)
         if number in _OF_JOBS and number != signal.SIGCONT:
-            _suffer(number)
+            _take_default_action(number)
             # A process that cannot be stopped, such as one without a shell, is not resumed either.
             if signal.SIGCONT not in signal.sigpending():
                 _send(pid, signal.SIGCONT, True)
@@ -79,7 +79,7 @@ def _send(pid: int, number: int, group: bool) -> None:
         (os.killpg if group else os.kill)(pid, number)
 
 
-def _suffer(number: int) -> None:
+def _take_default_action(number: int) -> None:
     """Take the default action of a blocked signal."""
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
@@ -93,7 +93,7 @@ def _end_as(connection: socket.socket) -> NoReturn:
     if code >= 0:
         os._exit(code)
     if -code not in (signal.SIGKILL, signal.SIGSTOP):
-        _suffer(-code)
+        _take_default_action(-code)
     os.kill(os.getpid(), -code)
     # The first process of a system or container does not end by its own signals.
     os._exit(128 - code)

@@ -62,7 +62,7 @@ class Mover(Protocol):
     def frees(self) -> Counter[str]:
         """Return the bytes that active moves will free, by device."""
 
-    def give_way(self, group: Sequence[StoredObject], to: Below) -> None:
+    def begin_eviction(self, group: Sequence[StoredObject], to: Below) -> None:
         """Begin to move a group down. Errors are reported to :meth:`Capacity.failed`."""
 
 
@@ -495,7 +495,7 @@ class Capacity:
             return False
         for one, to in plan:
             if to is not None:
-                self.mover.give_way(one.group, to)
+                self.mover.begin_eviction(one.group, to)
             elif one.copies:
                 self._drop_copies(one.frees[HOST], [one])
             else:

@@ -382,12 +382,12 @@ class Tiers:
         """Return the bytes that active moves will free, by device."""
         return sum((move.frees for move in {id(move): move for move in self._moves.values()}.values()), Counter())
 
-    def give_way(self, group: Sequence[StoredObject], to: Below) -> None:
+    def begin_eviction(self, group: Sequence[StoredObject], to: Below) -> None:
         """Begin to move a group down."""
         move = self._enter(group, to, "down")
-        self._state.waits.begin(move, self._give_way(move, to))
+        self._state.waits.begin(move, self._evict(move, to))
 
-    async def _give_way(self, move: Move, to: Below) -> None:
+    async def _evict(self, move: Move, to: Below) -> None:
         try:
             if await self._lower(move, to, "capacity") is None:
                 raise ServerBusy(f"the objects that share the memory of {_named(move.group[0])} have changed")

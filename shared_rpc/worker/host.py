@@ -56,7 +56,7 @@ class Hosted:
         self.transfers = self.executor.transfers
 
 
-def given_back(hosted: Hosted | None, session: str) -> list[int]:
+def returnable_chunks(hosted: Hosted | None, session: str) -> list[int]:
     """Return chunks of the client's that can be returned to it."""
     transfer = hosted.transfers.find(session) if hosted is not None else None
     return transfer.returned() if transfer is not None else []
@@ -285,9 +285,9 @@ class WorkerHost:
         if failure is not None:
             self._fail(run.number, hosted, run.session, failure)
         if run.begun_at:
-            self._tell_end(run, failure.code if failure is not None else "")
+            self._emit_finish(run, failure.code if failure is not None else "")
 
-    def _tell_end(self, run: Run[None], error: str = "") -> None:
+    def _emit_finish(self, run: Run[None], error: str = "") -> None:
         """Report the end of a run to the app's hooks that received its start."""
         HOOKS.emit(
             BuildFinished(
@@ -307,7 +307,7 @@ class WorkerHost:
         sent = transfer.sent if transfer is not None else set()
         message = w.RunFinished(
             **record.body(sent),
-            freed=given_back(hosted, run.session),
+            freed=returnable_chunks(hosted, run.session),
             nbytes=record.nbytes,
             device=record.device,
             private_nbytes=record.private_nbytes,
@@ -326,7 +326,7 @@ class WorkerHost:
         return None
 
     def _fail(self, number: int, hosted: Hosted | None, session: str, failure: Failure, unused: Sequence[int] = ()) -> None:
-        freed = [*given_back(hosted, session), *unused]
+        freed = [*returnable_chunks(hosted, session), *unused]
         self._stream.send(w.RunFailed(failure.code, failure.text, failure.detail, freed), number, failure.pickled)
 
     def _stop(self, frame: Frame, message: w.Stop) -> None:
@@ -340,9 +340,9 @@ class WorkerHost:
         hosted, run = self._runs.get(frame.request_id, (None, None))
         if hosted is not None and run is not None and hosted.executor.withdraw(run):
             del self._runs[run.number]
-            self._stream.send(w.RunWithdrawn(given_back(hosted, run.session)), run.number)
+            self._stream.send(w.RunWithdrawn(returnable_chunks(hosted, run.session)), run.number)
             if run.begun_at:
-                self._tell_end(run)
+                self._emit_finish(run)
 
     def _give(self, frame: Frame, message: w.ReleaseChunks) -> None:
         hosted = self._hosted.get(message.key)
@@ -365,7 +365,7 @@ class WorkerHost:
             hosted.executor.reclaim()
 
     def _return(self, hosted: Hosted, session: str) -> None:
-        chunks = given_back(hosted, session)
+        chunks = returnable_chunks(hosted, session)
         if chunks:
             self._stream.send(w.ChunksReturned(hosted.key, session, chunks))
 

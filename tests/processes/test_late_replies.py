@@ -186,7 +186,7 @@ async def test_cancelled_readers_pass_the_reading_on() -> None:
     tasks = [asyncio.create_task(channel.exchange(Request(m.Ping(), "ping"))) for _ in range(3)]
     for _ in range(10):
         await asyncio.sleep(0)
-    assert channel._reader is not None and len(channel._exchanges.under_way) == 3
+    assert channel._reader is not None and len(channel._exchanges.pending) == 3
     reader = channel._reader
     server.queue(m.Pong(), 1)
     server.flush()

@@ -54,9 +54,9 @@ def ask(link: BlockingLink) -> Iterator[Callable[..., Future[Reply]]]:
     with ThreadPoolExecutor(8) as pool:
 
         def ask(seconds: float = 20.0, **options: Any) -> Future[Reply]:
-            before = len(link._exchanges.under_way)
+            before = len(link._exchanges.pending)
             asked = pool.submit(link.exchange, Request(m.Ping(), "ping", **options), time.monotonic() + seconds)
-            eventually(lambda: len(link._exchanges.under_way) > before)
+            eventually(lambda: len(link._exchanges.pending) > before)
             eventually(lambda: link._reader is not None and len(link._waiting) == before)
             return asked
 

@@ -211,7 +211,7 @@ def test_threads_with_timeouts_get_their_own_answers(server: Server, client: Cli
     client.wait_for_task(task_id).release()
     eventually(lambda: server.info()["leases"] == 0)
     link = client._link
-    assert link is not None and not link._exchanges.under_way and not link._waiting and link._reader is None
+    assert link is not None and not link._exchanges.pending and not link._waiting and link._reader is None
     assert server.info()["connections"] == 1
 
 

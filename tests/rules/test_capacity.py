@@ -121,7 +121,7 @@ class World(Shelf):
         """Return what the moves free."""
         return sum((move.frees for move in self.moves), Counter())
 
-    def give_way(self, group: Sequence[StoredObject], to: Below) -> None:
+    def begin_eviction(self, group: Sequence[StoredObject], to: Below) -> None:
         """Begin a move."""
         for stored in group:
             assert not self.users(stored) and not stored.pinned and to in self.below(group) and not self.is_moving(stored)

@@ -196,7 +196,7 @@ def test_any_chunking_and_order_is_handled(chosen: list[Plan], data: st.DataObje
             assert len(plan.heard) == plan.told or plan.left or plan.withdraws is not None
         given_back = [message.object_ids for _, message in connection.sent() if isinstance(message, m.Release)]
         assert sorted(given_back) == sorted([f"object {plan.number}"] for plan in chosen if plan.managed and plan.left)
-        assert not connection.exchanges.under_way and not connection.exchanges.owed
+        assert not connection.exchanges.pending and not connection.exchanges.owed
         connection.close()
 
 
@@ -223,7 +223,7 @@ def test_an_end_at_any_byte_is_handled(chosen: list[Plan], end: int, data: st.Da
             reply = plan.reply or connection.exchanges.reply(plan.exchange)
             assert len(reply.frame.fds) == plan.fds
             reply.frame.close()
-        assert not connection.exchanges.under_way and not connection.exchanges.owed
+        assert not connection.exchanges.pending and not connection.exchanges.owed
         connection.close()
 
 
@@ -433,7 +433,7 @@ def test_unsendable_requests_queue_nothing(connection: Connection, monkeypatch: 
         with pytest.raises(OSError, match="Too many"):
             connection.ask(fds=(fd,))
     os.close(fd)
-    assert not connection.exchanges.under_way
+    assert not connection.exchanges.pending
     assert connection.buffers.unsent == 0
 
 

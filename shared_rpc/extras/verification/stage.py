@@ -242,7 +242,7 @@ class Stage:
         answered = self.within(_STARTUP, lambda: self.answers() or self.broker.poll() is not None)
         if answered is None or not self.answers():
             end = "did not answer in time" if answered is None else f"ended with exit code {self.broker.poll()}"
-            raise ConnectError(f"the server {end}; {self._last_words('server')}")
+            raise ConnectError(f"the server {end}; {self._end_of_log('server')}")
 
     def restart_server(self) -> None:
         """Replace a server that has ended or does not answer, and wait for the new one."""
@@ -270,7 +270,7 @@ class Stage:
         text = (self.folder / f"{name}.log").read_text(errors="replace")
         return [line.rstrip() for line in text.splitlines() if line.strip()][-lines:]
 
-    def _last_words(self, name: str) -> str:
+    def _end_of_log(self, name: str) -> str:
         said = self.log(name, 3)
         return f"its last words: {' | '.join(line.strip() for line in said)}" if said else "it said nothing"
 
@@ -284,7 +284,7 @@ class Stage:
         try:
             return VerifyClient(self._forks)
         except (ClientFailed, OSError) as error:
-            raise CannotRun(f"no client process starts: {error}; {self._last_words('clients')}") from error
+            raise CannotRun(f"no client process starts: {error}; {self._end_of_log('clients')}") from error
 
     @contextmanager
     def clients(self, count: int) -> Iterator[list[VerifyClient]]:
