@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import hypothesis
@@ -11,8 +12,10 @@ import pytest
 from hypothesis import strategies as st
 
 from shared_rpc.codec.tensors import tensors_of
-from shared_rpc.errors import ConfigurationError, RecordError
+from shared_rpc.errors import CodecError, ConfigurationError, RecordError
+from shared_rpc.memory.chunk_references import ChunkReferences
 from shared_rpc.memory.mapping import MAPPINGS, Mapping
+from shared_rpc.memory.pool import Pool, PoolOptions
 from shared_rpc.protocol.exported import FORMAT, RecordHeader
 from shared_rpc.protocol.records import BufferEntry, SegmentInfo, StorageEntry, TensorEntry, TensorTable
 from shared_rpc.protocol.specs import EndpointSpec, Parameter
@@ -194,6 +197,38 @@ def test_admitted_tables_stay_within_their_segments(
             start = tensor.data_ptr()
             base = memory[storages[entry.storage].segment].address
             assert base <= start < base + PAGE
+
+
+@pytest.mark.parametrize(("offset", "nbytes"), [(-8, 8), (8, -8), (PAGE - 8, 16), (PAGE + 8, 0), (0, PAGE + 1)])
+def test_storages_outside_of_their_segment_are_refused(memory: list[Mapping], offset: int, nbytes: int) -> None:
+    """Also where tensors are taken to fit their storages."""
+    tables = [TensorTable(("cpu",), (StorageEntry(0, *place),)) for place in ((offset, nbytes), (0, PAGE), (PAGE, 0))]
+    with pytest.raises(CodecError, match=f"a storage of {nbytes} bytes at {offset} is not within its segment of {PAGE} bytes"):
+        tensors_of(tables[0], memory, {}, trusted=True)
+    assert [tensors_of(table, memory, {})[1][0].nbytes() for table in tables[1:]] == [PAGE, 0]
+
+
+def test_tensors_that_leave_their_storage_are_refused(memory: list[Mapping]) -> None:
+    """By torch, unless they are known to fit."""
+    table = TensorTable(("cpu",), (StorageEntry(0, 0, 8),), (TensorEntry(0, "float32", 1, (2,), (1,)),))
+    with pytest.raises(CodecError, match="the tensor table does not fit its memory"):
+        tensors_of(table, memory, {})
+
+
+def test_chunks_that_no_tensor_keeps_are_given_back() -> None:
+    """A chunk stays in use while a storage over it lives; one that came with the table and that nothing lies in does not."""
+    with closing(Pool(PoolOptions(), "the pool")) as pool:
+        used, spare = pool.acquire("cpu", [64, 64], "a test")
+        references = ChunkReferences(lambda: None)
+        pooled = {used.number: references, spare.number: references}
+        mapping = used.arena.mapping
+        places = [StorageEntry(0, used.offset + half, 32, chunk=used.number) for half in (0, 32)]
+        _, storages = tensors_of(TensorTable(("cpu",), tuple(places)), [mapping], pooled)
+        assert (pooled, references.in_use, references.pop_returned()) == ({}, 1, [spare.number])
+        for left in ([], [used.number]):
+            storages.pop()
+            references.poll()
+            assert references.pop_returned() == left
 
 
 # Versions, calls and places.

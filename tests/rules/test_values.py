@@ -25,6 +25,7 @@ from shared_rpc.protocol.values import (
     SkeletonRef,
     TensorRef,
     canonical,
+    count_args,
     decode,
     decode_call,
     encode_call,
@@ -326,3 +327,67 @@ def test_values_are_counted_without_building_them(values: Any) -> None:
 def test_a_few_long_values_are_counted_quickly(value: Any) -> None:
     """Their bytes are skipped."""
     assert decode_call(*encode_call([value], {})) == ([value], {})
+
+
+#: Lengths with forms of their own, and numbers.
+LENGTHS = [0, 1, 2, 3, 4, 8, 15, 16, 17, 31, 32, 255, 256, 65_535, 65_536]
+INTEGERS = [0, 127, 128, 255, 256, 65_535, 65_536, 2**32 - 1, 2**32, 2**64 - 1, -1, -32, -33, -128, -129, -(2**15), -(2**31)]
+
+
+def test_every_form_of_a_value_counts_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers, text, bytes and extensions of all lengths; containers count their contents too, and keys."""
+    monkeypatch.setattr(values_module, "_UNCOUNTED", 0)
+    one: list[Any] = [None, True, 1.5, *INTEGERS, -(2**31) - 1]
+    one += [make(length) for length in LENGTHS for make in ("x".__mul__, bytes, lambda n: msgspec.msgpack.Ext(5, bytes(n)))]
+    encoded = [(msgspec.msgpack.encode([value, 1]), 3) for value in one]
+    encoded += [(b"\x92\xca\0\0\0\0\1", 3)]  # a float of 32 bits, as other programs write it
+    encoded += [(msgspec.msgpack.encode([[0] * length, 1]), 3 + length) for length in LENGTHS]
+    encoded += [(msgspec.msgpack.encode([dict.fromkeys(map(str, range(n))), 1]), 3 + 2 * n) for n in LENGTHS]
+    for data, count in encoded:
+        for limit in (count, count - 1):
+            monkeypatch.setattr(values_module, "MAX_VALUES", (limit - 1) / 2)
+            with pytest.raises(ProtocolError) if limit < count else nullcontext():
+                values_module._check_values(data)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        ([1, 2, 3], {"a": 1, "b": 2}),
+        ([[1, 2, 3, 4]], {}),
+        ([(1, 2, 3, 4)], {}),
+        ([{"a": 1, "b": 2, "c": 3, "d": 4}], {}),
+        ([[1], (2,)], {"a": {"k": []}}),
+    ],
+    ids=["arguments", "list", "tuple", "dict", "in all"],
+)
+def test_values_of_a_call_are_limited_where_it_arrives(
+    monkeypatch: pytest.MonkeyPatch, args: list[Any], kwargs: dict[str, Any]
+) -> None:
+    """All of them together, in containers of every kind, with the arguments themselves."""
+    encoded = encode_call(args, kwargs)
+    total = 5 + ("k" in str(kwargs))
+    monkeypatch.setattr(values_module, "MAX_VALUES", total)
+    assert decode_call(*encoded) == (args, kwargs)
+    monkeypatch.setattr(values_module, "MAX_VALUES", total - 1)
+    with pytest.raises(ProtocolError, match=r"have more than . values: pass them as a tensor"):
+        decode_call(*encoded)
+
+
+def test_bytes_of_tuples_in_tuples_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every level copies those below it."""
+    data = encode_call([((bytes(100),),)], {})
+    inner = len(msgspec.msgpack.encode([bytes(100)]))
+    monkeypatch.setattr(values_module, "_MAX_NESTED", 2 * inner + 4)
+    assert decode_call(*data) == ([((bytes(100),),)], {})
+    monkeypatch.setattr(values_module, "_MAX_NESTED", 2 * inner)
+    with pytest.raises(ProtocolError, match="nested too deeply"):
+        decode_call(*data)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "count"), [([], {}, 0), ([1], {}, 1), ([[]] * 15, {}, 15), ([0] * 16, {}, None), ([1], {"k": 1}, None)]
+)
+def test_positional_arguments_are_counted_by_the_first_byte(args: list[Any], kwargs: dict[str, Any], count: int | None) -> None:
+    """Up to fifteen without others."""
+    assert count_args(*encode_call(args, kwargs)) == count

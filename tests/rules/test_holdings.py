@@ -1,0 +1,161 @@
+"""Objects as sessions hold them: leases for what is there, what is told of an object, and the page of its revision."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import Mock
+
+import pytest
+
+from shared_rpc.errors import ServerBusy, StaleHandleError
+from shared_rpc.memory.records import Record
+from shared_rpc.memory.segments import Segment
+from shared_rpc.protocol import generations as g
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.records import EMPTY_TABLE, Access, SegmentInfo
+from shared_rpc.server.holdings import Holdings
+from shared_rpc.server.sessions import Sessions
+from shared_rpc.server.shared import State
+from shared_rpc.server.state.buffers import BufferTable
+from shared_rpc.server.state.leases import LeaseTable, TaskHolder
+from shared_rpc.server.state.objects import ObjectStore, StoredObject
+from tests.kit.clock import Clock
+
+
+class Shelf:
+    """A server's objects, leases and buffers, with no server around them; ``tiers`` says what they do."""
+
+    def __init__(self) -> None:
+        self.clock, self.leases, self.moving = Clock(), LeaseTable(), None
+        self.objects = ObjectStore(self.leases, self.clock, StoredObject.close)
+        buffers = BufferTable(self.objects, self.leases, self.clock)
+        self.capacity = Mock()
+        parts = {"objects": self.objects, "leases": self.leases, "buffers": buffers, "clock": self.clock}
+        self.state = State(
+            server_id="server",
+            device="cpu",
+            sessions=Sessions("server", self.objects, self.leases, Mock()),
+            capacity=self.capacity,
+            **cast(Any, parts),
+            **dict.fromkeys(("registry", "executor", "memory", "events", "misses", "wake_within"), Mock()),
+        )
+        self.holdings = Holdings(self.state, cast(Any, SimpleNamespace(info=lambda stored: ({"host": 4096}, self.moving))))
+
+    def add(self, *accesses: Access, key: str | None = None, managed: bool = True, **options: Any) -> StoredObject:
+        """An object of one segment for each access, that a task holds."""
+        null = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) for _ in accesses]
+        segments = [
+            Segment.owning(SegmentInfo(f"{len(self.objects)}-{number}", 4096, "cpu", access), fd)
+            for number, (access, fd) in enumerate(zip(accesses, null, strict=True))
+        ]
+        stored = self.objects.add("f", key, Record(b"", EMPTY_TABLE, segments, 4096), None, managed=managed, **options)
+        self.leases.grant(TaskHolder("task"), stored.object_id)
+        return stored
+
+    def told(self, stored: StoredObject) -> dict[str, Any]:
+        """What a client is told of an object."""
+        return cast(Any, m.GetObjectInfo.read(self.holdings.get_info(Mock(), m.GetObjectInfo(stored.object_id))))
+
+
+@pytest.fixture
+def shelf() -> Iterator[Shelf]:
+    """One without objects, which drops all in the end."""
+    shelf = Shelf()
+    yield shelf
+    shelf.objects.clear()
+
+
+def caller(*, local: bool = False) -> Mock:
+    """A request of the session ``mine``; what it is answered with is in ``reply``."""
+    return Mock(session="mine", local=local)
+
+
+def test_leases_are_granted_for_managed_objects_that_are_there(shelf: Shelf) -> None:
+    """One for each time that an id is given; inactive where the client says so, or has mapped memory that was replaced."""
+    active, suspended, replaced, cached = (shelf.add("read_write", managed=number != 3).object_id for number in range(4))
+    ids = [active, active, suspended, replaced, cached, "gone"]
+    mapped = {active: ["0-0"], replaced: ["2-0", "earlier"], cached: ["earlier"]}
+    answer = shelf.holdings.hold(caller(), m.Hold(ids, [suspended], mapped))
+    assert (answer.object_ids, answer.outdated) == ([active, active, suspended, replaced], [replaced])
+    assert [shelf.leases.handles("mine", each) for each in (active, suspended, replaced, cached)] == [2, 1, 1, 0]
+    assert [shelf.leases.users(each) for each in (active, suspended, replaced)] == [["mine"], [], []]
+
+
+def test_leases_that_were_held_are_given_back(shelf: Shelf) -> None:
+    """The answer counts these alone; an object without holders goes."""
+    stored = shelf.add("read_write")
+    shelf.leases.grant("mine", stored.object_id)
+    shelf.leases.end_session(TaskHolder("task"))
+    assert shelf.holdings.release(caller(), m.Release([stored.object_id, stored.object_id, "gone"])) == m.Count(1)
+    with pytest.raises(StaleHandleError, match=f"server has no object {stored.object_id}"):
+        shelf.told(stored)
+
+
+def test_what_is_told_of_an_object(shelf: Shelf) -> None:
+    """A task holds it, but does not use it; a move, a candidate and a buffer's terms are told where there are any."""
+    stored = shelf.add("read_write", candidate=True)
+    shelf.leases.grant("mine", stored.object_id)
+    told = shelf.told(stored)
+    assert (told["leases"], told["active"], told["copies"], told["candidate"]) == (2, 1, {"host": 4096}, True)
+    assert not {"moving", "lifetime", "state"} & told.keys()
+    stored.invalidated, shelf.moving = True, cast(Any, {"to": "host", "done": 1, "total": 2})
+    told = shelf.told(stored)
+    assert "candidate" not in told and told["moving"] == {"to": "host", "done": 1, "total": 2}
+    assert shelf.told(shelf.add("read_write", kind="buffer"))["state"] == "unknown"
+
+
+def test_holders_are_told(shelf: Shelf) -> None:
+    """Of an object that is there."""
+    stored = shelf.add("read_write")
+    answer = shelf.holdings.list_holders(Mock(), m.ListHolders(stored.object_id))
+    assert [(each["kind"], each["session"]) for each in m.ListHolders.read(answer)] == [("task", "task")]
+    with pytest.raises(StaleHandleError):
+        shelf.holdings.list_holders(Mock(), m.ListHolders("gone"))
+
+
+def test_objects_are_listed_by_pages(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page has as many as are asked for, at least one and at most a fixed number; the next begins after its last."""
+    monkeypatch.setattr("shared_rpc.server.holdings._PAGE", 3)
+    ids = [shelf.add("read_write", key=key).object_id for key in ("one", None, None, None)]
+    pages = [shelf.holdings.list_objects(Mock(), m.ListObjects(limit=limit)) for limit in (-5, 2, 100)]
+    assert [[info["object_id"] for info in page.infos] for page in pages] == [ids[:1], ids[:2], ids[:3]]
+    first, second = pages[1].infos
+    assert (first["cached"], second["cached"], [holder["session"] for holder in first["holders"]]) == (True, False, ["task"])
+    last = shelf.holdings.list_objects(Mock(), m.ListObjects(after=pages[2].after or 0))
+    assert ([info["object_id"] for info in last.infos], last.after) == (ids[3:], None)
+
+
+def revision_of(shelf: Shelf, stored: StoredObject, asking: Mock) -> g.RevisionPage:
+    """The answer to a request for the page of an object's revision."""
+    shelf.holdings.get_revision(asking, g.GetRevision(stored.object_id))
+    ((message,), options) = asking.reply.call_args
+    assert len(options["owners"]) == 1
+    return cast(g.RevisionPage, message)
+
+
+@pytest.mark.parametrize(
+    ("accesses", "local", "access"),
+    [
+        (["read_write", "read_write"], False, "read_write"),
+        (["read_write", "read"], False, "read"),
+        (["read"], True, "read_write"),
+    ],
+)
+def test_a_revision_has_one_page(shelf: Shelf, no_leaks: None, accesses: list[Access], local: bool, access: Access) -> None:
+    """It is made once, for a descriptor; that of read-only memory is read-only elsewhere. Each kind of memory is told once."""
+    stored = shelf.add(*accesses)
+    shelf.capacity.require_descriptors.side_effect = ServerBusy("none is left")
+    with pytest.raises(ServerBusy):
+        shelf.holdings.get_revision(caller(), g.GetRevision(stored.object_id))
+    shelf.capacity.require_descriptors.side_effect = None
+    first = revision_of(shelf, stored, caller(local=local))
+    shelf.capacity.require_descriptors.assert_called_with(1)
+    shelf.capacity.require_descriptors.reset_mock()
+    assert revision_of(shelf, stored, caller(local=local)).page == first.page
+    shelf.capacity.require_descriptors.assert_not_called()
+    assert stored.page is not None and (first.page.id, first.page.access) == (stored.page.info.id, access)
+    assert [info.id for info in first.memory] == [stored.record.segments[-1].info.id]
+    stored.close()
