@@ -10,7 +10,7 @@ import ray
 import torch
 
 from sites import Site, Sites
-from tests.conftest import *  # noqa: F403  # the fixtures of all tests
+from tests.kit.fixtures import *  # noqa: F403  # the fixtures of all tests
 
 _names = (f"m{number}" for number in itertools.count(1))
 

@@ -1,0 +1,325 @@
+"""Fixtures of all tests: a server of its own for every test, and nothing left behind by any."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import fcntl
+import gc
+import multiprocessing.resource_tracker
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+
+from shared_rpc import Client, Provider, Server
+from shared_rpc.codec.results import decode_result, publish
+from shared_rpc.memory.mapping import MAPPINGS
+from shared_rpc.memory.records import Record
+from shared_rpc.server import sources
+from tests.kit import forks
+from tests.kit.apps import EACH_ROLE, ROLES, App
+from tests.kit.brokers import BrokerApp
+from tests.kit.forks import start_zygote, stop_zygote
+from tests.kit.interpreter import Interpreter
+from tests.kit.joiners import TOKEN
+from tests.kit.processes import Child, eventually, open_fds
+
+# A command that a shell runs in the background ignores Ctrl-C, and the children of the tests would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# No test asks a model hub: where there is no network, each answer would take half a minute.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# No deadline: what else the machine does is not what a property is about. HYPOTHESIS_PROFILE=deep looks longer.
+hypothesis.settings.register_profile("quick", deadline=None, max_examples=40)
+hypothesis.settings.register_profile("deep", deadline=None, max_examples=1000)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def beginnings(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Children of tests begin as forks of it, in the folders whose tests have any."""
+    folders = {item.path.parent.name for item in request.session.items}
+    if folders - {"rules", "compat"}:
+        start_zygote()
+    yield
+    stop_zygote()
+
+
+@pytest.fixture
+def new_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Children are new processes, whatever starts them."""
+    monkeypatch.setattr(forks, "_zygote", None)
+
+
+@pytest.fixture(autouse=True)
+def gpu_to_share(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A test that measures the memory of a whole GPU is the only one that uses it, also among parallel test processes."""
+    if request.node.get_closest_marker("gpu") is None:
+        yield
+        return
+    alone = request.node.get_closest_marker("whole_gpu") is not None
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    with (folder / "queue").open("w") as queue, (folder / "gpu").open("w") as gpu:
+        # Whoever waits for the GPU keeps the queue, so that one that wants it alone is not overtaken for ever.
+        fcntl.flock(queue, fcntl.LOCK_EX)
+        fcntl.flock(gpu, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(queue, fcntl.LOCK_UN)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def quick_collections() -> None:
+    """Tests count what is left after a collection: what was there before is not walked over again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture
+def go() -> Iterator[threading.Event]:
+    """Lets endpoints that wait go on."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+@pytest.fixture
+def begun() -> threading.Event:
+    """Set once an endpoint that waits has begun."""
+    return threading.Event()
+
+
+@pytest.fixture
+def base_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A private base path, for this process and for its children."""
+    path = str(tmp_path / "s")
+    monkeypatch.setenv("SHARED_TENSOR_BASE_PATH", path)
+    for name in ("SHARED_TENSOR_ENABLED", "SHARED_TENSOR_ROLE"):
+        monkeypatch.delenv(name, raising=False)
+    tmp_path.chmod(0o700)
+    return path
+
+
+@pytest.fixture
+def provider(base_path: str) -> Provider:
+    """A provider on host memory, with no endpoint yet."""
+    return Provider(base_path, device="cpu")
+
+
+@pytest.fixture
+def serve(provider: Provider) -> Iterator[Callable[..., Server]]:
+    """``serve(**options)`` starts a server for ``provider``; it is stopped at the end."""
+    with ExitStack() as stack:
+
+        def start(**options: Any) -> Server:
+            server = Server(provider, **options)
+            return stack.enter_context(server)
+
+        yield start
+
+
+@pytest.fixture
+def admitted_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers of this process take this one, and its children, for sources of records that they have started."""
+    monkeypatch.setattr(sources, "make_token", lambda: TOKEN)
+    monkeypatch.setenv("SHARED_TENSOR_SOURCE_TOKEN", TOKEN)
+
+
+@pytest.fixture
+def connect(base_path: str) -> Iterator[Callable[..., Client]]:
+    """``connect(**options)`` makes a client of that server; it is closed at the end."""
+    with ExitStack() as stack:
+
+        def make(**options: Any) -> Client:
+            return stack.enter_context(
+                Client(base_path, **{"device": "cpu", "timeout": 30.0, "connect_timeout": 0.0, **options})
+            )
+
+        yield make
+
+
+@pytest.fixture
+def client(server: Server, connect: Callable[..., Client]) -> Client:
+    """A client of the server that a file of tests has as its fixture ``server``."""
+    return connect()
+
+
+@pytest.fixture
+def get(no_leaks: None, provider: Provider, serve: Callable[..., Server]) -> Iterator[Callable[..., Server]]:
+    """``get(value, **options)`` makes ``value`` what the endpoint ``get`` of a running server returns."""
+    held: list[Any] = []
+
+    def share(value: Any, **options: Any) -> Server:
+        held.append(value)
+        provider.share("get", **options)(lambda: held[0])
+        return serve()
+
+    yield share
+    held.clear()
+
+
+@pytest.fixture(params=EACH_ROLE)
+def app(request: pytest.FixtureRequest, base_path: str) -> Iterator[App]:
+    """An app in each role."""
+    app = App(request.param, base_path)
+    yield app
+    app.close()
+
+
+@pytest.fixture
+def every_app(base_path: str) -> Iterator[list[App]]:
+    """An app in all roles at once, for what must not differ."""
+    apps = [App(role, f"{base_path}-{role}") for role in ROLES]
+    yield apps
+    for app in apps:
+        app.close()
+
+
+@pytest.fixture
+def children() -> Iterator[list[Child]]:
+    """Append children here; those that still run at the end are killed."""
+    started: list[Child] = []
+    yield started
+    for child in started:
+        if child.process.poll() is None:
+            child.process.kill()
+        child.process.communicate()
+
+
+@pytest.fixture
+def broker(no_leaks: None, served: BrokerApp, monkeypatch: pytest.MonkeyPatch) -> Iterator[BrokerApp]:
+    """The server that a module's fixture ``served`` has started, without objects; processes that a test starts find it."""
+    monkeypatch.setenv("SHARED_TENSOR_BASE_PATH", served.base_path)
+    yield served
+    served.empty()
+
+
+@pytest.fixture
+def broker_app(tmp_path: Path, base_path: str, children: list[Child]) -> Iterator[BrokerApp]:
+    """An app for a broker, with the endpoints that every such app has; it is not served yet."""
+    app = BrokerApp(tmp_path, base_path, children)
+    app.write()
+    yield app
+    app.close()
+
+
+@pytest.fixture
+def threads() -> Iterator[concurrent.futures.ThreadPoolExecutor]:
+    """For calls that wait."""
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What a process opens once and keeps (the loop's own pipe, torch's) is open before anything is counted."""
+    # Who makes a lock of multiprocessing starts it, from Python 3.14 on, as tqdm does behind a progress bar.
+    multiprocessing.resource_tracker.ensure_running()
+    path = tmp_path_factory.mktemp("warm")
+    path.chmod(0o700)
+    provider = Provider(path / "s", device="cpu")
+    provider.share("warm")(lambda size: torch.nn.Linear(size, size))
+    with Server(provider), Client(path / "s", device="cpu") as client:
+        client.call("warm", 2)
+    # What is imported stays: the collector need not look at it in every test.
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def warm_gpu(warm: None) -> None:
+    """Open what the driver of a GPU opens once in a process and keeps."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the first product in autograd's thread makes the context there, and says so
+        (torch.ones(2, 2, device="cuda", requires_grad=True) @ torch.ones(2, 2, device="cuda")).sum().backward()
+    publish(torch.zeros(1, device="cuda"), "cuda", "read_write", "warm").close()
+
+
+@pytest.fixture
+def no_leaks(request: pytest.FixtureRequest, warm: None) -> Iterator[None]:
+    """Fails the test if it leaves descriptors or mappings behind. Request it before what opens them."""
+    if request.node.get_closest_marker("gpu") is not None:
+        request.getfixturevalue("warm_gpu")
+    gc.collect()
+    MAPPINGS.drain()
+    fds, mappings = open_fds(), len(MAPPINGS)
+    yield
+
+    def clean() -> bool:
+        # The finaliser thread may be about to unmap what it took from the queue; a collection takes time, and is rarely needed.
+        MAPPINGS.drain()
+        if len(MAPPINGS) <= mappings and open_fds() <= fds:
+            return True
+        gc.collect()
+        return False
+
+    try:
+        eventually(clean, seconds=2)
+    except AssertionError:
+        pytest.fail(f"{len(MAPPINGS) - mappings} mappings and {open_fds() - fds} descriptors left")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, warm: None) -> str:
+    """Each kind of device that memory is shared on."""
+    kind: str = request.param
+    if kind == "cuda":
+        request.getfixturevalue("warm_gpu")
+    return kind
+
+
+@pytest.fixture
+def published(device: str, no_leaks: None) -> Iterator[Callable[..., Record]]:
+    """``published(value, access, **options)`` is its record; it is closed at the end."""
+    with ExitStack() as stack:
+
+        def make(value: Any, access: Any = "read_write", **options: Any) -> Record:
+            record = publish(value, device, access, "endpoint", **options)
+            stack.callback(record.close)
+            return record
+
+        yield make
+
+
+@pytest.fixture
+def rebuilt(published: Callable[..., Record]) -> Callable[..., Any]:
+    """``rebuilt(value, access)`` is what a client gets of it; this process is both."""
+
+    def rebuild(value: Any, access: Any = "read_write") -> Any:
+        record = published(value, access)
+        return decode_result(record.skeleton, record.table, record.segments)
+
+    return rebuild
+
+
+@pytest.fixture(scope="module")
+def interpreters() -> Iterator[list[Interpreter]]:
+    """Two other processes."""
+    processes = [Interpreter(), Interpreter()]
+    yield processes
+    for process in processes:
+        process.kill()
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[Interpreter]:
+    """Another process."""
+    process = Interpreter()
+    yield process
+    process.kill()
+
+
+@pytest.fixture
+def elsewhere(interpreter: Interpreter, base_path: str, device: str) -> Callable[..., Any]:
+    """``elsewhere(code, **names)`` runs in another process, which has a ``client`` of this test's server."""
+    return lambda code, **names: interpreter.run(code, base_path=base_path, device=device, **names)
