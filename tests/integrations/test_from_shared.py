@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import nn
 
-from shared_rpc import Handle, Provider
+from shared_rpc import Handle, Provider, materialize
 from shared_rpc.errors import StateMismatchError
 from shared_rpc.integrations.transformers import from_shared
 from tests.integrations.checkpoints import FAMILIES, decoder, inputs
@@ -54,6 +54,22 @@ def test_a_model_is_built_around_another_ones_weights(family: str, weights: Weig
             assert torch.equal(model(**inputs(model))[0], source(**inputs(source))[0])
     if source.can_generate():
         assert model.generation_config is not source.generation_config
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("device", ["cpu"])
+def test_materialize_builds_models_from_their_configuration(device: str, tied: bool) -> None:
+    """Around a module, and around a checkpoint without tables and tied names."""
+    source = decoder(tie_word_embeddings=tied).eval()
+    checkpoint = {name: tensor for name, tensor in source.state_dict().items() if not (tied and name == "lm_head.weight")}
+    tokens = inputs(source)["input_ids"]
+    expected = source.generate(tokens, max_new_tokens=5, do_sample=False)
+    for tensors in (source, checkpoint):
+        with materialize(tensors):
+            model = transformers.AutoModelForCausalLM.from_config(source.config)
+        weights = (each.model.layers[1].mlp.up_proj.weight for each in (model.eval(), source))
+        assert len({weight.data_ptr() for weight in weights}) == 1
+        assert torch.equal(model.generate(tokens, max_new_tokens=5, do_sample=False), expected)
 
 
 def test_state_dicts_are_accepted(weights: Weights, device: str) -> None:

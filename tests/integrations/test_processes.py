@@ -1,4 +1,4 @@
-"""Scripts that attach: several processes, a server that ends, and one that comes up by itself."""
+"""Scripts that attach: several processes, a server that comes up by itself, and one that ends."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import os
 import signal
 import textwrap
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -78,26 +79,30 @@ def computed(child: Child) -> float:
 
 def expected(checkpoint: str) -> float:
     """The same of a model that is not shared."""
-    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    return result_of(AutoModelForCausalLM.from_pretrained(checkpoint))
+
+
+def result_of(model: Any) -> float:
+    """What a script computes with a model."""
     with torch.no_grad():
-        return model(**inputs(model)).logits.double().sum().item()
+        return float(model(**inputs(model)).logits.double().sum())
 
 
 @pytest.mark.timeout(180)
-def test_simultaneous_scripts_start_one_server(run: Run, checkpoint: str, base_path: str) -> None:
-    """It loads once, and all attach; after its SIGKILL they continue to compute, and the next load starts another one."""
-    scripts = [run(checkpoint, "if line == 'load\\n': model = load()") for _ in range(2)]
-    assert [computed(script) for script in scripts] == [expected(checkpoint)] * 2
-    first = server_of(base_path)
-    with Client(base_path, device="cpu", connect_timeout=0) as client:
+def test_a_script_starts_its_server(run: Run, checkpoint: str, base_path: str) -> None:
+    """It loads once, and another process attaches; after its SIGKILL both continue to compute."""
+    script = run(checkpoint)
+    assert computed(script) == expected(checkpoint)
+    provider = Provider(base_path, execution_mode="client", device="cpu")
+    with shared(provider, fallback=False):
+        mine = AutoModelForCausalLM.from_pretrained(checkpoint)
+    with closing(provider), Client(base_path, device="cpu", connect_timeout=0) as client:
+        server = client.get_server_info()["pid"]
         found = [client.get_object_info(each["object_id"]) for each in client.list_objects()]
     assert [(each["generation"], each["leases"]) for each in found] == [(1, 2)]
-    os.kill(first, signal.SIGKILL)
-    eventually(lambda: not is_running(first))
-    assert computed(scripts[0]) == expected(checkpoint)
-    scripts[1].tell("load")
-    assert float(scripts[1].expect("computes").split()[1]) == expected(checkpoint)
-    assert server_of(base_path) != first
+    os.kill(server, signal.SIGKILL)
+    eventually(lambda: not is_running(server))
+    assert [computed(script), result_of(mine)] == [expected(checkpoint)] * 2
 
 
 def test_the_app_is_a_command(base_path: str, checkpoint: str, children: list[Child]) -> None:
@@ -124,5 +129,4 @@ def test_a_write_to_a_parameter_ends_its_process_alone(run: Run, provider: Provi
     code, text = writer.close()
     assert code == -signal.SIGSEGV
     assert "from_pretrained" in text
-    with torch.no_grad():
-        assert mine(**inputs(mine)).logits.double().sum().item() == expected(checkpoint)
+    assert result_of(mine) == expected(checkpoint)

@@ -200,11 +200,10 @@ def provider_device(provider: Provider) -> torch.device:
 
 def test_attached_models_can_be_compiled(provider: Provider, checkpoint: str) -> None:
     """``torch.compile`` handles the shared parameters."""
-    one = attached(provider, checkpoint)
-    expected = outputs(one)[0]
-    compiled = torch.compile(one, backend="aot_eager")
+    one = attached(provider, checkpoint).model.layers[0].mlp
+    data = torch.linspace(-1, 1, 64, device=one.down_proj.weight.device).reshape(2, 32)
     with torch.no_grad():
-        torch.testing.assert_close(compiled(**inputs(one)).logits, expected)
+        torch.testing.assert_close(torch.compile(one, backend="aot_eager")(data), one(data))
 
 
 def test_attached_models_can_be_saved(provider: Provider, checkpoint: str, tmp_path: Path) -> None:

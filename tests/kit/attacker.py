@@ -185,7 +185,7 @@ def long_lists(path: str) -> Iterator[list[Raw]]:
 
 
 @contextmanager
-def waiters(path: str, connections: int = 4, count: int = 10_000) -> Iterator[list[Raw]]:
+def waiters(path: str, connections: int = 2, count: int = 10_000) -> Iterator[list[Raw]]:
     """Clients with as many pending requests as they may have, which hang up all at once."""
     with ExitStack() as stack:
         made = [stack.enter_context(Raw(path)) for _ in range(connections)]

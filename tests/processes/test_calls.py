@@ -391,7 +391,7 @@ def test_shared_functions_work_in_another_interpreter(tmp_path: Path, children: 
     """They are pickled by name if importable, else as code, with a provider that has the endpoint."""
     (tmp_path / "models.py").write_text(MODULE)
     path = os.pathsep.join([str(tmp_path), PYTHONPATH])
-    child = python(SENDER.format(origin=origin), environ={"PYTHONPATH": path}, fresh=True)
+    child = Child("-c", SENDER.format(origin=origin), environ={"PYTHONPATH": path}, has_workers=True)
     children.append(child)
     assert child.expect("sum:").split() == ["sum:", "3.0", there]
 

@@ -390,8 +390,15 @@ def test_a_broker_without_processes_serves_objects(app: BrokerApp, tmp_path: Pat
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     python.chmod(0o700)
-    code = "import runpy, sys; sys.executable = sys.argv.pop(1); runpy.run_module('shared_rpc.broker', run_name='__main__')"
-    words = ["-c", code, str(python), str(app.file), *ServeOptions(preload=False).words]  # a fork needs no interpreter's file
+    code = """
+        import runpy, sys
+        from shared_rpc.broker import supervisor
+        supervisor._LONGEST_PAUSE = 0.1
+        sys.executable = sys.argv.pop(1)
+        runpy.run_module("shared_rpc.broker", run_name="__main__")
+    """
+    options = ServeOptions(preload=False).words  # a fork needs no interpreter's file
+    words = ["-c", textwrap.dedent(code), str(python), str(app.file), *options]
     broker = Child(*words, cwd=tmp_path, environ={"SHARED_TENSOR_ROLE": "server"})
     children.append(broker)
     broker.expect("serving")

@@ -24,6 +24,8 @@ from tests.kit.moving import APP, MovedBuffer, back_of, to_of
 from tests.kit.processes import Child, eventually, python
 from tests.kit.service_manager import ServiceManager
 
+#: What brokers are started with here: no zygote, which would come while some moves are made and not while others are.
+WITHOUT_ZYGOTE = "--no-preload"
 #: Bytes of an object, and of one whose file has two parts.
 SMALL, LARGE = 64 << 10, (64 << 20) + (64 << 10)
 
@@ -144,7 +146,7 @@ class Sleeper:
 def client(broker_app: BrokerApp, spill: Path) -> Client:
     """A client of a broker."""
     broker_app.write(MODEL)
-    broker_app.start("--spill-dir", str(spill))
+    broker_app.start("--spill-dir", str(spill), WITHOUT_ZYGOTE)
     return broker_app.connect()
 
 
@@ -254,7 +256,7 @@ def test_killed_workers_are_replaced_in_a_move(
         pytest.skip("a worker without the app has no other driver")
     monkeypatch.setenv(DRIVER, "1")
     broker_app.file.write_text(APP.format(watching=killing.code(OF_WORKERS)))
-    broker_app.start("--spill-dir", str(spill))
+    broker_app.start("--spill-dir", str(spill), WITHOUT_ZYGOTE)
     subject = MovedBuffer(broker_app, GPUS[0], nbytes_for(step))
     [worker] = subject.workers()
     subject.prepare(move)
@@ -341,7 +343,7 @@ def end_broker(
 ) -> MovedBuffer:
     """Kill a broker at a step of a move; its workers exit."""
     app.file.write_text(APP.format(watching=""))
-    broker = start(app.program(killing.code(OF_BROKERS), spill_dir=str(spill)))
+    broker = start(app.program(killing.code(OF_BROKERS), spill_dir=str(spill), preload=False))
     subject = MovedBuffer(app, device, nbytes_for(step))
     workers = subject.workers()
     subject.prepare(move)
@@ -365,7 +367,7 @@ def test_killed_brokers_of_a_service_manager_keep_the_object(
         return manager.start(program=program)
 
     subject = end_broker(start, broker_app, killing, spill, device, move, step)
-    manager.start("--spill-dir", str(spill))
+    manager.start("--spill-dir", str(spill), WITHOUT_ZYGOTE)
     assert subject.tier in ("device", to_of(move))
     eventually(lambda: subject.workers() != [], 60.0, "a worker")
     check_subject(subject, move)
@@ -393,7 +395,7 @@ def test_killed_brokers_leave_nothing(
         return False
 
     eventually(lambda: not is_open())
-    broker_app.start("--spill-dir", str(spill))
+    broker_app.start("--spill-dir", str(spill), WITHOUT_ZYGOTE)
     assert subject.is_gone()
     assert memory_of(subject.pid) == 0
     check_subject(MovedBuffer(broker_app, device), move)

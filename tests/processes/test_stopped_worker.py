@@ -163,7 +163,7 @@ def test_calls_beyond_the_limit_fail_at_once(app: BrokerApp, stop: Callable[[], 
         resource.setrlimit(resource.RLIMIT_NOFILE, (600, 600))
         runpy.run_module("shared_rpc.broker", run_name="__main__")
     """
-    broker = Child("-c", textwrap.dedent(code), str(app.file))
+    broker = Child("-c", textwrap.dedent(code), str(app.file), has_workers=True)
     children.append(broker)
     broker.expect("serving")
     pid = stop()

@@ -670,7 +670,7 @@ def test_random_numbers_are_not_consumed() -> None:
     del model
 
 
-# transformers.
+# On a GPU.
 
 
 @pytest.mark.gpu
@@ -722,37 +722,3 @@ def test_buffers_made_by_numpy_are_moved_to_the_gpu() -> None:
         model = Positions()
     assert model.table.device == model.weight.device == weight.device
     assert model.table.tolist() == [0.0, 1.0, 2.0, 3.0]
-
-
-@pytest.fixture
-def transformers() -> Any:
-    """The library, where it is installed."""
-    return pytest.importorskip("transformers")
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_models_of_transformers_can_be_built(transformers: Any, tied: bool, tmp_path: Path) -> None:
-    """A LLaMA from its configuration, around a module and around a checkpoint without tables and tied names."""
-    config = transformers.LlamaConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=64,
-        bos_token_id=1,
-        eos_token_id=2,
-        tie_word_embeddings=tied,
-    )
-    source = transformers.LlamaForCausalLM(config).eval()
-    tokens = torch.arange(12)[None]
-    checkpoint = {name: tensor for name, tensor in source.state_dict().items() if not (tied and name == "lm_head.weight")}
-    for tensors in (source, checkpoint):
-        with materialize(tensors):
-            model = transformers.AutoModelForCausalLM.from_config(config)
-        model.eval()
-        assert same_memory(model.model.layers[1].mlp.up_proj.weight, source.model.layers[1].mlp.up_proj.weight)
-        with torch.no_grad():
-            assert torch.equal(model(tokens).logits, source(tokens).logits)
-        expected = source.generate(tokens, max_new_tokens=5, do_sample=False)
-        assert torch.equal(model.generate(tokens, max_new_tokens=5, do_sample=False), expected)
