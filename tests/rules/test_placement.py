@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import threading
@@ -17,6 +18,7 @@ from torch import nn
 from shared_rpc.codec import placement
 from shared_rpc.codec.arguments import decode_arguments, encode_arguments
 from shared_rpc.codec.results import decode_result, publish
+from shared_rpc.codec.tensors import read_table
 from shared_rpc.errors import CapabilityError
 from shared_rpc.memory import mapping as mapping_module
 from shared_rpc.memory.arena import pack
@@ -147,6 +149,44 @@ def test_a_returned_argument_is_not_copied(device: str, no_leaks: None) -> None:
         ([received], _), sent = decode_arguments(arguments), arguments.segments[0].info.id
     with closing(publish(received, device, "read_write", "echo")) as record:
         assert ids(record) == [sent]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float64])
+def test_arguments_take_their_part_of_a_storage_along(device: str, no_leaks: None, dtype: torch.dtype) -> None:
+    """Views of one part are views of one copy, which has few more bytes."""
+    base = torch.arange(200, device=device).to(dtype)
+    with closing(encode_arguments([base[100:104], base[101:110:2]], {}, device)) as arguments:
+        (storage,) = read_table(arguments.table).storages
+        one, other = decode_arguments(arguments)[0]
+    assert (one.tolist(), other.tolist()) == ([100, 101, 102, 103], [101, 103, 105, 107, 109])
+    assert storage.nbytes <= 10 * base.itemsize + 8
+    one[1] = 7
+    assert other[0] == 7 and base[101] == 101
+
+
+def test_moved_tensors_keep_their_bits(device: str, published: Published) -> None:
+    """The maker's own, after publication: offsets, strides, and what is conjugated or negated when it is read."""
+    base = torch.arange(12.0, device=device)
+    pairs = torch.view_as_complex(base.view(6, 2))
+    value = {"conj": pairs.conj()[1:], "neg": pairs.conj().imag, "strides": base.view(3, 4).t()[1:]}
+    before = {name: (tensor.clone(), tensor.stride(), tensor.storage_offset()) for name, tensor in value.items()}
+    published(value)
+    for name, (expected, *layout) in before.items():
+        assert torch.equal(value[name], expected) and [value[name].stride(), value[name].storage_offset()] == layout, name
+    assert (value["conj"].is_conj(), value["neg"].is_neg()) == (True, True)
+    base.zero_()
+    value["strides"].fill_(3)
+    assert value["neg"].count_nonzero() > 0
+
+
+def test_sizes_of_a_value_are_of_what_is_shared_and_of_what_is_not(published: Published) -> None:
+    """With ``tensors="parameters"``, buffers and attributes are each reader's own, unless they lie in a parameter's storage."""
+    model = nn.Linear(4, 4)
+    model.register_buffer("table", torch.zeros(100))
+    model.register_buffer("view", model.weight.detach()[:2])
+    whole, parts = published(model), published(copy.deepcopy(model), tensors="parameters")
+    assert (whole.nbytes, parts.nbytes) == (80 + 400, 80)
+    assert whole.private_nbytes < 400 <= parts.private_nbytes
 
 
 def test_publishing_from_many_threads_moves_once(device: str, published: Published) -> None:
