@@ -6,8 +6,9 @@ import asyncio
 import functools
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from shared_rpc.broker.transfer import ForwardedTransfer
 from shared_rpc.broker.worker import Worker
@@ -27,8 +28,7 @@ from shared_rpc.server.state.descriptors import open_limit
 _RUNS, _NBYTES = 10_000, 1 << 30
 
 
-@dataclass(eq=False, slots=True)
-class _Place:
+class _Place(msgspec.Struct, eq=False):
     """The place of a run: with a worker, or in the backlog.
 
     ``session`` is the owner of its memory: a task's arguments belong to the session that submitted it.
@@ -47,7 +47,7 @@ class _Place:
     again: bool = False
     #: True if the run's outcome is not reported. Its chunks of the session's pools are returned nevertheless.
     forgotten: bool = False
-    timer: asyncio.TimerHandle | None = field(default=None, repr=False)
+    timer: asyncio.TimerHandle | None = None
 
     @property
     def transfer(self) -> ForwardedTransfer | None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import MutableMapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from shared_rpc.client.steps import Reply
 from shared_rpc.client.transfer import ClientTransfer
@@ -16,15 +17,14 @@ from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import messages as m
 
 
-@dataclass(slots=True)
-class ReceivedResult:
+class ReceivedResult(msgspec.Struct):
     """A result of ``what`` that is not rebuilt yet. It owns its segments' descriptors, see :meth:`close`."""
 
     what: str
     message: m.Result
     skeleton: bytes
     segments: list[Segment]
-    pooled: dict[int, ChunkReferences] = field(default_factory=dict)
+    pooled: dict[int, ChunkReferences] = msgspec.field(default_factory=dict)
     transfer: ClientTransfer | None = None
 
     def close(self) -> None:

@@ -13,7 +13,6 @@ import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 import msgspec
@@ -37,8 +36,7 @@ MessageT = TypeVar("MessageT", bound=m.Message)
 _TRIES = 3
 
 
-@dataclass(slots=True)
-class Request:
+class Request(msgspec.Struct):
     """A message to send. The descriptors are borrowed until the reply, or an error, arrives.
 
     ``what`` names the operation in errors. ``on_event`` is called with the updates before the reply; its error ends the
@@ -55,7 +53,7 @@ class Request:
     fds: tuple[int, ...] = ()
     on_event: Callable[[TaskInfo], object] | None = None
     at_once: bool = False
-    arenas: dict[int, Segment] = field(default_factory=dict)
+    arenas: dict[int, Segment] = msgspec.field(default_factory=dict)
     transfer: ClientTransfer | None = None
     until: int | None = None
     #: True if the result is needed as memory even by a process that has the value itself.
@@ -125,8 +123,7 @@ class Request:
         return message, fds
 
 
-@dataclass(slots=True)
-class Reply:
+class Reply(msgspec.Struct):
     """A received message, and the frame that still owns its descriptors.
 
     ``live``: it is from this very process, and has the result itself, ``value``, instead of a record.
@@ -138,8 +135,7 @@ class Reply:
     value: Any = None
 
 
-@dataclass(slots=True)
-class Work:
+class Work(msgspec.Struct):
     """A function that takes time: a driver with an event loop calls it in a thread.
 
     ``nbytes`` is the size of the data to decode, if known: little takes less than a millisecond. ``undo`` is called with
@@ -151,16 +147,14 @@ class Work:
     undo: Callable[[Any], None] | None = None
 
 
-@dataclass(slots=True)
-class Notify:
+class Notify(msgspec.Struct):
     """A call of the caller's callback, whose error is thrown into the operation."""
 
     callback: Callable[[TaskInfo], object]
     info: TaskInfo
 
 
-@dataclass(slots=True)
-class Tell:
+class Tell(msgspec.Struct):
     """A message sent in the session of the operation's latest reply, without waiting for an answer."""
 
     message: m.Message
@@ -181,13 +175,11 @@ class Known(Protocol):
         """The pools of the session."""
 
 
-@dataclass(slots=True)
-class Reach:
+class Reach(msgspec.Struct):
     """A request for the server, which is not connected yet."""
 
 
-@dataclass(slots=True)
-class Within:
+class Within(msgspec.Struct):
     """The operation's remaining seconds, None for no limit, instead of the client's timeout."""
 
     timeout: float | None
@@ -197,8 +189,7 @@ class Within:
         return now + self.timeout if self.timeout is not None else math.inf
 
 
-@dataclass(slots=True)
-class Lend:
+class Lend(msgspec.Struct):
     """A request for the handle of a value that arrived with a lease."""
 
     message: m.Result

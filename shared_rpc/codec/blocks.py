@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
+import msgspec
 import torch
 
 from shared_rpc.codec.skeleton import Scan
@@ -15,8 +15,7 @@ from shared_rpc.protocol.records import TensorEntry
 _GRAIN = 16
 
 
-@dataclass(slots=True)
-class Span:
+class Span(msgspec.Struct):
     """The bytes of one storage, or those used by its tensors. ``start`` counts from the storage's beginning."""
 
     storage: int
@@ -26,14 +25,13 @@ class Span:
     start: int = 0
 
 
-@dataclass(slots=True)
-class Block:
+class Block(msgspec.Struct):
     """Bytes that must stay together: one span, or several overlapping ones, such as of two storages over one numpy array."""
 
     address: int
     nbytes: int
     device: torch.device
-    spans: list[Span] = field(default_factory=list)
+    spans: list[Span] = msgspec.field(default_factory=list)
 
 
 def spans(scan: Scan, *, exact: bool) -> list[Span]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
 
+import msgspec
 import torch
 
 from shared_rpc.codec.buffers import PickledBuffers
@@ -67,12 +67,11 @@ def dump_result(value: Any, endpoint: str, kind: str) -> tuple[bytes, Scan]:
         del value, scan
 
 
-@dataclass(slots=True)
-class _Found:
+class _Found(msgspec.Struct):
     """Bytes of distinct storages, by address, and the addresses of those used by parameters."""
 
-    storages: dict[int, int] = field(default_factory=dict)
-    of_parameters: set[int] = field(default_factory=set)
+    storages: dict[int, int] = msgspec.field(default_factory=dict)
+    of_parameters: set[int] = msgspec.field(default_factory=set)
 
 
 def check_result(value: Any, endpoint: str, kind: str, tensors: Tensors = "all") -> int:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import logging
 import os
 import traceback
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from shared_rpc.errors import CapabilityError, RemoteError, SharedRPCError, class_of, text_of, to_wire
 from shared_rpc.memory.records import Record
@@ -19,15 +19,13 @@ _log = logging.getLogger("shared_rpc.server")
 _EXCEPTION_LIMIT = 1 << 20
 
 
-@dataclass(slots=True)
-class Completed:
+class Completed(msgspec.Struct):
     """A successful run. The receiver owns ``record``; ``live`` is the value if it is in this process."""
 
     record: Record | None
     live: Any
 
 
-@dataclass(slots=True)
 class AwaitingPool(Completed):
     """A successful run whose result does not fit into its reader's pool; ``why`` lists the holders.
 
@@ -38,8 +36,7 @@ class AwaitingPool(Completed):
     frees: int
 
 
-@dataclass(frozen=True)
-class Failure:
+class Failure(msgspec.Struct, frozen=True):
     """A failed run or call. ``pickled`` holds an endpoint's own exception, which only the caller loads.
 
     ``sealed`` is True if the receiver forwards the exception without loading it.
@@ -71,9 +68,9 @@ class Failure:
         """
         self.clear_frames()
         if self.code != RemoteError.code or 0 < len(self.pickled) <= limit:
-            return dataclasses.replace(self, kept=True)
+            return msgspec.structs.replace(self, kept=True)
         kept = RemoteError(self.text, type_name=self.type_name, traceback=self.detail.get("traceback", ""))
-        return dataclasses.replace(self, pickled=b"", error=kept, kept=True)
+        return msgspec.structs.replace(self, pickled=b"", error=kept, kept=True)
 
     def seal(self) -> Failure:
         """Return a copy for a receiver that forwards it: an endpoint's exception stays pickled."""
@@ -81,7 +78,7 @@ class Failure:
             return self
         traceback_text = self.detail.get("traceback", "")
         sealed = RemoteError(self.text, type_name=self.type_name, traceback=traceback_text, pickled=self.pickled)
-        return dataclasses.replace(self, error=sealed, sealed=True)
+        return msgspec.structs.replace(self, error=sealed, sealed=True)
 
     def to_raise(self) -> BaseException:
         """Return the exception for a caller in this process; a copy if the failure is kept, since raising adds frames."""

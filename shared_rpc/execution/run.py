@@ -5,8 +5,9 @@ Executors run endpoints for the server core, which receives records from this or
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
+
+import msgspec
 
 from shared_rpc.execution.outcomes import Completed, Failure
 from shared_rpc.execution.session_transfer import SessionTransfer, Transfers
@@ -21,8 +22,7 @@ W = TypeVar("W")
 CallArguments = Arguments | tuple[tuple[Any, ...], dict[str, Any]]
 
 
-@dataclass(eq=False, slots=True)
-class Run(Generic[W]):
+class Run(msgspec.Struct, Generic[W], eq=False):
     """One run of an endpoint, from the call that starts it to its outcome.
 
     ``key`` is None if the result is not, or no longer, to be cached; in the latter case ``former_key`` is the earlier key.
@@ -42,7 +42,7 @@ class Run(Generic[W]):
     key: str | None
     arguments: CallArguments
     #: In order of arrival; removal takes constant time.
-    waiters: dict[W, None] = field(default_factory=dict)
+    waiters: dict[W, None] = msgspec.field(default_factory=dict)
     refreshes: str | None = None
     publish: bool = True
     chain: frozenset[str] = frozenset()

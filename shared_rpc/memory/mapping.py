@@ -25,7 +25,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 import msgspec
@@ -46,8 +45,7 @@ T = TypeVar("T")
 _LABELS = 4
 
 
-@dataclass(eq=False, repr=False, slots=True)
-class Mapping:
+class Mapping(msgspec.Struct, eq=False):
     """One mapped segment."""
 
     info: SegmentInfo
@@ -70,12 +68,12 @@ class Mapping:
     made: bool = False
     fresh: bool = False
     #: Whether this process may publish the memory again, and whether consumers may only map it for reading.
-    publishes: bool = field(init=False)
-    sealed: bool = field(init=False)
+    publishes: bool = False
+    sealed: bool = False
     pins: int = 0
-    uses: set[_Use] = field(default_factory=set)
+    uses: set[_Use] = msgspec.field(default_factory=set)
     #: Descriptions of the objects in the segment, for people.
-    labels: list[str] = field(default_factory=list)
+    labels: list[str] = msgspec.field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.publishes = self.descriptor is not None

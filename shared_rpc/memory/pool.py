@@ -11,7 +11,8 @@ import secrets
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.memory.arena import Extents, aligned
@@ -19,8 +20,7 @@ from shared_rpc.memory.mapping import MAPPINGS, Mapping, MappingHold
 from shared_rpc.memory.segments import Segment
 
 
-@dataclass(frozen=True)
-class PoolOptions:
+class PoolOptions(msgspec.Struct, frozen=True):
     """Sizes of the pools of a session, in bytes: one for arguments, one for results, for each device.
 
     A pool begins with an arena of ``initial`` bytes and doubles on demand, up to ``limit``. Memory larger than a quarter of the
@@ -49,8 +49,7 @@ class PoolFull(Exception):
         self.frees = frees
 
 
-@dataclass(eq=False, slots=True)
-class Chunk:
+class Chunk(msgspec.Struct, eq=False):
     """``nbytes`` bytes at ``offset`` of an arena. ``purpose`` describes them for error texts.
 
     It is free again when it has been released as often as it was retained.
@@ -64,8 +63,7 @@ class Chunk:
     holds: int = 1
 
 
-@dataclass(eq=False, slots=True)
-class Arena:
+class Arena(msgspec.Struct, eq=False):
     """A segment of a pool. A reference to one of its chunks keeps it mapped, even if the pool is closed."""
 
     hold: MappingHold

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol, TypedDict
 
 import msgspec
@@ -43,8 +42,7 @@ class BodyFields(TypedDict):
     chunks: list[int]
 
 
-@dataclass(eq=False, slots=True)
-class Record:
+class Record(msgspec.Struct, eq=False):
     """An encoded value.
 
     :param skeleton: the pickled value without its tensors and storages.
@@ -93,8 +91,7 @@ class Record:
             segment.descriptor = None
 
 
-@dataclass(slots=True)
-class Arguments:
+class Arguments(msgspec.Struct):
     """Arguments of a call, and their memory.
 
     ``args`` and ``kwargs`` are plain data in MessagePack, see :func:`shared_rpc.protocol.values.encode_call`: a process that
@@ -108,16 +105,16 @@ class Arguments:
     message that carried them, without the memory.
     """
 
-    args: msgspec.Raw = field(default_factory=lambda: NO_ARGS)
-    kwargs: msgspec.Raw = field(default_factory=lambda: NO_KWARGS)
+    args: msgspec.Raw = msgspec.field(default_factory=lambda: NO_ARGS)
+    kwargs: msgspec.Raw = msgspec.field(default_factory=lambda: NO_KWARGS)
     table: bytes = EMPTY_TABLE
-    skeletons: list[bytes] = field(default_factory=list)
-    segments: list[Segment] = field(default_factory=list)
+    skeletons: list[bytes] = msgspec.field(default_factory=list)
+    segments: list[Segment] = msgspec.field(default_factory=list)
     arenas: Collection[int] = ()
     chunks: Sequence[int] = ()
     held: Sequence[int] = ()
     session: str = ""
-    pooled: dict[int, ChunkSink] = field(default_factory=dict)
+    pooled: dict[int, ChunkSink] = msgspec.field(default_factory=dict)
     nbytes: int = 0
 
     def body(self, kept: list[int], *, lent: bool = True) -> CallFields:

@@ -8,7 +8,8 @@ of it is freed with the last result in it, once the next slab has been begun.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from shared_rpc.errors import CapabilityError
 from shared_rpc.memory.arena import aligned, pack
@@ -22,8 +23,7 @@ LARGEST = 1 << 20
 _FIRST, _LAST = 2 << 20, 32 << 20
 
 
-@dataclass(eq=False, slots=True)
-class _Slab:
+class _Slab(msgspec.Struct, eq=False):
     hold: MappingHold
     used: int = 0
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from shared_rpc.client.results import ReceivedResult, result_of
 from shared_rpc.client.sending import lower, send
@@ -14,8 +15,7 @@ from shared_rpc.operations.binding import Steps, operation, taken
 from shared_rpc.protocol import messages as m
 
 
-@dataclass
-class _Server:
+class _Server(msgspec.Struct):
     """A server with only its device known: calls to it include all memory, and use no pools."""
 
     device: str

@@ -23,8 +23,9 @@ import os
 import struct
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import NoReturn
+
+import msgspec
 
 from shared_rpc.errors import ProtocolError
 
@@ -43,8 +44,7 @@ _JOINED = 64 * 1024
 MAX_FDS = 4 * FDS_PER_MESSAGE
 
 
-@dataclass(frozen=True)
-class Limits:
+class Limits(msgspec.Struct, frozen=True):
     """Limits of a frame, in bytes. Checked on the header, before anything is buffered, and by the sender.
 
     A decoded body of empty lists would take 64 times its size, so messages limit their lists. A table of 100,000 tensors has
@@ -77,15 +77,14 @@ def close_all(fds: list[int]) -> None:
         os.close(fd)
 
 
-@dataclass(slots=True)
-class Frame:
+class Frame(msgspec.Struct):
     """One message. The frame owns its descriptors until a receiver removes them from the list."""
 
     kind: int
     request_id: int
     body: bytes
     payload: bytes = b""
-    fds: list[int] = field(default_factory=list)
+    fds: list[int] = msgspec.field(default_factory=list)
 
     def detach_fds(self) -> list[int]:
         """Return the descriptors, with ownership."""

@@ -15,7 +15,6 @@ import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar, cast
 
 import anyio
@@ -68,16 +67,14 @@ _VALUE = m.Result(_NO_TABLE, [])
 _NO_FRAME = Frame(0, 0, b"")
 
 
-@dataclass(slots=True)
 class _LiveRequest(Request):
     """A call with its unencoded arguments: as plain data, and for the endpoint."""
 
     lowered: Lowered = ((), {})
-    arguments: tuple[tuple[Any, ...], dict[str, Any]] = field(default=((), {}))
+    arguments: tuple[tuple[Any, ...], dict[str, Any]] = msgspec.field(default=((), {}))
 
 
-@dataclass(slots=True)
-class _Foreign:
+class _Foreign(msgspec.Struct):
     """A value that no endpoint of this process has made: its receiver maps the memory, by descriptors kept here."""
 
     object_id: str

@@ -21,8 +21,9 @@ import contextlib
 import logging
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
+
+import msgspec
 
 from shared_rpc.errors import CapabilityError, ServerBusy, SharedRPCError
 from shared_rpc.memory.records import Record
@@ -85,8 +86,7 @@ class Reservation:
         self.release()
 
 
-@dataclass(eq=False, slots=True)
-class CapacityRequest:
+class CapacityRequest(msgspec.Struct, eq=False):
     """One request, queued until it is granted: for ``sizes``, in bytes by device, or for an object to be on its devices.
 
     ``reservation`` holds the bytes reserved at once, on devices without a quota. ``patient`` is True if the request waits even
@@ -95,11 +95,11 @@ class CapacityRequest:
 
     owner: Hashable
     reservation: Reservation
-    sizes: Mapping[str, int] = field(default_factory=dict)
+    sizes: Mapping[str, int] = msgspec.field(default_factory=dict)
     stored: StoredObject | None = None
     patient: bool = True
     granted: bool = False
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    changed: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
 
 
 class _Candidate(NamedTuple):

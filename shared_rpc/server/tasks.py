@@ -6,7 +6,6 @@ import asyncio
 import functools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -35,8 +34,7 @@ _EXCEPTION_LIMIT = 1 << 14
 _PAGE = 1000
 
 
-@dataclass(eq=False, slots=True)
-class Watcher:
+class Watcher(msgspec.Struct, eq=False):
     """A request that waits for a task's end; ``changed`` is called with every earlier change.
 
     ``holds`` is True if its session gets a lease on the result at the end; ``held`` is the id of that object then.
@@ -46,7 +44,7 @@ class Watcher:
     changed: Callable[[TaskInfo], None] | None
     holds: bool
     held: str = ""
-    ended: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    ended: asyncio.Future[None] = msgspec.field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class Tasks:

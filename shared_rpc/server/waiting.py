@@ -8,8 +8,9 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Coroutine, Hashable
-from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from shared_rpc.errors import ConnectionClosed
 from shared_rpc.execution.outcomes import Failure
@@ -22,8 +23,7 @@ from shared_rpc.server.state.objects import StoredObject
 _log = logging.getLogger("shared_rpc.server")
 
 
-@dataclass(slots=True)
-class Delivery:
+class Delivery(msgspec.Struct):
     """The outcome of a call for one waiter. The record is borrowed while the delivery is handled.
 
     ``stored`` is the object if the server keeps it; with ``managed`` the waiter's session now holds a lease on it.
@@ -35,8 +35,7 @@ class Delivery:
     managed: bool
 
 
-@dataclass(eq=False, slots=True)
-class Waiter:
+class Waiter(msgspec.Struct, eq=False):
     """A waiter for an outcome: its session, and the function that receives the outcome.
 
     :param local: True for a caller in this process, which can use the live value.
@@ -66,9 +65,9 @@ class Waiter:
     inner: bool = False
     pooled: bool = False
     request_id: str = ""
-    observed: Observed | None = field(default=None, repr=False)
-    run: Run[Waiter] | None = field(default=None, repr=False)
-    behind: Waiter | None = field(default=None, repr=False)
+    observed: Observed | None = None
+    run: Run[Waiter] | None = None
+    behind: Waiter | None = None
 
 
 def resolve(waiter: Waiter, outcome: Delivery | Failure) -> None:

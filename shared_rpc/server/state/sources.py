@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Generic, TypeVar
+
+import msgspec
 
 from shared_rpc.errors import ClusterError
 from shared_rpc.execution.run import Run
@@ -25,8 +26,7 @@ from shared_rpc.server.state import Clock
 W = TypeVar("W")
 
 
-@dataclass(eq=False, slots=True)
-class Attachment:
+class Attachment(msgspec.Struct, eq=False):
     """One attachment of a session as the source of records; ``since`` is in Unix seconds, and ``detached`` is True if it was
     closed or its session has ended.
     """
@@ -34,7 +34,7 @@ class Attachment:
     number: int
     session: str
     since: float
-    status: ClusterStatus = field(default_factory=ClusterStatus)
+    status: ClusterStatus = msgspec.field(default_factory=ClusterStatus)
     detached: bool = False
 
 

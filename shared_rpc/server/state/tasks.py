@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -39,8 +38,7 @@ TRANSITIONS: dict[TaskStatus, frozenset[TaskStatus]] = {
 _SHOWN = 2000
 
 
-@dataclass(eq=False, slots=True)
-class Task(Generic[W]):
+class Task(msgspec.Struct, Generic[W], eq=False):
     """One task. ``watchers`` wait for its end, and are notified of every change.
 
     ``kept``: its result waits to be fetched; not so for the task behind a call, whose caller gets it at once.
@@ -52,7 +50,7 @@ class Task(Generic[W]):
     number: int
     kept: bool
     ended_at: float = 0.0
-    watchers: dict[Any, None] = field(default_factory=dict)
+    watchers: dict[Any, None] = msgspec.field(default_factory=dict)
     waiter: W | None = None
     failure: Any = None
 
