@@ -12,9 +12,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from shared_rpc.errors import one_line
 from shared_rpc.protocol.infos import DeviceInfo, ObjectInfo, ServerInfo
@@ -24,18 +21,22 @@ T = TypeVar("T")
 
 #: The remark of ``info`` and ``doctor`` about a GPU used through NVIDIA's Multi-Process Service.
 MPS = "under MPS: a write to memory shared with access='read' ends all processes of the service"
-# A program that reads a pipe gets one line for each row, however long.
-_console = Console(soft_wrap=False, width=None if sys.stdout.isatty() else 10_000)
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Print a table, a line for each row; columns whose name ends in ``>`` are right-aligned."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    # A program that reads a pipe gets one line for each row, however long.
+    console = Console(soft_wrap=False, width=None if sys.stdout.isatty() else 10_000)
     shown = Table(title=title, title_justify="left", header_style="bold", box=None, pad_edge=False)
     for column in columns:
         shown.add_column(column.rstrip(">"), justify="right" if column.endswith(">") else "left", overflow="fold")
     for row in rows:
         shown.add_row(*(Text(one_line(str(cell))) for cell in row))
-    _console.print(shown)
+    console.print(shown)
 
 
 def listing(title: str, items: Iterable[T], columns: Mapping[str, Callable[[T], object]]) -> None:

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
 
 from shared_rpc.cli.discovery import the_server
 from shared_rpc.cli.options import BasePath, Json, Socket
@@ -64,6 +63,8 @@ def _target(client: Client, name: str) -> str:
 
 def _moved(client: Client, move: Callable[[], list[MoveInfo]]) -> list[MoveInfo]:
     """Move objects; on a terminal with a bar for each active move."""
+    from rich.console import Console
+
     console = Console(stderr=True)
     if not (console.is_terminal and sys.stdout.isatty()):
         return move()

@@ -6,7 +6,6 @@ import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from shared_rpc.cli.options import Json, in_bytes
 from shared_rpc.cli.rendering import as_json, complain, table
@@ -41,6 +40,7 @@ def verify(
     It starts its own server in its own directory and leaves nothing behind. Exit code 0 if all checks passed, 1 if one failed,
     2 if there was nothing to check, 128 plus the signal's number if it was interrupted.
     """
+    from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     from shared_rpc.extras import verify as verification

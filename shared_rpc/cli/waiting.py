@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-from rich.console import Console
 
 from shared_rpc import Client
 from shared_rpc.cli.rendering import percent, size, status_of, steps, task_object, took
@@ -19,6 +18,9 @@ from shared_rpc.operations.tasks import fetch_task, watched
 from shared_rpc.protocol.infos import ObjectInfo
 from shared_rpc.protocol.records import TensorTable
 from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 #: Seconds for a server to answer with timeout 0.
 _PATIENCE = 10.0
@@ -99,6 +101,8 @@ def display_for(machine: bool) -> Lines:
     """Choose the display for the reader of standard output."""
     if machine:
         return _Events()
+    from rich.console import Console
+
     console = Console()
     return _Bar(console) if sys.stdout.isatty() and console.is_interactive else Lines()
 

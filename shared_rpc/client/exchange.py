@@ -229,7 +229,7 @@ class Exchanges:
             answer = decode_message(frame)
         except ProtocolError as error:
             return str(error)
-        if frame.fds and exchange.request.transfer is not None and isinstance(answer, m.Result):
+        if frame.fds and isinstance(answer, m.Result) and answer.arenas and exchange.request.transfer is not None:
             with suppress(OSError):  # if no file can be opened, the answer itself reports that
                 exchange.request.transfer.learn(answer, frame)
         return answer

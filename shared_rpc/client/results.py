@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import MutableMapping
-from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -86,10 +85,10 @@ def rebuild(result: ReceivedResult, values: MutableMapping[str, Any]) -> Any:
                 MAPPINGS.keep_slab(segment.info)
         if result.transfer is not None and result.transfer.closed:
             MAPPINGS.release_slabs()  # the session has ended since the result arrived
-        if result.message.object_id:
-            with suppress(TypeError):  # lists, tuples and dicts have no weak references: each result is a new one
-                value.append(values.setdefault(result.message.object_id, value[0]))
-                del value[0]
+        # Lists, tuples and dicts have no weak references: each result is a new one.
+        if result.message.object_id and type(value[0]).__weakrefoffset__:
+            value.append(values.setdefault(result.message.object_id, value[0]))
+            del value[0]
         return value.pop()
     finally:
         result.close()
