@@ -117,7 +117,8 @@ _KINDS: dict[int, type[m.Message]] = {
 }
 #: The kind byte by the message's class.
 NUMBERS = {kind: number for number, kind in _KINDS.items()}
-_decoders = {number: msgspec.msgpack.Decoder(kind) for number, kind in _KINDS.items()}
+#: Decoders by kind byte, each made on first use: to make all of them takes some milliseconds of an import.
+_decoders: dict[int, msgspec.msgpack.Decoder[m.Message]] = {}
 #: Encodes the body of a message; raises one of :data:`UNWRITABLE`, from which :func:`unwritable` makes the error.
 encode_body = msgspec.msgpack.Encoder().encode
 UNWRITABLE = (UnicodeEncodeError, OverflowError, TypeError)
@@ -146,7 +147,9 @@ def decode_message(frame: Frame) -> m.Message:
     """
     decoder = _decoders.get(frame.kind)
     if decoder is None:
-        raise ProtocolError(f"unknown message kind {frame.kind}")
+        if frame.kind not in _KINDS:
+            raise ProtocolError(f"unknown message kind {frame.kind}")
+        decoder = _decoders[frame.kind] = msgspec.msgpack.Decoder(_KINDS[frame.kind])
     try:
         return decoder.decode(frame.body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
