@@ -263,8 +263,8 @@ def test_the_header_is_as_documented() -> None:
     ("body", "payload", "fds", "message"),
     [
         (0, 0, MAX_FDS + 1, rf"{MAX_FDS + 1} file descriptors; the limit is {MAX_FDS}"),
-        (Limits.body + 1, 0, 0, rf"a frame of {Limits.body + 1} \+ 0 bytes; the limits are {Limits.body} \+"),
-        (0, Limits.payload + 1, 0, rf"a frame of 0 \+ {Limits.payload + 1} bytes; .*: large data travels as tensors"),
+        (Limits().body + 1, 0, 0, rf"a frame of {Limits().body + 1} \+ 0 bytes; the limits are {Limits().body} \+"),
+        (0, Limits().payload + 1, 0, rf"a frame of 0 \+ {Limits().payload + 1} bytes; .*: large data travels as tensors"),
     ],
     ids=["fds", "body", "payload"],
 )
@@ -280,7 +280,7 @@ def test_a_refused_message_leaves_the_socket_usable() -> None:
         ours, theirs = socket.socketpair()
         sender, receiver = FrameSocket(ours), FrameSocket(theirs)
         with pytest.raises(ProtocolError):
-            sender.queue(m.Ping(), 1, bytes(Limits.payload + 1), [0])
+            sender.queue(m.Ping(), 1, bytes(Limits().payload + 1), [0])
         sender.queue(m.Ping(), 2)
         sender.flush()
         receiver.receive()
