@@ -16,6 +16,7 @@ from torch import nn
 from shared_rpc import Client, Handle, Provider, materialize
 from shared_rpc.errors import ConfigurationError
 from tests.kit.apps import App, Connect, Serve
+from tests.kit.comparing import same_memory
 from tests.kit.deep import deep
 from tests.kit.models import Slotted, State, Tied
 from tests.kit.modes import MODES
@@ -159,11 +160,6 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tied = Tied()
-
-
-def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors see the same bytes in the same way."""
-    return (one.data_ptr(), one.shape, one.stride(), one.dtype) == (other.data_ptr(), other.shape, other.stride(), other.dtype)
 
 
 @pytest.fixture

@@ -52,12 +52,6 @@ def run(peer: Child, code: str) -> None:
     peer.tell(f"exec({code!r})")
 
 
-def ask(peer: Child, order: str, answer: str) -> str:
-    """Have the other process do something, and hear what it prints."""
-    peer.tell(order)
-    return peer.expect(answer).removeprefix(answer).strip()
-
-
 @pytest.fixture
 def server(no_leaks: None, provider: Provider, serve: Serve) -> Server:
     """Weights to write to, and some that clients only read."""
@@ -204,7 +198,7 @@ def test_revisions_are_read_without_the_server(server: Server, client: Client, p
     """Except the first time: it works after the server's end, between the remaining processes."""
     handle = client.call("load")
     assert handle.revision == 0
-    assert ask(peer, "print('at', handle.revision, flush=True)", "at") == "0"
+    assert peer.ask("print('at', handle.revision, flush=True)", "at") == "0"
     server.stop()
     peer.tell("with client.update(handle): value.fill_(4)")
     assert (handle.wait_revision(2, timeout=20), float(handle.value[0])) == (2, 4)
@@ -217,7 +211,7 @@ def test_revisions_are_read_without_the_server(server: Server, client: Client, p
 
 def test_the_server_updates_objects_shared_for_reading(server: Server, provider: Provider, client: Client, peer: Child) -> None:
     """Clients read the revisions, and their updates are refused."""
-    ask(peer, "handle = client.call('sealed'); value = handle.value; print('sealed', handle.revision, flush=True)", "sealed")
+    peer.ask("handle = client.call('sealed'); value = handle.value; print('sealed', handle.revision, flush=True)", "sealed")
     with client.call("sealed") as handle, provider.call("sealed") as own:
         with pytest.raises(CapabilityError, match="shared with access='read'"), client.update(handle):
             pass
@@ -226,7 +220,7 @@ def test_the_server_updates_objects_shared_for_reading(server: Server, provider:
             run(peer, "try: handle.wait_revision(2, 0.1)\nexcept Exception as e: print('late', type(e).__name__, flush=True)")
             assert peer.expect("late") == "late DeadlineExceeded"
             value.fill_(3)
-        assert ask(peer, "print('now', handle.wait_revision(2), value.unique().tolist(), flush=True)", "now") == "2 [3.0]"
+        assert peer.ask("print('now', handle.wait_revision(2), value.unique().tolist(), flush=True)", "now") == "2 [3.0]"
 
 
 def test_readers_never_see_half_an_update(client: Client, peer: Child) -> None:
@@ -272,7 +266,7 @@ def test_a_killed_writer_is_reported(client: Client, peer: Child) -> None:
     """To waiting readers at once, to others by an odd revision; the next writer continues from there."""
     with client.call("load") as handle:
         order = "update = client.update(handle); update.__enter__().fill_(8); print('writing', flush=True)"
-        ask(peer, order, "writing")
+        peer.ask(order, "writing")
         assert handle.revision == 1
         with pytest.raises(DeadlineExceeded):
             handle.wait_revision(0, timeout=0.1)

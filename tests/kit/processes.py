@@ -80,6 +80,11 @@ class Child:
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
 
+    def ask(self, order: str, answer: str) -> str:
+        """Have it do something; the rest of the line that it then prints, which begins with ``answer``."""
+        self.tell(order)
+        return self.expect(answer).removeprefix(answer).strip()
+
     def kill(self) -> None:
         """SIGKILL, and wait until it is gone."""
         self.process.send_signal(signal.SIGKILL)

@@ -42,12 +42,6 @@ def interpreter() -> Iterator[Interpreter]:
 
 
 @pytest.fixture
-def elsewhere(interpreter: Interpreter, base_path: str, device: str) -> Elsewhere:
-    """``elsewhere(code, **names)`` runs in the other process, with a client of this test's server."""
-    return lambda code, **names: interpreter.run(code, base_path=base_path, device=device, **names)
-
-
-@pytest.fixture
 def process() -> Iterator[Callable[[], Interpreter]]:
     """``process()`` starts a process that may come to harm."""
     started: list[Interpreter] = []

@@ -139,28 +139,22 @@ def used(client: Client | Provider, device: str = "cpu") -> int:
     return int(found)
 
 
-def ask(peer: Child, order: str, answer: str) -> str:
-    """Have the other process do something, and hear what it prints."""
-    peer.tell(order)
-    return peer.expect(answer).removeprefix(answer).strip()
-
-
 # One memory.
 
 
 def test_two_processes_share_a_buffer(client: Client, peer: Child, device: str) -> None:
     """Both read and write it without a copy, even after the end of its creator."""
     order = "kv = client.create_buffer((2, 4, 16, 8), 'bfloat16', zero=True); print('made', kv.object_id)"
-    with client.get_buffer(ask(peer, order, "made")) as buffer:
+    with client.get_buffer(peer.ask(order, "made")) as buffer:
         cache = buffer.value
         assert (tuple(cache.shape), cache.dtype, cache.device.type) == ((2, 4, 16, 8), torch.bfloat16, device)
         assert not cache.any()
         cache[1, 2] = 7.0
         if device == "cuda":
             torch.cuda.synchronize()
-        assert ask(peer, "print('seen', kv.value[1, 2].float().sum().item())", "seen") == str(7.0 * 16 * 8)
+        assert peer.ask("print('seen', kv.value[1, 2].float().sum().item())", "seen") == str(7.0 * 16 * 8)
         written = "kv.value[0] = 3.0; print('at', kv.value[0].float().sum().item())"
-        ask(peer, written, "at")
+        peer.ask(written, "at")
         assert cache[0].float().sum().item() == 3.0 * 4 * 16 * 8
         peer.kill()
         eventually(lambda: client.get_object_info(buffer)["leases"] == 1)
@@ -194,7 +188,7 @@ def test_buffers_have_the_requested_form(
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
 def test_gpu_servers_create_host_buffers(client: Client, peer: Child, device: str) -> None:
     """Raw memory has no endpoint, so a GPU's server allocates it on any device; the GPU may be named in any way."""
-    made = ask(peer, "b = client.create_buffer(8, 'float32', 'cpu'); b.value.fill_(4); print('made', b.object_id)", "made")
+    made = peer.ask("b = client.create_buffer(8, 'float32', 'cpu'); b.value.fill_(4); print('made', b.object_id)", "made")
     with client.get_buffer(made) as buffer:
         assert buffer.value.tolist() == [4.0, 4.0]
         assert used(client, "cpu") == size("cpu")
@@ -218,13 +212,13 @@ def test_expired_buffers_are_freed(client: Client, device: str) -> None:
 def test_freed_buffers_are_unavailable(client: Client, peer: Child, device: str) -> None:
     """At once; the memory is freed with the last handle."""
     buffer = client.create_buffer((2,), "int32", zero=True)
-    ask(peer, f"b = client.get_buffer({buffer.object_id!r}); print('got it')", "got it")
+    peer.ask(f"b = client.get_buffer({buffer.object_id!r}); print('got it')", "got it")
     assert (client.free_buffer(buffer), client.free_buffer(buffer.object_id)) == (True, False)
     assert reason(client, buffer.object_id) == "freed"
     buffer.release()
-    assert ask(peer, "b.value.add_(5); print('now', b.value.tolist())", "now") == "[5, 5]"
+    assert peer.ask("b.value.add_(5); print('now', b.value.tolist())", "now") == "[5, 5]"
     assert used(client, device) == size(device)
-    ask(peer, "b.release(); print('gone')", "gone")
+    peer.ask("b.release(); print('gone')", "gone")
     assert used(client, device) == 0
 
 
@@ -232,12 +226,12 @@ def test_freed_buffers_are_unavailable(client: Client, peer: Child, device: str)
 def test_a_buffer_ends_with_its_last_holder(client: Client, peer: Child, device: str, how: str) -> None:
     """However that ends: its memory is freed, and the error gives the reason. A buffer with other holders stays."""
     order = "b, c = [client.create_buffer((4,), 'float32') for _ in range(2)]; print('made', b.object_id, c.object_id)"
-    made, other = ask(peer, order, "made").split()
+    made, other = peer.ask(order, "made").split()
     with client.get_buffer(other) as buffer:
         if how == "SIGKILL":
             peer.kill()
         else:
-            ask(peer, {"close": "client.close()", "release": "b.release(); c.release()"}[how] + "; print('done')", "done")
+            peer.ask({"close": "client.close()", "release": "b.release(); c.release()"}[how] + "; print('done')", "done")
         eventually(lambda: client.get_server_info()["buffers"] == 1)
         assert reason(client, made) == "released"
         assert client.get_object_info(buffer)["state"] == "listed"
@@ -249,8 +243,8 @@ def test_a_buffer_ends_with_its_last_holder(client: Client, peer: Child, device:
 @pytest.mark.parametrize("option", ["keep=True", "ttl=600"])
 def test_kept_buffers_outlive_their_creator(client: Client, peer: Child, option: str) -> None:
     """SIGKILL releases the lease and leaves the memory, until the buffer is freed."""
-    made = ask(peer, f"b = client.create_buffer((4,), 'float32', {option}); print('made', b.object_id)", "made")
-    ask(peer, "b.value.fill_(6); print('sum', b.value.sum().item())", "sum")
+    made = peer.ask(f"b = client.create_buffer((4,), 'float32', {option}); print('made', b.object_id)", "made")
+    peer.ask("b.value.fill_(6); print('sum', b.value.sum().item())", "sum")
     peer.kill()
     eventually(lambda: client.get_object_info(made)["leases"] == 0)
     with client.get_buffer(made) as buffer:

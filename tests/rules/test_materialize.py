@@ -17,6 +17,7 @@ from torch.nn.utils import parametrizations
 from shared_rpc import materialize
 from shared_rpc.errors import CapabilityError, ConfigurationError, StateMismatchError
 from tests.kit.apps import at_once
+from tests.kit.comparing import same_memory
 from tests.kit.models import Tied
 
 MIB = 1 << 20
@@ -63,11 +64,6 @@ class Owner(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.ModuleDict({"query": nn.Linear(4, 4), "out": nn.Linear(4, 2)}) for _ in range(2))
-
-
-def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors see the same bytes in the same way."""
-    return (one.data_ptr(), one.shape, one.stride(), one.dtype) == (other.data_ptr(), other.shape, other.stride(), other.dtype)
 
 
 def all_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
