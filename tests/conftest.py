@@ -8,11 +8,11 @@ pytest.register_assert_rewrite("tests.kit.conformance")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Load the fixtures where tests run: the process that only hands them out (``-n``) imports no torch, for 2 s of a core."""
+    """Load the fixtures where tests run: the distributing process (``-n``) does not import torch, which takes 2 s."""
     if config.getoption("dist", "no") == "no" or hasattr(config, "workerinput"):
         config.pluginmanager.import_plugin("tests.kit.fixtures")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the tests that want a whole GPU last: parallel test processes wait for each of them."""
+    """Run tests that need a whole GPU last: parallel test processes wait for each of them."""
     items.sort(key=lambda item: item.get_closest_marker("whole_gpu") is not None)

@@ -1,1 +1,1 @@
-"""What users write: public names and the kit alone, a file for each subject."""
+"""The public API: tests that use public names and the kit alone, one file for each subject."""

@@ -1,4 +1,4 @@
-"""Hooks and logs: what a server tells, event by event, and that listening harms nobody."""
+"""Hooks and logs: the events that a server reports, and the isolation of hooks from the server and from each other."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ E = TypeVar("E", bound=i.Event)
 
 
 class Listener:
-    """A hook that remembers."""
+    """A hook that records its events."""
 
     def __init__(self) -> None:
         self.events: list[i.Event] = []
 
     def __call__(self, event: i.Event) -> None:
-        """Take one."""
+        """Record an event."""
         self.events.append(event)
 
     def of(self, kind: type[E]) -> list[E]:
-        """The events of one kind, in the order they came."""
+        """Return the events of one kind, in the order of their arrival."""
         return [event for event in tuple(self.events) if isinstance(event, kind)]
 
     def next(self, kind: type[E], count: int = 1) -> list[E]:
-        """The events of one kind, once there are so many."""
+        """Wait for this many events of one kind, and return them."""
         eventually(lambda: len(self.of(kind)) >= count, what=f"{count} {kind.__name__}, but {self.events}")
         return self.of(kind)
 
 
 @pytest.fixture(autouse=True)
 def no_hook_is_left() -> Iterator[None]:
-    """Hooks are those of the process: a test takes its own away."""
+    """Remove the test's hooks at the end: hooks are global to the process."""
     yield
     for hook in i.get_hooks():
         i.remove_hook(hook)
@@ -62,7 +62,7 @@ def listener() -> Listener:
 
 @pytest.fixture
 def client(provider: Provider, serve: Serve, connect: Connect, go: threading.Event) -> Client:
-    """A client of a server with a few endpoints, which takes two tasks."""
+    """A client of a server with a few endpoints, which accepts two tasks."""
 
     provider.share("held", managed=True)(lambda size: torch.zeros((size,)))
 
@@ -247,8 +247,8 @@ def test_brokers_take_hooks_from_their_command_line(broker_app: BrokerApp, tmp_p
     assert started.startswith("event WorkerStarted(") and f"pid={worker}" in started
     with pytest.raises(errors.WorkerCrashed):
         client.call("end", "kill")
-    told = {name: line for line in (child.expect("event") for _ in range(3)) for name in [line.split()[1].partition("(")[0]]}
-    ended, failed = told["WorkerEnded"], told["CallFinished"]
+    by_name = {name: line for line in (child.expect("event") for _ in range(3)) for name in [line.split()[1].partition("(")[0]]}
+    ended, failed = by_name["WorkerEnded"], by_name["CallFinished"]
     assert f"pid={worker}" in ended and "crashed=True, signal='SIGKILL'" in ended
     assert "CallFinished(" in failed and "outcome='failed'" in failed and "error='worker-crashed'" in failed
 
@@ -263,7 +263,7 @@ def test_invalid_hooks_are_refused_at_the_start(broker_app: BrokerApp, name: str
     assert text.startswith(f"shared-rpc: --hook {name}: ") and text.count("\n") == 1
 
 
-#: Whoever listens writes a line for each event that a build makes.
+#: A listener that writes a line for each event that a build makes.
 NOTES = """
 import os
 from shared_rpc.observability import events as i
@@ -379,7 +379,7 @@ def test_an_event_is_one_line_with_its_fields(logging_client: Client, stream: io
     assert (finished["message"], finished["endpoint"], finished["outcome"]) == ("call finished", "model", "built")
     assert (finished["logger"], finished["level"]) == ("shared_rpc.events", "DEBUG")
     assert isinstance(finished["seconds"], float)
-    assert built["level"] == "INFO"  # of what is cached it is worth to know when it was built
+    assert built["level"] == "INFO"  # the build time of cached objects is useful
 
 
 @pytest.mark.parametrize("endpoint", ["model", "soon"])
@@ -423,7 +423,7 @@ LOGS = """
 
 @pytest.fixture
 def logged(broker_app: BrokerApp) -> Callable[..., list[str]]:
-    """``logged(*options)``: the lines that a broker writes while a call fails, up to its end."""
+    """``logged(*options)`` returns the lines that a broker writes during a failing call, up to its end."""
 
     def run(*options: str) -> list[str]:
         broker_app.write(LOGS)
@@ -445,7 +445,7 @@ def test_brokers_log_json(logged: Callable[..., list[str]]) -> None:
     assert written.count("plain word") == 1
     found = [json.loads(line) for line in written if line != "plain word"]
     mine = [line for line in found if line["request_id"] == logged.request_id]
-    # Which of two processes is first to write is not told by what each of them does.
+    # Neither of two processes determines which of them writes first.
     assert sorted(line["message"] for line in mine) == ["build finished", "request failed", "said word"]
     assert len({line["process"] for line in mine}) == 2
     assert {line["event"] for line in found if "event" in line} >= {"WorkerStarted", "SessionOpened", "RequestFailed"}

@@ -1,4 +1,4 @@
-"""While a process serves, the interpreter is not shutting down: an endpoint may do whatever a main program may.
+"""The interpreter is not shutting down while a process serves: endpoints may do everything that a main program may.
 
 Each test runs as ``python app.py`` in the server role, as ``shared-rpc serve app.py``, and with ``--in-process``.
 """
@@ -19,7 +19,7 @@ from tests.kit.brokers import HOSTS, is_running
 from tests.kit.deep import deep
 from tests.kit.processes import Child, eventually
 
-#: Processes that import torch anew, several at once, may share one core.
+#: Several processes that import torch at once may share one core.
 pytestmark = pytest.mark.timeout(180)
 
 #: Needs no torch, and hardly anything else, before an endpoint runs.
@@ -167,9 +167,9 @@ def register(name):
     import atexit, threading, weakref
 
     lasting.append(Kept())
-    weakref.finalize(lasting[-1], told, f"{name} finalizer")
-    atexit.register(told, f"{name} at exit")
-    threading._register_atexit(told, f"{name} before threads are joined")
+    weakref.finalize(lasting[-1], report, f"{name} finalizer")
+    atexit.register(report, f"{name} at exit")
+    threading._register_atexit(report, f"{name} before threads are joined")
     return tensor(0)
 
 
@@ -212,8 +212,8 @@ def sources():
     return tensor(inspect.getsource(Kept) == "class Kept:\\n    pass\\n")
 
 
-def told(text):
-    print("told:", text, flush=True)
+def report(text):
+    print("report:", text, flush=True)
 """
 
 
@@ -231,27 +231,27 @@ class Served:
         self.client = Client(path, device="cpu", timeout=150.0, connect_timeout=60.0)
 
     def ask(self, endpoint: str, *arguments: Any) -> list[Any]:
-        """What an endpoint's tensor says."""
+        """Return the text in an endpoint's tensor."""
         found: list[Any] = self.client.call(endpoint, *arguments).tolist()
         return found
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> tuple[int, list[str], str]:
-        """Ask for the end: the exit code, what the app told on the way, and what was written to standard error."""
+        """End the process; return the exit code, the app's reports, and the text on standard error."""
         self.child.process.send_signal(number)
         out, errors = self.child.process.communicate(timeout=20)
-        told = [line.removeprefix("told: ") for line in out.splitlines() if line.startswith("told: ")]
+        reported = [line.removeprefix("report: ") for line in out.splitlines() if line.startswith("report: ")]
         said = [line for line in errors.splitlines() if not line.startswith("shared_rpc: serving at")]
-        return self.child.process.returncode, told, "\n".join(said)
+        return self.child.process.returncode, reported, "\n".join(said)
 
     def close(self) -> None:
-        """End it, however it is."""
+        """End it, whatever its state."""
         self.client.close()
         if self.child.process.poll() is None:
             # Not by SIGKILL, which would leave pools behind that have its pipes.
             self.end()
 
 
-#: The others run what a script in the server role runs, in processes whose main code goes on.
+#: The others run the code of a script in the server role, in processes whose main code continues.
 EACH_HOST = ["script", *deep(*(host for host in HOSTS if host != "script"))]
 
 
@@ -260,7 +260,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """The app, served in each way; its main code has ended."""
     folder = tmp_path_factory.mktemp(request.param)
     folder.chmod(0o700)
-    # What ends with its main code is a new interpreter, which has imported nothing but what the script has.
+    # A process that ends with its main code must be a new interpreter, with the script's imports only.
     served = Served(folder, request.param, fresh=request.param == "script")
     served.client.ping()
     yield served
@@ -269,7 +269,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @contextmanager
 def serving(folder: Path, host: str) -> Iterator[Callable[..., Served]]:
-    """The same for a test alone: a function that has the app served, with more code in it."""
+    """A function that serves the app, with more code, for a single test."""
     folder.chmod(0o700)
     with ExitStack() as stack:
         yield lambda more="": stack.enter_context(closing(Served(folder, host, more)))
@@ -277,14 +277,14 @@ def serving(folder: Path, host: str) -> Iterator[Callable[..., Served]]:
 
 @pytest.fixture(params=EACH_HOST)
 def serve(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Served]]:
-    """``serve(more)``: in each way."""
+    """``serve(more)`` serves it in each way."""
     with serving(tmp_path, request.param) as start:
         yield start
 
 
 @pytest.fixture
 def script(tmp_path: Path) -> Iterator[Callable[..., Served]]:
-    """``script(more)``: as ``python app.py`` in the server role."""
+    """``script(more)`` runs it as ``python app.py`` in the server role."""
     with serving(tmp_path, "script") as start:
         yield start
 
@@ -366,12 +366,12 @@ def test_exit_callbacks_run_once_in_order(serve: Callable[..., Served]) -> None:
     served = serve()
     served.ask("register", "one")
     served.ask("register", "two")
-    code, told, errors = served.end()
+    code, reported, errors = served.end()
     assert (code, errors) == (0, "")
-    assert told[:2] == ["two before threads are joined", "one before threads are joined"]
+    assert reported[:2] == ["two before threads are joined", "one before threads are joined"]
     # A finalizer's callback is one of atexit, registered with the first finalizer of the process.
-    assert [line for line in told[2:] if "at exit" in line] == ["two at exit", "one at exit"]
-    assert sorted(line for line in told[2:] if "finalizer" in line) == ["one finalizer", "two finalizer"]
+    assert [line for line in reported[2:] if "at exit" in line] == ["two at exit", "one at exit"]
+    assert sorted(line for line in reported[2:] if "finalizer" in line) == ["one finalizer", "two finalizer"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -381,12 +381,12 @@ def test_idle_pools_end_with_the_process(serve: Callable[..., Served], number: s
     kept = [("executor", "fork"), ("executor", "forkserver"), ("pool", "fork"), ("pool", "spawn"), ("threads", "fork")]
     pids = [served.client.call("keep", kind, method).item() for kind, method in kept]
     code, _, errors = served.end(number)
-    # A worker that cannot end its pools in time is killed; the resource tracker removes what they leave, and says so.
+    # A worker that cannot end its pools in time is killed; the resource tracker removes their remains, and reports them.
     assert (code, [line for line in errors.splitlines() if "resource_tracker" not in line]) == (0, [])
     eventually(lambda: not any(map(is_running, pids)), what=f"the end of {pids}")
 
 
-# What only a script in the server role can meet.
+# Situations of scripts in the server role only.
 
 
 def test_running_threads_are_joined_at_the_end(script: Callable[..., Served]) -> None:
@@ -400,7 +400,7 @@ go = threading.Event()
 
 def work():
     go.wait()
-    told("the thread has ended")
+    report("the thread has ended")
 
 
 threading._register_atexit(go.set)
@@ -451,12 +451,12 @@ def test_a_script_that_exits_with_a_code_serves(script: Callable[..., Served]) -
 
 def test_exit_callbacks_of_the_main_code_run_after_serving(script: Callable[..., Served]) -> None:
     """Its resources, such as a temporary folder, still exist for endpoints."""
-    served = script("import atexit\natexit.register(told, 'cleaned up')\nprint('told: main code', flush=True)\n")
+    served = script("import atexit\natexit.register(report, 'cleaned up')\nprint('report: main code', flush=True)\n")
     served.child.expect_error("serving at")
     served.ask("register", "endpoint")
-    code, told, errors = served.end()
+    code, reported, errors = served.end()
     assert (code, errors) == (0, "")
-    assert [line for line in told if "finalizer" not in line] == [
+    assert [line for line in reported if "finalizer" not in line] == [
         "main code",
         "endpoint before threads are joined",
         "endpoint at exit",
@@ -473,15 +473,15 @@ def weights():
     return tensor(1, 2)
 
 
-told(provider.execution_mode)
+report(provider.execution_mode)
 weights()
 """
     )
     served.child.expect_error("serving at")
     assert served.ask("pooled", "executor", "spawn") == [1, 4, 9]
-    told = served.end()[1]
-    assert told[0] == "server"
-    assert set(told[1:]) == {"client"}
+    reported = served.end()[1]
+    assert reported[0] == "server"
+    assert set(reported[1:]) == {"client"}
 
 
 def test_a_fork_server_does_not_serve(script: Callable[..., Served]) -> None:
@@ -510,7 +510,7 @@ def interrupted(self):
 
 
 Server.stop = interrupted
-atexit.register(told, "cleaned up")
+atexit.register(report, "cleaned up")
 """
     )
     served.child.expect_error("serving at")

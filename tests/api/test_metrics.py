@@ -1,4 +1,4 @@
-"""Metrics for Prometheus: what is told, that it is right, and that whoever asks for it disturbs nobody."""
+"""Metrics for Prometheus: their names, their values, and scrapes that disturb no other client."""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ def server(provider: Provider, serve: Serve, go: threading.Event) -> Server:
 
 @pytest.fixture
 def url(server: Server) -> str:
-    """Where its metrics are."""
+    """The URL of its metrics."""
     assert server.metrics_url is not None
     return server.metrics_url
 
 
 def metrics_of(app: BrokerApp) -> str:
-    """Start a broker; return where its metrics are."""
+    """Start a broker; return the URL of its metrics."""
     return app.start("--metrics-port", "0").expect("metrics at").removeprefix("metrics at ")
 
 
 def fresh(url: str, condition: Callable[[Any], bool]) -> Any:
-    """The first scrape of which that is true: a text may be a moment old."""
+    """Return the first scrape that satisfies a condition: a text may be slightly out of date."""
     found: list[Any] = []
 
     def look() -> bool:
@@ -166,7 +166,7 @@ def test_pools_of_results_are_measured(url: str, connect: Connect) -> None:
     assert now("objects", kind="result") == 0
     assert now("connections") == 1
     del kept[1:]
-    client.call("short", 1)  # what was freed is told with the next call
+    client.call("short", 1)  # freed chunks are reported with the next call
     fresh(url, lambda now: now("pool_chunks") < 3)
 
 
@@ -211,7 +211,7 @@ def test_every_metric_is_documented(broker_app: BrokerApp) -> None:
     url = metrics_of(broker_app)
     with pytest.raises(errors.EndpointNotFound):
         broker_app.connect().call("nowhere")
-    told = {
+    actual = {
         family.name + ("_total" if family.type == "counter" else ""): (
             family.type,
             {label for sample in family.samples for label in sample.labels} - {"le"},
@@ -224,7 +224,7 @@ def test_every_metric_is_documented(broker_app: BrokerApp) -> None:
         name: (kind, set(re.findall(r"`(\w+)`", labels)))
         for name, kind, labels in re.findall(r"^\| `(shared_rpc_\w+)` \| (\w+) \|([^|]*)\|", text, re.MULTILINE)
     }
-    assert told == documented
+    assert actual == documented
 
 
 def test_brokers_export_metrics_of_workers(broker_app: BrokerApp, tmp_path: Path) -> None:
@@ -362,13 +362,13 @@ def test_a_stopped_server_releases_its_port(server: Server, url: str) -> None:
 
 
 def connection(url: str) -> socket.socket:
-    """One to the port, with nothing said."""
+    """Open a connection to the port, and send nothing."""
     host, _, port = url.removeprefix("http://").removesuffix("/metrics").rpartition(":")
     return socket.create_connection((host, int(port)), timeout=15)
 
 
 def answer(url: str, request: bytes) -> bytes:
-    """What comes for a request, up to the end."""
+    """Send a request; return the answer up to its end."""
     with connection(url) as sock:
         sock.sendall(request)
         received = b""

@@ -1,4 +1,4 @@
-"""Nested payloads through a real server: what arrives is what was sent, as an argument and as a result, and it stays so."""
+"""Nested payloads through a real server: arguments and results arrive unchanged, and stay unchanged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Ask = Callable[..., Any]
 
 
 class Endpoints:
-    """The server's endpoints, with what they were given and what they are to return."""
+    """The server's endpoints, with their last arguments and next results."""
 
     def __init__(self, provider: Provider, device: str) -> None:
         self.device = device
@@ -34,26 +34,26 @@ class Endpoints:
         provider.share(cache_format_key="{key}")(self.echo_by_key)
 
     def echo(self, *args: Any, **kwargs: Any) -> Any:
-        """Its only argument."""
+        """Return the only argument."""
         (value,) = (*args, *kwargs.values())
         self.seen.append((described(value), aliases(value)))
         return value
 
     def echo_by_key(self, key: str, value: Any) -> Any:
-        """The value that it was given first for a key."""
+        """Return the first value that was passed for a key."""
         return value
 
     def cached(self, name: str) -> Any:
-        """A payload, made once."""
+        """Return a payload that is made once."""
         self.runs += 1
         return PAYLOADS[name](self.device)
 
     def keep(self, value: Any) -> None:
-        """Hold on to an argument."""
+        """Keep an argument."""
         self.kept.append(value)
 
     def kept_sums(self) -> torch.Tensor:
-        """The sums of all tensors that were kept."""
+        """Return the sums of all kept tensors."""
         return torch.stack([tensor.sum() for tensor in tensors_in(self.kept)])
 
     def write(self, first: torch.Tensor, second: torch.Tensor, number: float) -> list[torch.Tensor]:
@@ -80,28 +80,28 @@ def client(endpoints: Endpoints, base_path: str) -> Iterator[Client]:
 
 @pytest.fixture(params=["call", *deep("task")])
 def ask(request: pytest.FixtureRequest, client: Client) -> Ask:
-    """``ask(endpoint, ...)`` is the answer, by a call or by a task that is waited for."""
+    """``ask(endpoint, ...)`` returns the result, by a call or by a task."""
     return client.call if request.param == "call" else lambda *args, **kwargs: as_a_task(client, *args, **kwargs)
 
 
 def as_a_task(client: Client, *args: Any, **kwargs: Any) -> Any:
-    """Submit, and wait."""
+    """Submit a task, and wait for it."""
     return client.wait_for_task(client.submit(*args, **kwargs), 30)
 
 
 def filled(number: float, device: str, *shape: int) -> torch.Tensor:
-    """A tensor that tells one call from another."""
+    """A tensor that identifies its call."""
     return torch.full(shape or (1024,), float(number), device=device)
 
 
 def busy(endpoints: Endpoints, client: Client) -> None:
-    """Further calls, which need memory of the sizes that the tests use."""
+    """Make further calls, which need memory of the sizes that the tests use."""
     for _ in range(20):
         client.call("echo", (filled(8, endpoints.device), filled(9, endpoints.device)))
         client.call("echo", filled(99, endpoints.device))
 
 
-# What arrives.
+# Results.
 
 
 @each_payload()
@@ -180,18 +180,18 @@ def test_views_among_the_arguments_share_writes(endpoints: Endpoints, ask: Ask, 
     assert (base.data_ptr(), base.tolist()) == (address, list(range(12)))
 
 
-# What is kept stays as it is, whatever is called meanwhile.
+# Kept values do not change through later calls.
 
 
 def gradient_over(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """What a graph over a tensor computes later."""
+    """Return the result of a later backward pass over a tensor."""
     weight = torch.ones_like(tensor, requires_grad=True)
     loss = (weight * tensor).sum()
     return lambda: torch.autograd.grad(loss, weight)[0]
 
 
 def whole_of(storage: torch.UntypedStorage, offset: int) -> torch.Tensor:
-    """A tensor over a storage that no tensor was left over."""
+    """Return a tensor over the whole storage of a tensor that was dropped."""
     return torch.empty(0, device=storage.device).set_(storage, offset, (1024,))
 
 

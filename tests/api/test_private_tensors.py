@@ -1,4 +1,4 @@
-"""Endpoints that share parameters alone: one memory for these, and for every other tensor one for each process."""
+"""Endpoints that share parameters only: these have one memory, all other tensors one copy for each process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Elsewhere = Callable[..., Any]
 
 
 def normed(device: str = "cpu") -> nn.Module:
-    """A layer, and one with statistics that training writes to."""
+    """A linear layer, and one with statistics that training updates."""
     model = nn.Sequential(nn.Linear(4, 4, device=device), nn.BatchNorm1d(4, device=device)).requires_grad_(False)
     model[0].weight.fill_(1)
     return model
@@ -201,16 +201,16 @@ LARGE = 1 << 18
 
 
 def beside_a_tensor(device: str, *arrays: Any) -> State:
-    """An object with arrays, and a tensor that makes it a result."""
+    """An object with arrays, and a tensor that makes it shareable."""
     return State(1, {"tensor": torch.ones(3, device=device), "arrays": list(arrays)})
 
 
 def arrays_of(value: Any) -> Any:
-    """The arrays of such an object."""
+    """Return the arrays of such an object."""
     return value.moments["arrays"]
 
 
-#: What the kernel says of the array's memory in the process: pages that nobody else has.
+#: The kernel's figures for the array's memory in the process: private pages.
 OWN_PAGES = """
 def own_pages(array):
     address = array.__array_interface__["data"][0]

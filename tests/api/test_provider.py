@@ -1,6 +1,6 @@
 """One set of behaviours, tried in every role: local, server, and client of a server.
 
-Whoever decorates a function must not have to know which of them the process will play.
+The author of an endpoint need not know which role the process will play.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.kit.apps import App, at_once, shares_memory
 from tests.kit.deep import deep
 from tests.kit.processes import eventually
 
-#: Seconds that two runs have to meet. Where they must not meet, this is what the test takes.
+#: Seconds within which two runs must meet. Where they must not, the test takes this long.
 MEETING = 0.2
 
 
@@ -371,7 +371,7 @@ def test_closed_providers_refuse_calls(app: App, used: bool) -> None:
             call()
 
 
-# What a provider can ask by name: of runs, objects, leases and the server.
+# Queries by name: of runs, objects, leases and the server.
 
 
 def test_providers_report_server_info(app: App) -> None:
@@ -392,8 +392,8 @@ def test_objects_are_listed_and_invalidated(app: App) -> None:
     (listed,) = app.provider.list_objects()
     assert (listed["object_id"], listed["cached"]) == (handle.object_id, True)
     assert [holder["pid"] for holder in listed["holders"]] == [os.getpid()]
-    for told in (app.provider.get_object_info(handle), app.provider.get_object_info(handle.object_id)):
-        assert (told["object_id"], told["nbytes"], told["leases"]) == (handle.object_id, 12, 1)
+    for details in (app.provider.get_object_info(handle), app.provider.get_object_info(handle.object_id)):
+        assert (details["object_id"], details["nbytes"], details["leases"]) == (handle.object_id, 12, 1)
     assert app.provider.invalidate_object(handle.object_id) == 1
     assert not handle.is_current()
     handle.release()
@@ -428,7 +428,7 @@ def test_servers_within_a_process_are_neither_reloaded_nor_stopped(app: App) -> 
     assert str(refused.value).startswith(words)
 
 
-# Handles: the same in every role, and what they know of their object.
+# Handles: the same in every role, and their information about the object.
 
 
 def test_handles_release_at_the_end_of_their_block(app: App) -> None:
@@ -498,7 +498,7 @@ def test_object_info(app: App) -> None:
     handle = load(256)
     info = handle.get_object_info()
     created, accessed = info.pop("created_at"), info.pop("last_accessed_at")
-    # In the local role nobody else has it, and nothing is copied; else it is the reference to the one tensor.
+    # In the local role it has no other holder, and nothing is copied; else it is the reference to the one tensor.
     assert (info.pop("private_nbytes") == 0) == (app.role == "local")
     assert info == {
         "object_id": handle.object_id,

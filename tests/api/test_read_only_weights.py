@@ -1,4 +1,4 @@
-"""What writes to weights without its name saying so, and the ways out that the page on read-only weights names."""
+"""In-place writes to read-only weights by functions whose names do not show it, and the alternatives that the docs name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 
 needs_peft = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
 
-#: What every child begins with. It says so before the step that is in question, and after it.
+#: The beginning of every child. It prints a line before the step under test, and after it.
 BEGIN = """
 import copy, os, sys, tempfile
 import torch
@@ -74,7 +74,7 @@ trained(x).sum().backward()
 step.step()
 """
 
-#: By name: the endpoint, what writes, and the ways out.
+#: By name: the endpoint, the write, and the alternatives.
 CASES: dict[str, tuple[str, str, list[str]]] = {
     "optimizer": (
         "linear",
@@ -152,13 +152,13 @@ def start(server: Server, children: list[Child]) -> Callable[..., Child]:
 
 
 def ended(child: Child) -> tuple[int, str, str]:
-    """How it ended, the last line that it printed, and what it said on standard error."""
+    """Wait for the end; return the exit code, the last printed line, and the text on standard error."""
     output, errors = child.process.communicate(timeout=50)
     return child.process.returncode, output.splitlines()[-1] if output else "", errors
 
 
 def assert_told(child: Child) -> None:
-    """It wrote, and ended for that."""
+    """Check that the process wrote to shared memory, and was ended with the message."""
     status, output, errors = ended(child)
     assert (status, output) == (-signal.SIGSEGV, "begins")
     assert "wrote to memory that is shared with access='read'" in errors

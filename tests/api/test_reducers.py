@@ -1,4 +1,4 @@
-"""Tensors that are sent by name: the receiver takes the memory from the server, whatever has become of the sender."""
+"""Tensors that are sent by name: the receiver maps memory from the server, also after the sender's end."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ index = torch.cuda.current_device() if device == "cuda" else 0
 got = rebuilt(pickle.loads(base64.b64decode(data)), index)
 """
 
-#: A program that has imported torch's function before this package; it ends by SIGKILL when it has printed what it sends.
+#: A program that imported torch's function before this package; it ends by SIGKILL after printing its pickles.
 SENDER = """
     import base64, os, pickle
     from torch.multiprocessing.reductions import reduce_tensor
@@ -53,7 +53,7 @@ SENDER = """
 
 
 def text_of(value: Any) -> str:
-    """Bytes, or a pickle of something else, as text."""
+    """Return bytes, or a pickle of something else, as text."""
     return base64.b64encode(value if isinstance(value, bytes) else pickle.dumps(value)).decode()
 
 
@@ -77,7 +77,7 @@ def client(base_path: str, device: str) -> Iterator[Client]:
 
 
 def sent_by_a_dead_process(children: list[Child], device: str) -> str:
-    """What a program sent before it was killed."""
+    """Return the pickles that a program sent before it was killed."""
     sender = python(SENDER.format(device=device), fresh=True)
     children.append(sender)
     data = sender.expect("handle:").split()[1]

@@ -1,4 +1,4 @@
-"""What is refused is the same error in every role, and says where and what to do."""
+"""Refusals: the same error in every role, which names the place and the remedy."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tests.kit.models import Marked, State
 
 
 class Refusal(NamedTuple):
-    """A value, and what the error says of it."""
+    """A value, and the parts of the error's text."""
 
     make: Callable[[], Any]
     text: str
 
 
-#: What each role finds out in a way of its own; the tests of the codec have all kinds.
+#: Refusals that each role detects in its own way; the tests of the codec have all kinds.
 RESULTS = {
     "plain": Refusal(lambda: 3, "returned a value of type int without a tensor or module"),
     "generator": Refusal(
@@ -48,7 +48,7 @@ ARGUMENTS = {
 
 
 def error_of(call: Callable[[], Any]) -> tuple[type[BaseException], str]:
-    """Type and text of what a call raises."""
+    """Return type and text of a call's error."""
     with pytest.raises(Exception) as caught:
         call()
     return caught.type, str(caught.value)
@@ -129,12 +129,12 @@ def test_unknown_endpoints_come_with_a_suggestion(every_app: list[App]) -> None:
 # Values that are nested without end, and exceptions that do more than to be raised.
 
 
-#: Levels that neither pickle nor a message can follow: from Python 3.14 on the size of the stack is what ends them.
+#: Levels beyond the limits of pickle and of messages: from Python 3.14 on, the stack's size is the limit.
 DEEP = 200_000
 
 
 def nested(value: Any, wrap: Callable[[Any], Any]) -> Any:
-    """Put a value into something, and that into the same again, and so on."""
+    """Nest a value in containers, to a given depth."""
     for _ in range(DEEP):
         value = wrap(value)
     return value
@@ -156,7 +156,7 @@ DEEP_VALUES: dict[str, Callable[[], Any]] = {
     "modules": chain,
 }
 
-#: What finds the level is the same in every role.
+#: The level is detected in the same way in every role.
 every_kind_for_a_client = pytest.mark.parametrize(
     ("app", "kind"),
     [("client", "dicts"), ("local", "lists"), *deep(("server", "lists"), *(("client", kind) for kind in DEEP_VALUES))],
@@ -227,19 +227,19 @@ def test_arguments_that_end_their_receiver_do_not_stop_the_server(client_of: Con
 
 
 class Interrupts(ValueError):
-    """An exception during whose unpickling a signal comes."""
+    """An exception whose unpickling is interrupted by a signal."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return signal.raise_signal, (signal.SIGUSR1,)
 
 
 class Interrupted(BaseException):
-    """What the handler raises."""
+    """Raised by the handler."""
 
 
 @pytest.fixture(params=[Interrupted, *deep(SystemExit, KeyboardInterrupt)])
 def raised_by_handler(request: pytest.FixtureRequest) -> Iterator[type[BaseException]]:
-    """What a handler of SIGUSR1 raises, of which there is one meanwhile."""
+    """Install a handler of SIGUSR1 that raises, for the test."""
 
     def handler(number: int, frame: object) -> NoReturn:
         raise request.param("from the handler")

@@ -1,4 +1,4 @@
-"""What endpoints may return: any object that reaches memory, in every role, the same bit for bit in another process."""
+"""Results of endpoints: any object that holds memory, in every role, bit for bit the same in another process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.kit.processes import eventually
 
 
 class Weakless:
-    """An object that nobody can have a weak reference to."""
+    """An object without support for weak references."""
 
     __slots__ = ("tensor",)
 
@@ -115,7 +115,7 @@ def test_materialize_requires_the_module(provider: Provider, serve: Serve, conne
         assert model.weight.data_ptr() == handle.value.moments["m"].weight.data_ptr()
 
 
-# Calls under torch's modes: what comes is what would come without them, and is of use after them.
+# Calls under torch's modes: the result is the same as without them, and usable after them.
 
 
 @pytest.mark.parametrize("mode", ["FakeTensorMode", *deep(*(mode for mode in MODES if mode != "FakeTensorMode"))])
@@ -151,11 +151,11 @@ def test_compiled_functions_can_call_endpoints(provider: Provider, serve: Serve,
     assert torch.equal(torch.compile(handle.value.forward, backend="eager", fullgraph=True)(x), handle.value(x))
 
 
-# Models that are built around shared memory, and what that takes.
+# Models built around shared memory, and the cost of that.
 
 
 class Net(nn.Module):
-    """A module with an output that is tied to its input."""
+    """A module whose output is tied to its input."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""One script, three roles, chosen by the environment alone: real processes that run the same file."""
+"""One script in three roles, chosen by the environment alone: real processes run the same file."""
 
 from __future__ import annotations
 
@@ -102,14 +102,14 @@ def ones(size):
 
 
 def answers_of(child: Child) -> dict[str, Any]:
-    """What a child that runs :data:`APP` found out."""
+    """Return the findings of a child that runs :data:`APP`."""
     answers: dict[str, Any] = json.loads(child.expect("answers:").removeprefix("answers:"))
     return answers
 
 
 @pytest.fixture
 def script(tmp_path: Path) -> Callable[..., Path]:
-    """``script(main)`` writes :data:`SCRIPT` with that main code to a file of its own."""
+    """``script(main)`` writes :data:`SCRIPT` with that main code to a new file."""
     written = []
 
     def write(main: str = "") -> Path:
@@ -134,7 +134,7 @@ def start(base_path: str, children: list[Child]) -> Callable[..., Child]:
 
 
 def end(child: Child, number: signal.Signals = signal.SIGTERM) -> tuple[int, str, float]:
-    """Ask a process to end: its exit code, its standard error, the seconds it took."""
+    """End a process; return its exit code, its standard error, and the elapsed seconds."""
     begin = time.monotonic()
     child.process.send_signal(number)
     code = child.process.wait(10)

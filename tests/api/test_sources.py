@@ -1,4 +1,4 @@
-"""A source of records answers the misses of its server: what its callers get, and what happens when it goes."""
+"""A source of records answers the misses of its server: results of callers, and the end of the source."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def other_server(base_path: str) -> Iterator[Client]:
 
 
 def asked(client: Client) -> int:
-    """How many runs wait for a source."""
+    """Return the number of runs that wait for a source."""
     return sum(run["status"] == "asked" for run in client.list_runs())
 
 
@@ -170,7 +170,7 @@ def test_records_of_another_server_answer_misses(
     assert (model.builds, counts["adopted"], counts["builds"], counts["misses"], counts["hits"]) == (0, 1, 0, 1, 1)
 
 
-# What is asked.
+# Requests to sources.
 
 
 def test_only_managed_and_cached_calls_are_misses(source: Source, provider: Provider, client: Client, model: Model) -> None:
@@ -330,7 +330,7 @@ def test_an_object_that_becomes_current_answers_its_misses(
     assert client.get_statistics()["load"]["adopted"] == 2
 
 
-# Sources that come and go.
+# Sources that attach and leave.
 
 
 def test_a_stopping_server_ends_all_waits(source: Source, server: Server, client: Client, threads: ThreadPoolExecutor) -> None:
@@ -382,11 +382,11 @@ def test_status_reports_are_shown(source: Source, client: Client) -> None:
     assert client.get_server_info()["source"] == info
     source.close()
 
-    def is_gone() -> bool:
+    def is_stopped() -> bool:
         gone = client.get_server_info()["source"]
         return gone is not None and (gone["session"], gone["status"]) == (None, {})
 
-    eventually(is_gone)  # a client's message may overtake that of another one
+    eventually(is_stopped)  # a client's message may overtake that of another one
 
 
 # Every client.

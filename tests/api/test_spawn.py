@@ -36,14 +36,14 @@ def weights():
     return torch.zeros(4)
 """
 
-#: What a script does with its server.
+#: A script's use of its server.
 ATTACH = """
 if __name__ == "__main__":
     found = provider.get_runtime_info()
     print("attached", found["execution_mode"], found["server"]["pid"], flush=True)
 """
 
-#: The same, with an error told in words.
+#: The same, with its error printed.
 TRY = """
 if __name__ == "__main__":
     from shared_rpc.errors import SharedRPCError
@@ -53,7 +53,7 @@ if __name__ == "__main__":
         print(f"refused {type(error).__name__}", error, "that was all", flush=True)
 """
 
-#: An app that takes as long to load as the test wants.
+#: An app whose load takes as long as the test determines.
 SLOW = """
 import time
 if __name__ != "__main__":
@@ -71,27 +71,27 @@ class Scripts:
         self._children = children
 
     def write(self, *pieces: str, name: str = "app.py", app: str = APP) -> None:
-        """A file: an app, and other code after it."""
+        """Write a file: an app, followed by other code."""
         (self.directory / name).write_text(app + "".join(textwrap.dedent(piece) for piece in pieces))
 
     def run(
         self, *words: str, role: str | None = "spawn", cwd: Path | None = None, fresh: bool = False, **variables: str
     ) -> Child:
-        """A process in that role."""
+        """Start a process in that role."""
         environ = {**({"SHARED_TENSOR_ROLE": role} if role else {}), **variables}
         child = Child(*(words or ("app.py",)), environ=environ, cwd=cwd or self.directory, fresh=fresh, has_workers=True)
         self._children.append(child)
         return child
 
     def attached(self, *words: str, role: str | None = "spawn") -> int:
-        """Run to the end: the process id of the server it attached to."""
+        """Run a process to its end; return the process id of the server that it attached to."""
         child = self.run(*words, role=role)
         pid = int(child.expect("attached").split()[-1])
         assert child.close() == (0, "")
         return pid
 
     def refused(self, child: Child) -> str:
-        """What a process of :data:`TRY` was told."""
+        """Return the error that a process of :data:`TRY` reported."""
         assert child.process.stdout is not None
         text = child.process.stdout.read()
         assert text.startswith("refused"), text
@@ -99,25 +99,25 @@ class Scripts:
 
     @property
     def loads(self) -> list[str]:
-        """The workers that loaded the app, and the role it had there."""
+        """The workers that loaded the app, with their roles."""
         path = self.directory / "loads"
         return path.read_text().splitlines() if path.exists() else []
 
     @property
     def log(self) -> str:
-        """What the server wrote."""
+        """The server's log."""
         return Path(log_path(self.socket)).read_text()
 
     def waits(self, child: Child) -> bool:
-        """Whether a process stands for election."""
+        """Return whether a process takes part in the election."""
         for fd in os.listdir(f"/proc/{child.pid}/fd"):
-            with suppress(FileNotFoundError):  # it was closed meanwhile
+            with suppress(FileNotFoundError):  # it was closed in the meantime
                 if os.readlink(f"/proc/{child.pid}/fd/{fd}") == f"{self.socket}.spawn":
                     return True
         return False
 
     def nothing_runs(self) -> bool:
-        """Whether no server has the lock: neither one that listens, nor one that begins or ends."""
+        """Return whether no server has the lock, in any state from its start to its end."""
         try:
             fd = os.open(f"{self.socket}.spawn", os.O_RDWR)
         except FileNotFoundError:
@@ -132,7 +132,7 @@ class Scripts:
 
 
 def server_at(path: str) -> int | None:
-    """The process id of the server there, None if there is none."""
+    """Return the process id of the server there, None without one."""
     with Client(socket_path=path, connect_timeout=0) as client:
         try:
             return int(client.get_server_info()["pid"])
@@ -142,7 +142,7 @@ def server_at(path: str) -> int | None:
 
 @pytest.fixture
 def scripts(tmp_path: Path, base_path: str, children: list[Child]) -> Iterator[Scripts]:
-    """A directory for scripts. At the end nothing is left running."""
+    """A directory for scripts. At the end, all processes are ended."""
     scripts = Scripts(tmp_path, base_path, children)
     scripts.write(ATTACH)
     yield scripts
@@ -261,8 +261,8 @@ def test_a_slow_server_continues_after_a_timeout(scripts: Scripts) -> None:
     eventually(lambda: len(scripts.loads) == 1)
     other = scripts.run()
     text = scripts.refused(starter)
-    for told in ("does not listen yet", "server_startup_timeout (4 s)", "half of it is there"):
-        assert told in text
+    for part in ("does not listen yet", "server_startup_timeout (4 s)", "half of it is there"):
+        assert part in text
     assert "another process began to start one, which did not listen within 4 s" in scripts.refused(other)
     (scripts.directory / "more").touch()
     eventually(lambda: server_at(scripts.socket) is not None)
@@ -375,7 +375,7 @@ def test_a_server_started_by_hand_is_found(scripts: Scripts) -> None:
     assert serving.close() == (0, "")
 
 
-#: What a child of multiprocessing does.
+#: The code of a child of multiprocessing.
 WORK = """
 import multiprocessing
 

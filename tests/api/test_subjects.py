@@ -1,4 +1,4 @@
-"""What other people's programs share, attached by another process: as it was, bit for bit, and of use like the original."""
+"""Values of popular libraries, attached by another process: bit for bit the same, and as usable as the original."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.kit.interpreter import Interpreter
 from tests.kit.processes import Child, python
 from tests.kit.subjects import SUBJECTS
 
-#: An app. What a value was like is written down before it is shared.
+#: An app. Values are described before they are shared.
 APP = """
     import json, sys
 
@@ -46,7 +46,7 @@ APP = """
 
 
 class Served:
-    """The app in a worker, and a process that attaches what it shares."""
+    """The app in a worker, and a process that attaches its objects."""
 
     def __init__(self, device: str, directory: Path) -> None:
         directory.chmod(0o700)
@@ -77,7 +77,7 @@ class Served:
         self.server.close()
 
 
-#: What every piece of a client begins with.
+#: The beginning of every piece of a client.
 PRELUDE = """
 import copy, io, json, pickle
 from tests.kit.comparing import compare, describe, differences
@@ -110,7 +110,7 @@ def served(apps: Callable[[str], Served], device: str) -> Served:
 
 @pytest.fixture
 def name(request: pytest.FixtureRequest, device: str) -> str:
-    """The name of a subject; only torch's own packed weights are on one kind of device alone."""
+    """The name of a subject; only torch's own packed weights are restricted to one kind of device."""
     found: str = request.param
     if device not in SUBJECTS[found].on:
         pytest.skip(f"there is none on {device}")

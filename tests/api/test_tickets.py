@@ -1,4 +1,4 @@
-"""Tickets: a file that leads another process to an object, and all that can be wrong with one."""
+"""Tickets: files that lead other processes to an object, and every defect that one can have."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.kit.processes import eventually, python
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Where a ticket is written."""
+    """The path of a ticket."""
     return tmp_path / "model.ticket"
 
 
@@ -56,16 +56,16 @@ def test_a_ticket_opens_the_object(client: Client, server: Server, path: Path, c
 
 
 def test_tickets_describe_the_object(client: Client, server: Server, path: Path) -> None:
-    """What, where and whose it is."""
+    """The object, its place and its owner."""
     handle = client.call("made", value=2.0)
     ticket = handle.ticket(path)
     assert Ticket.read(path) == ticket
     assert Ticket.from_json(ticket.to_json()) == ticket
-    told = json.loads(path.read_text())
-    assert told["socket_path"] == server.socket_path
-    assert (told["version"], told["kind"], told["endpoint"], told["device"]) == (1, "result", "made", "cpu")
-    assert (told["nbytes"], told["uid"], told["pid"]) == (24, os.geteuid(), os.getpid())
-    assert abs(told["created_at"] - path.stat().st_mtime) < 10
+    fields = json.loads(path.read_text())
+    assert fields["socket_path"] == server.socket_path
+    assert (fields["version"], fields["kind"], fields["endpoint"], fields["device"]) == (1, "result", "made", "cpu")
+    assert (fields["nbytes"], fields["uid"], fields["pid"]) == (24, os.geteuid(), os.getpid())
+    assert abs(fields["created_at"] - path.stat().st_mtime) < 10
 
 
 def test_clients_are_created_from_tickets(server: Server, client: Client, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Shared memory that is sent through torch.multiprocessing: it stays where it is, and the receiver has the same memory."""
+"""Shared memory through torch.multiprocessing: it is not copied, and the receiver maps the same memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.kit.processes import Child, python
 
 Elsewhere = Callable[..., Any]
 
-#: What every piece of code begins with: an attached model, and where it lies.
+#: The beginning of every piece of code: an attached model, and its place.
 BEGIN = """
 import multiprocessing, os
 import torch.multiprocessing as mp
@@ -76,7 +76,7 @@ def _run(process: Interpreter, code: str, **names: Any) -> Any:
 
 
 def matrix(device: str) -> torch.Tensor:
-    """Four rows, which begin with 0, 10, 20 and 30."""
+    """A matrix whose four rows begin with 0, 10, 20 and 30."""
     return torch.arange(40.0, device=device).reshape(4, 10)
 
 
@@ -215,7 +215,7 @@ def test_other_tensors_are_sent_by_torch(device: str, get: Serve, elsewhere: Els
     assert answer == [[5, 5, 5], True, [5, 5, 5]]
 
 
-# What is shared already.
+# Memory that is shared already.
 
 
 def test_sharing_shared_memory_moves_nothing(device: str, get: Serve, elsewhere: Elsewhere) -> None:
@@ -379,7 +379,7 @@ def test_read_only_memory_returns_to_its_maker(device: str, base_path: str, chil
 
 def test_nothing_is_left_after_the_last_tensor(device: str, get: Serve, elsewhere: Elsewhere) -> None:
     """Neither mappings nor descriptors, in the child and in the sender."""
-    get(nn.Parameter(matrix(device), requires_grad=False))  # in a segment of its own
+    get(nn.Parameter(matrix(device), requires_grad=False))  # in a separate segment
     answer = elsewhere(
         """
         from tests.kit.processes import open_fds
@@ -496,7 +496,7 @@ def test_every_mechanism_works_in_children(
     assert answer == [[5, 5, 5, 5], 4]
 
 
-# What cannot be.
+# Refusals.
 
 
 @pytest.mark.parametrize("device", ["cpu"])

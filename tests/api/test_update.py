@@ -1,4 +1,4 @@
-"""Writing to shared memory in place: revisions, who waits for them, and what a killed writer leaves behind."""
+"""In-place updates of shared memory: revisions, processes that wait for one, and the state after a writer is killed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shared_rpc.errors import (
 from tests.kit.apps import App, Serve, at_once
 from tests.kit.processes import Child, python
 
-#: A process that takes orders; it holds what ``load`` gives.
+#: A process that executes commands; it holds the result of ``load``.
 PEER = """
     import sys
     import torch
@@ -38,23 +38,23 @@ PEER = """
 
 
 def weights(size: int = 1000) -> torch.Tensor:
-    """The endpoint."""
+    """The weights of the endpoint."""
     return torch.zeros(size)
 
 
 def gpu_weights() -> torch.Tensor:
-    """64 MiB of them."""
+    """64 MiB of weights."""
     return torch.zeros(16 << 20, device="cuda")
 
 
 def run(peer: Child, code: str) -> None:
-    """Have the other process carry out several lines."""
+    """Run several lines in the other process."""
     peer.tell(f"exec({code!r})")
 
 
 @pytest.fixture
 def server(no_leaks: None, provider: Provider, serve: Serve) -> Server:
-    """Weights to write to, and some that clients only read."""
+    """A server of writable weights, and of others that clients may only read."""
     provider.share("load", managed=True)(weights)
     provider.share("sealed", managed=True, access="read")(weights)
     return serve()

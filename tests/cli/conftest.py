@@ -1,4 +1,4 @@
-"""Commands that go on, and scripts that ``shared-rpc run`` begins."""
+"""Long-running commands, and scripts that ``shared-rpc run`` starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.kit.scripts import Place
 
 @pytest.fixture(scope="module")
 def sockets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """One directory for the zygotes of a module's tests: they are as slow to start as a script without one."""
+    """One directory for the zygotes of a module's tests: they start as slowly as a script without one."""
     path = tmp_path_factory.mktemp("z")
     path.chmod(0o700)
     yield path
@@ -23,13 +23,13 @@ def sockets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def place(tmp_path: Path, sockets: Path) -> Place:
-    """A directory of its own for the scripts of a test."""
+    """A separate directory for the scripts of a test."""
     return Place(tmp_path, sockets)
 
 
 @pytest.fixture
 def start(base_path: str, tmp_path: Path, children: list[Child]) -> Callable[..., Child]:
-    """``start(*arguments)`` starts ``shared-rpc``, which does not end by itself."""
+    """``start(*arguments)`` starts a long-running ``shared-rpc``."""
 
     def start(*arguments: str, cwd: Path | None = None, environ: dict[str, str] | None = None) -> Child:
         child = Child(*MODULE, *arguments, cwd=cwd or tmp_path, environ=environ)

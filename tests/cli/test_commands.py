@@ -1,4 +1,4 @@
-"""Commands that print what servers have, and the command line itself."""
+"""Commands that print the state of servers, and the command line itself."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TOTAL = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 @pytest.fixture
 def served(provider: Provider, serve: Serve) -> Server:
-    """A server with two endpoints and nothing in its cache."""
+    """A server with two endpoints and an empty cache."""
 
     @provider.share(managed=True, idle_ttl=600)
     def load(size: int, name: str = "base") -> torch.nn.Module:
@@ -63,7 +63,7 @@ def listener(tmp_path: Path) -> Iterator[socket.socket]:
 
 
 def listed(*options: str) -> list[str]:
-    """The sockets that ``ls`` lists."""
+    """Return the sockets that ``ls`` lists."""
     return [info["socket_path"] for info in cli("ls", "--json", *options).data]
 
 

@@ -1,4 +1,4 @@
-"""Options of ``shared-rpc serve`` in files, and which file is used."""
+"""Configuration files of ``shared-rpc serve``: their options, and the search for a file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
 
 
 def write(path: Path, *lines: str) -> Path:
-    """Write a file that no other user can write to."""
+    """Write a file that only this user can write to."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines))
     path.chmod(0o644)

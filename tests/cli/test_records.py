@@ -1,4 +1,4 @@
-"""``shared-rpc objects export`` and ``import``: an object on disk, and a server that has it again."""
+"""``shared-rpc objects export`` and ``import``: an object on disk, and its import by a server."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_key_moves_no_cursor(client: Client, tmp_path: Path) -> None:
 
 
 def test_an_object_becomes_the_result_of_another_call(client: Client, tmp_path: Path) -> None:
-    """Which ``--endpoint`` and arguments name. Scripts, which know no ids, export by key; the output may be JSON."""
+    """Named by ``--endpoint`` and arguments. Scripts, which have no ids, export by key; the output may be JSON."""
     path = tmp_path / "load.record"
     object_id = client.call("load", 8).object_id
     facts = {"nbytes": 256, "endpoint": "load", "cache_key": KEY, "generation": 1}

@@ -1,6 +1,6 @@
-"""``shared-rpc run``: a script sees and does what it would if ``python`` had started it.
+"""``shared-rpc run``: a script sees and does the same as under ``python``.
 
-For what all forks of zygotes have in common with new processes, see `broker/test_zygote.py`.
+For common properties of all forks of zygotes and new processes, see `broker/test_zygote.py`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tests.kit.scripts import RUN, WAITS, Place
 pytestmark = pytest.mark.timeout(180)
 
 
-#: All that a program can see of itself, but for what its imports make.
+#: Everything that a program can observe about itself, except the results of its imports.
 FACTS = """
     import json, os, resource, signal, sys, threading, time, locale, atexit, gc
     fds = {}
@@ -81,7 +81,7 @@ FACTS = """
 
 
 def facts(place: Place, *words: object, **options: object) -> tuple[dict[str, object], dict[str, object]]:
-    """Return what a program sees of itself both ways."""
+    """Return a program's facts about itself, by both ways to run it."""
     plain, forked = place.both(*words, **options)
     assert (plain.code, plain.errors, forked.code, forked.errors) == (0, "", 0, "")
     found = [json.loads(ran.output) for ran in (plain, forked)]
@@ -143,7 +143,7 @@ def test_a_script_inherits_from_its_command(place: Place, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("closed", [(0, 1, 2), *deep(((0,),), ((1,),), ((2,),))], ids=str)
 def test_closed_streams_stay_closed(place: Place, closed: tuple[int, ...]) -> None:
-    """The interpreter has None for them, and what is opened then gets their numbers."""
+    """The interpreter has None for them, and files that are opened later get their numbers."""
     report = place.folder / "report"
     script = place.write(f"""
         import os, sys
@@ -198,7 +198,7 @@ ERRORS = {
     "no source": "import os\nos.unlink(__file__)\nprint('on')\ndef f(): 1 / 0\nf()",
 }
 
-#: What a script does on its way.
+#: The actions of a script.
 PIECES = {
     "KeyboardInterrupt that is handled": "try:\n    raise KeyboardInterrupt\nexcept KeyboardInterrupt: print('no')",
     "an unraisable error": "class A:\n    def __del__(self): 1 / 0\nA()\nprint('on')",
@@ -219,7 +219,7 @@ PIECES = {
 
 @pytest.fixture(scope="module")
 def forked_sockets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """One directory for zygotes that begin as forks, and whose scripts do not take torch apart at their end."""
+    """One directory for zygotes that begin as forks, and whose scripts skip torch's teardown."""
     path = tmp_path_factory.mktemp("f")
     path.chmod(0o700)
     yield path
@@ -244,16 +244,16 @@ def test_a_script_runs_the_same(place: Place) -> None:
 
 
 def same_both_ways(place: Place, source: str) -> None:
-    """Find no difference."""
+    """Check that there is no difference."""
     found = []
     for way in (place.python, place.run):
-        script = place.write(source)  # anew: it may have deleted itself
+        script = place.write(source)  # for each run: it may have deleted itself
         found.append(tuple(map(comparable, way(script))))
     assert found[0] == found[1]
 
 
 def comparable(value: Any) -> Any:
-    """Without addresses, and without the number of frames of an endless recursion: the interpreter counts its own in C too."""
+    """Remove addresses, and the depth of an endless recursion: the interpreter counts its C frames too."""
     return re.sub(r"0x[0-9a-f]+|repeated \d+ more", "…", value) if isinstance(value, str) else value
 
 
@@ -277,13 +277,13 @@ def test_a_stream_that_the_script_closes_ends(place: Place, children: list[Child
     children.append(child)
     child.expect("said")
     assert child.process.stdout is not None
-    assert child.process.stdout.read() == ""  # the end, while the script goes on
+    assert child.process.stdout.read() == ""  # the end, while the script continues
     assert child.process.poll() is None
     child.tell("end")
     assert child.close() == (0, "")
 
 
-# What there is to run.
+# Kinds of programs.
 
 
 def test_a_relative_path_is_kept(place: Place) -> None:
@@ -433,7 +433,7 @@ def test_a_signal_ends_the_command_as_it_ends_the_script(place: Place, children:
         if number == signal.SIGPIPE:  # python ignores it
             child.tell("")
         code, errors = child.process.wait(20), child.process.stderr and child.process.stderr.read()
-        codes.append((code, (errors or "").splitlines()[-1:]))  # the line before tells in which call it was
+        codes.append((code, (errors or "").splitlines()[-1:]))  # the line before identifies the call
     assert codes[0] == codes[1]
 
 
@@ -444,8 +444,8 @@ TELLS_PIDS = """
 """
 
 
-def is_gone(pid: int) -> bool:
-    """Return whether a process has ended; a zombie has."""
+def has_ended(pid: int) -> bool:
+    """Return whether a process has ended, including zombies."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:
@@ -454,13 +454,13 @@ def is_gone(pid: int) -> bool:
 
 @pytest.mark.parametrize("killed", ["script", "command", "watcher"])
 def test_a_kill_ends_script_and_command(place: Place, children: list[Child], killed: str) -> None:
-    """Whichever of them it was: no script goes on without a watcher, and the shell says "Killed"."""
+    """Whichever of them it was: no script runs on without a watcher, and the shell prints "Killed"."""
     child = place.start(place.write(TELLS_PIDS))
     children.append(child)
     script, watcher = map(int, child.expect("pids").split()[1:])
     os.kill({"script": script, "command": child.pid, "watcher": watcher}[killed], signal.SIGKILL)
     assert child.process.wait(20) == -signal.SIGKILL
-    eventually(lambda: is_gone(script))
+    eventually(lambda: has_ended(script))
 
 
 # The zygote.
@@ -533,7 +533,7 @@ def test_zygotes_are_listed_and_stopped(place: Place) -> None:
     eventually(lambda: pss_of(listed["pid"]) < 1.2 * listed["pss"], what="the fork that answered has no share of it")
     assert f"{listed['key']}" in place._finish([*shared_rpc, "ls"]).output
     assert str(listed["pid"]) in place._finish([*shared_rpc, "stop", "--all"]).output
-    assert is_gone(listed["pid"])
+    assert has_ended(listed["pid"])
     assert place.zygotes() == []
 
 

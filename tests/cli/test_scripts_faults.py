@@ -1,6 +1,6 @@
-"""Faults around ``shared-rpc run``: whatever happens to a zygote, the script runs, and gets nothing of another one's.
+"""Faults around ``shared-rpc run``: the script runs whatever happens to a zygote, with nothing of another script.
 
-What a zygote may import, and what its forks have, is in `broker/test_zygote.py`.
+For the imports of a zygote, and the state of its forks, see `broker/test_zygote.py`.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ NESTED = (100_000).to_bytes(4, "big") + b"[" * 100_000
 
 @pytest.fixture
 def place(tmp_path: Path, sockets: Path) -> Place:
-    """A directory of its own for the scripts of a test."""
+    """A separate directory for the scripts of a test."""
     return Place(tmp_path, sockets, forks=True)
 
 
 @pytest.fixture
 def alone(place: Place, tmp_path: Path) -> Iterator[Place]:
-    """The same directory of scripts, with zygotes of its own."""
+    """The same directory of scripts, with separate zygotes."""
     tmp_path.chmod(0o700)
     alone = Place(place.folder, tmp_path, forks=True)
     yield alone
@@ -61,14 +61,14 @@ def zygote(place: Place) -> int:
 
 
 def has_torch(place: Place, *words: str, forked: bool = True) -> str:
-    """Run a script that finds out whether it is a fork of a zygote; return its errors."""
+    """Run a script that detects whether it is a fork of a zygote; return its errors."""
     ran = place.run(*words, place.write(HAS_TORCH))
     assert (ran.code, ran.output) == (0, f"{forked}\n"), ran.errors
     return ran.errors
 
 
 def socket_of(place: Place, pid: int) -> str:
-    """Where a zygote listens."""
+    """Return the address of a zygote."""
     return str(next(one["socket_path"] for one in place.zygotes() if one["pid"] == pid))
 
 
@@ -88,7 +88,7 @@ def test_a_lost_zygote_is_replaced(place: Place, zygote: int, how: str) -> None:
 
 
 def test_a_stopped_zygote_is_not_waited_for(place: Place, zygote: int) -> None:
-    """The script runs without it at once, and not a second time when the zygote goes on."""
+    """The script runs without it at once, and not a second time when the zygote continues."""
     counted = place.folder / "counted"
     script = place.write(f"open({str(counted)!r}, 'a').write('x')\n{HAS_TORCH}")
     sigstop(zygote)
@@ -120,12 +120,12 @@ def test_a_zygote_that_is_killed_while_it_starts(place: Place, tmp_path: Path, c
 
 
 def pids() -> list[int]:
-    """Of all processes."""
+    """Return the process ids of all processes."""
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
 def command_of(pid: int) -> str:
-    """The command line of a process."""
+    """Return the command line of a process."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ")
     except OSError:
@@ -154,7 +154,7 @@ def test_a_command_that_is_killed_while_its_script_starts(place: Place, zygote: 
 
 
 def test_an_idle_zygote_ends(alone: Place) -> None:
-    """After the time that the last command asked for."""
+    """After the time that the last command requested."""
     assert has_torch(alone, "--idle-exit", "0") == ""
     eventually(lambda: not alone.zygotes() and not list(Path(alone.base_path).parent.glob("*.zygote")), 30)
 
@@ -174,12 +174,12 @@ def test_a_silent_client_delays_no_other(place: Place, zygote: int) -> None:
         assert zygote not in [one["pid"] for one in place.zygotes()]
 
 
-# What is preloaded.
+# Preloaded modules.
 
 
 @pytest.fixture
 def install(alone: Place) -> Callable[[str], None]:
-    """``install(source)`` installs a module ``preloaded`` as pip would."""
+    """``install(source)`` installs a module ``preloaded`` like pip."""
     folder = alone.folder / "site-packages"
     folder.mkdir()
     alone.environ["PYTHONPATH"] += f"{os.pathsep}{folder}"
@@ -212,7 +212,7 @@ def test_a_failed_import_is_not_repeated(alone: Place, install: Callable[[str], 
 
 
 def test_a_changed_module_is_preloaded_again(alone: Place, install: Callable[[str], None]) -> None:
-    """A package that was upgraded or edited is never used as it was."""
+    """An upgraded or edited package is never used in its old version."""
     script = alone.write("import sys; there = 'preloaded' in sys.modules; import preloaded; print(there, preloaded.value)")
     alone.environ["SHARED_TENSOR_RUN_PRELOAD"] = "preloaded"
     for source, value in (("value = 1", 1), ("value = 2 + 20", 22)):
@@ -416,7 +416,7 @@ def test_a_removed_working_directory(place: Place) -> None:
 
 
 def test_very_long_arguments_and_variables(place: Place) -> None:
-    """What the kernel takes is passed on whole."""
+    """Everything that the kernel accepts is passed on whole."""
     script = place.write("import os, sys; print([len(a) for a in sys.argv[1:]], len(os.environ['LARGE']), len(os.environ))")
     environ: dict[str, str | None] = {"LARGE": "x" * 100_000} | {f"V{number}": "y" * 1000 for number in range(300)}
     plain, forked = place.both(script, "a" * 120_000, *["b" * 1000] * 500, environ=environ)
@@ -456,7 +456,7 @@ WATCHER = """
 
 @pytest.fixture
 def unruly(children: list[Child]) -> Iterator[tuple[Child, socket.socket]]:
-    """A watcher of another user's script, which waits for its exit code, and the command's socket."""
+    """A watcher in another user's script, which waits for its exit code, and the command's socket."""
     command, connection = socket.socketpair()
     with command:
         command.settimeout(60)

@@ -17,13 +17,13 @@ from tests.kit.terminals import Tty
 
 pytestmark = pytest.mark.timeout(180)
 
-#: Seconds for what a first script may wait for.
+#: Seconds for the waits of a first script.
 LONG = 60.0
 
 
 @pytest.fixture
 def terminal(place: Place) -> Iterator[Callable[..., Tty]]:
-    """``terminal(*words)`` runs python at a terminal of its own."""
+    """``terminal(*words)`` runs python at a new terminal."""
     with ExitStack() as stack:
 
         def start(*words: object) -> Tty:
@@ -63,7 +63,7 @@ CURSES = """
     print("pressed", curses.wrapper(main))
 """
 BAR = "import tqdm\nfor i in tqdm.tqdm(range(3), mininterval=0, desc='bar'): pass\nprint('─' * 100)"
-#: Scripts with what they show, and keys that are typed then. A file of history is no part of the debugger's lines here.
+#: Scripts with their output, and the keys that are then pressed. History files are no part of the debugger's lines here.
 PROGRAMS: dict[str, tuple[str, list[tuple[str, str]]]] = {
     "lines": (
         "name = input('who? '); print(f'hello {name}'); input()",

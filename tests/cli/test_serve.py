@@ -1,4 +1,4 @@
-"""``shared-rpc serve``: which app, where, and with which options."""
+"""``shared-rpc serve``: the choice of the app, the address and the options."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BROKER, IN_PROCESS = (), ("--in-process",)
 
 @pytest.fixture
 def app(tmp_path: Path) -> Write:
-    """``app(code, name)`` writes an app where commands run. Loaded as a module it imports no torch."""
+    """``app(code, name)`` writes an app to the working directory of commands. Loaded as a module, it does not import torch."""
 
     def write(code: str = "", name: str = "app.py") -> Path:
         path = tmp_path / name
@@ -46,7 +46,7 @@ def app(tmp_path: Path) -> Write:
 
 @pytest.fixture
 def loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Load modules from the working directory, and forget them at the end."""
+    """Allow imports from the working directory, and remove the modules at the end."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     before = set(sys.modules)
@@ -223,7 +223,7 @@ def test_an_app_in_a_directory_whose_name_is_not_utf_8(start: Start, tmp_path: P
 def test_serving_with_closed_standard_streams(
     app: Write, connect: Connect, children: list[Child], tmp_path: Path, kind: tuple[str, ...], closed: str
 ) -> None:
-    """As after ``>&-``: nothing else gets their numbers, nor what is written to them."""
+    """As after ``>&-``: no other file gets their numbers, or their output."""
     app("print('said', flush=True)\nprovider.share('endpoint')(lambda: 0)")
     code = (
         "import os, sys; [os.close(int(n)) for n in sys.argv.pop(1)]; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"

@@ -1,4 +1,4 @@
-"""The commands for tasks: lists, waits, cancellations and calls, for people, for machines and on a terminal."""
+"""The commands for tasks: lists, waits, cancellations and calls, as tables, as JSON and on a terminal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KEY = "load(size=16, name='base')"
 
 
 class Refused(Exception):
-    """What an endpoint raises."""
+    """Raised by an endpoint."""
 
 
 def share_all(provider: Provider, go: threading.Event) -> None:
@@ -80,7 +80,7 @@ def another(base_path: str, go: threading.Event) -> Iterator[Client]:
 
 
 def begun(client: Client, endpoint: str, /, **kwargs: Any) -> str:
-    """Return the id of a task that runs, and has reported its first progress if it ever does."""
+    """Return the id of a running task, after its first progress report if it makes any."""
     task = client.submit(endpoint, **kwargs)
 
     def ready() -> bool:
@@ -92,14 +92,14 @@ def begun(client: Client, endpoint: str, /, **kwargs: Any) -> str:
 
 
 def ended(client: Client, endpoint: str, /, **kwargs: Any) -> str:
-    """Return the id of a task that has ended, and whose result was not fetched."""
+    """Return the id of a task that has ended, with its result still there."""
     task = client.submit(endpoint, **kwargs)
     eventually(lambda: client.get_task_status(task).status.finished)
     return task
 
 
 def interrupt() -> None:
-    """Raise what Ctrl-C raises."""
+    """Raise KeyboardInterrupt."""
     raise KeyboardInterrupt
 
 
@@ -197,7 +197,7 @@ def test_a_wait_prints_steps_and_the_result(client: Client, go: threading.Event)
 
 
 def test_a_call_prints_its_task_first(client: Client) -> None:
-    """Then what a wait prints."""
+    """Followed by the output of a wait."""
     task, *_, last = cli("call", "load", "size=16", "name=big").succeeded.splitlines()
     info = client.get_task_status(task)
     assert (info.status, info.cache_key) == (TaskStatus.COMPLETED, "load(size=16, name='big')")
@@ -308,7 +308,7 @@ def test_a_task_that_is_cancelled_or_asked_to_stop(client: Client, go: threading
 
 
 def test_a_timeout_ends_the_wait_alone(client: Client) -> None:
-    """Exit code 1; the task goes on, and a later wait finds it. A timeout of 0 checks whether it has ended."""
+    """Exit code 1; the task continues, and a later wait finds it. A timeout of 0 checks whether it has ended."""
     task = begun(client, "gated")
     ran = cli("tasks", "wait", task, "--timeout", "0.1")
     assert ran.output == "gated: running, 1/4 the first of [red]all\n"
@@ -342,7 +342,7 @@ def test_a_server_that_stops_ends_the_wait(client: Client, server: Server) -> No
 
 
 def test_a_reader_that_exits_early_leaves_the_task(client: Client) -> None:
-    """``shared-rpc call … | head -1`` leaves no traceback, and the task goes on."""
+    """``shared-rpc call … | head -1`` leaves no traceback, and the task continues."""
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as output:
@@ -416,7 +416,7 @@ def test_a_task_is_found_by_its_id(client: Client, another: Client) -> None:
 
 @pytest.mark.parametrize("command", ["wait", "cancel"])
 def test_an_id_of_no_server(client: Client, another: Client, command: str) -> None:
-    """The error names the servers that were asked; ``--socket`` asks one of them whatever the id is."""
+    """The error names the queried servers; ``--socket`` queries one of them whatever the id."""
     complaint = f"none of the servers that answer issued task 'a-1': {another.socket_path}, {client.socket_path}"
     assert cli("tasks", command, "a-1").complaint == complaint
     assert cli("tasks", command, "a-1", "--socket", client.socket_path).complaint.startswith("this server has no task 'a-1'")
@@ -441,7 +441,7 @@ def test_info_counts_tasks_by_status(client: Client) -> None:
 
 @pytest.fixture
 def terminal() -> Iterator[Callable[..., Tty]]:
-    """``terminal(*arguments)`` runs ``shared-rpc`` on one that is wide enough for any line."""
+    """``terminal(*arguments)`` runs ``shared-rpc`` at a terminal that is wide enough for any line."""
     with ExitStack() as stack:
 
         def begin(*arguments: str) -> Tty:
@@ -504,7 +504,7 @@ def test_json_on_a_terminal(client: Client, terminal: Callable[..., Tty]) -> Non
     ids=str,
 )
 def test_any_progress_is_one_line(reported: Progress | None, text: str, share: float | None) -> None:
-    """Whatever the numbers and the text are."""
+    """Whatever the numbers and the text."""
     assert (steps(reported), percent(reported)) == (text, share)
 
 

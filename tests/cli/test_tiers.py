@@ -1,4 +1,4 @@
-"""The commands that move objects between tiers, and where other commands show tiers."""
+"""The commands that move objects between tiers, and the tiers in the output of other commands."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def client(provider: Provider, tmp_path: Path) -> Iterator[Client]:
 
 
 def tiers(client: Client) -> list[str]:
-    """The tiers of all objects."""
+    """Return the tiers of all objects."""
     return sorted(item["tier"] for item in client.list_objects())
 
 

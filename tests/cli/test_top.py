@@ -42,7 +42,7 @@ MIB = 1 << 20
 
 
 def thing(number: int, **facts: Any) -> dict[str, Any]:
-    """What a server tells of a result."""
+    """A server's description of a result."""
     return {
         "object_id": f"{number:024x}",
         "endpoint": "load",
@@ -66,17 +66,17 @@ def thing(number: int, **facts: Any) -> dict[str, Any]:
 
 
 def session(number: int, pid: int, leases: int = 0) -> dict[str, Any]:
-    """What a server tells of a client."""
+    """A server's description of a client."""
     return {"session": f"s{number}", "pid": pid, "connections": 1, "leases": leases, "nbytes": leases * MIB, "since": 900.0}
 
 
 def device(name: str = "cpu", **facts: Any) -> dict[str, Any]:
-    """What a server tells of a device."""
+    """A server's description of a device."""
     return {"id": name, "kind": "cpu", "name": name, "total": 1000 * MIB, "free": 500 * MIB, "used": 0, "limit": None} | facts
 
 
 def run_of(key: str, **facts: Any) -> dict[str, Any]:
-    """What a server tells of a run."""
+    """A server's description of a run."""
     progress = {"done": 1.0, "total": 4.0, "message": "shard"}
     return {
         "endpoint": "load",
@@ -91,7 +91,7 @@ def run_of(key: str, **facts: Any) -> dict[str, Any]:
 
 
 def snapshot(at: float = 10.0, objects: Sequence[dict[str, Any]] = (), **facts: Any) -> Snapshot:
-    """One moment of a server."""
+    """A snapshot of a server."""
     server = {
         "server_id": "aa",
         "pid": 77,
@@ -115,12 +115,12 @@ def snapshot(at: float = 10.0, objects: Sequence[dict[str, Any]] = (), **facts: 
 
 
 def counts(**numbers: int) -> dict[str, int]:
-    """An endpoint's counters."""
+    """The counters of an endpoint."""
     return {"calls": 0, "hits": 0, "joined": 0, "builds": 0, "errors": 0} | numbers
 
 
 def full() -> Snapshot:
-    """A server with something of everything, and much of some."""
+    """A snapshot with items of all kinds, and many of some."""
     worker = {"pid": 80, "number": 0, "device": GPU, "state": "ready", "runs": 1, "restarts": 2, "uptime": 60.0}
     held = [
         {"kind": "session", "session": "s1", "pid": 81, "connections": 1},
@@ -142,13 +142,13 @@ def full() -> Snapshot:
 
 
 def view_of(latest: Snapshot) -> View:
-    """What is shown of it, a second after it had fewer calls."""
+    """Return the view of a snapshot, one second after one with fewer calls."""
     earlier = replace(latest, at=latest.at - 1, endpoints={"load": counts(calls=50), "encode": counts()})
     return View(latest, rates(earlier, latest))
 
 
 def plain(rows: Sequence[Sequence[Text]]) -> list[list[str]]:
-    """The cells of rows."""
+    """Return the unstyled cells of rows."""
     return [[cell.plain for cell in cells] for cells in rows]
 
 
@@ -277,7 +277,7 @@ def test_a_bar_shows_small_amounts() -> None:
 
 
 def test_orders() -> None:
-    """Each by what its name says, descending where that is more useful, and reversed; equal objects keep their places."""
+    """Each by the criterion in its name, descending where useful, and reversed; equal objects keep their places."""
     items = [
         thing(1, nbytes=5, leases=1, cache_key="B", created_at=3.0, last_accessed_at=9.0),
         thing(2, nbytes=9, leases=0, cache_key="c", created_at=1.0, last_accessed_at=7.0),
@@ -337,7 +337,7 @@ def test_the_watched_server_is_found_again(base_path: str, provider: Provider) -
 
 @pytest.fixture
 def watcher(provider: Provider, serve: Serve) -> Iterator[ServerWatcher]:
-    """Of a server that has built a tensor."""
+    """A watcher of a server that has built a tensor."""
     provider.share("load")(lambda size: torch.zeros(int(size)))
     server = serve()
     provider.call("load", 1)
@@ -406,7 +406,7 @@ class Fake(ServerWatcher):
 
 
 async def until(pilot: Pilot[None], condition: Callable[[], object]) -> None:
-    """Wait for the picture: the pilot's own pause may end early on a busy machine."""
+    """Poll a condition of the picture: the pilot's own pause may be too short on a busy machine."""
     deadline = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < deadline, "it is not shown"
@@ -414,13 +414,13 @@ async def until(pilot: Pilot[None], condition: Callable[[], object]) -> None:
 
 
 class Shown:
-    """The application, and what it shows."""
+    """The application, and the contents of its screen."""
 
     def __init__(self, app: TopApp, pilot: Pilot[None], fake: Fake) -> None:
         self.app, self.pilot, self.fake = app, pilot, fake
 
     async def press(self, *keys: str) -> None:
-        """Type, and wait for the end of an action."""
+        """Press keys, and wait for the end of an action."""
         await self.pilot.press(*keys)
         await self.app.workers.wait_for_complete()
         await self.pilot.pause()
@@ -454,23 +454,23 @@ class Shown:
 
     @property
     def selected(self) -> str:
-        """What is under the cursor."""
+        """The key of the row under the cursor."""
         return self.names[self.objects.cursor_row]
 
     def text(self, widget: str) -> str:
-        """What a widget says; nothing if it is not seen."""
+        """Return the text of a widget; nothing if it is hidden."""
         found = self.app.screen.query_one(widget, Static)
         return str(found.content) if found.display else ""
 
     @property
     def notices(self) -> list[str]:
-        """The outcomes of actions."""
+        """The messages about outcomes of actions."""
         return [str(toast.render()) for toast in self.app.screen.query("Toast")]
 
 
 @asynccontextmanager
 async def showing(latest: Snapshot, size: tuple[int, int] = (120, 30)) -> AsyncIterator[Shown]:
-    """The application on a screen of that size; it polls when a test says so."""
+    """Run the application on a screen of that size, with polls on demand."""
     fake = Fake(latest)
     app = TopApp(fake, 86400.0, "size", "█▓▒░")
     async with app.run_test(size=size, notifications=True) as pilot:
@@ -481,7 +481,7 @@ async def showing(latest: Snapshot, size: tuple[int, int] = (120, 30)) -> AsyncI
 
 
 def few(*sizes: int) -> Snapshot:
-    """Results of ``load`` of these sizes in MiB."""
+    """Make results of ``load`` of these sizes in MiB."""
     return snapshot(objects=[thing(number) for number in sizes])
 
 
@@ -678,7 +678,7 @@ async def test_every_size_can_be_shown(sizes: list[tuple[int, int]]) -> None:
 
 @pytest.mark.asyncio
 async def test_the_selected_object_is_shown_in_full() -> None:
-    """On lines of its own, whatever the columns."""
+    """On separate lines, whatever the columns."""
     latest = full()
     async with showing(replace(latest, objects=[latest.objects[5]]), (40, 24)) as top:
         assert top.text("#detail") == detail(View(latest), latest.objects[5])

@@ -1,4 +1,4 @@
-"""``shared-rpc top`` on a real terminal, with real servers: what is seen, what keys do, and how the terminal is left."""
+"""``shared-rpc top`` on a real terminal, with real servers: the screen, the keys, and the restored terminal."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def served(provider: Provider, serve: Serve, go: threading.Event) -> Server:
 
 @pytest.fixture
 def tty() -> Iterator[Callable[..., Tty]]:
-    """``tty(*options, columns, lines)`` is a terminal that shows ``top``; it is closed at the end."""
+    """``tty(*options, columns, lines)`` is a terminal with ``top``; it is closed at the end."""
     with ExitStack() as stack:
 
         def start(*options: str, command: tuple[str, ...] = (*MODULE, "top", "-d", "0.1"), **size: int) -> Tty:
@@ -66,21 +66,21 @@ def tty() -> Iterator[Callable[..., Tty]]:
 
 
 def quit_from(top: Tty) -> None:
-    """End it with q, and find the terminal as it was."""
+    """Press q, and check that the terminal is restored."""
     top.press("q")
     assert top.end() == 0
     assert top.restored
 
 
 def code(before: str) -> str:
-    """``top`` as a program that runs other code first; its options follow."""
+    """Return ``top`` as a program that runs other code first; its options follow."""
     return (
         f"import sys\n{textwrap.dedent(before)}\nfrom shared_rpc.cli.__main__ import main\nsys.argv.insert(1, 'top')\nmain()\n"
     )
 
 
 def row(top: Tty, beginning: str) -> str:
-    """The first line of the screen that begins so, ``""`` if there is none."""
+    """Return the first line of the screen with a prefix, ``""`` if there is none."""
     return next((line.strip() for line in top.lines if line.strip().startswith(beginning)), "")
 
 

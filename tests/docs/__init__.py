@@ -1,1 +1,1 @@
-"""What is told: pages, pictures, examples, benchmarks, the verification."""
+"""Everything that is published beside the code: pages, pictures, examples, benchmarks, the verification."""

@@ -1,4 +1,4 @@
-"""The benchmarks run: every command, small, on the host. What they measure is for a quiet machine to say."""
+"""Every benchmark command runs, with small sizes, on the host. Measurements need a quiet machine."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ SMALL = {
 
 @dataclass
 class Ended:
-    """What a command printed, and what it wrote."""
+    """The output of a command, and the results that it wrote."""
 
     printed: str
     written: dict[str, Any]
 
     def row(self, beginning: str) -> dict[str, Any]:
-        """The only row whose name begins so."""
+        """Return the only row whose name has a prefix."""
         row: dict[str, Any]
         (row,) = (row for row in self.written["rows"] if row["name"].startswith(beginning))
         return row
@@ -64,7 +64,7 @@ Results = Callable[[str], Ended]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Results]:
-    """``results(name)`` is the run of one command; a few run at once, for some of their time they wait."""
+    """``results(name)`` is the run of one command; a few run concurrently, since they wait part of the time."""
     folder = tmp_path_factory.mktemp("results")
     running: list[subprocess.Popen[str]] = []
 
@@ -151,7 +151,7 @@ def test_rpc_compares_with_other_libraries(results: Results) -> None:
 def test_benchmarks_leave_nothing(results: Results) -> None:
     """Calls, killed clients, channels and killed workers leave no memory and no descriptors; models keep their bits."""
     for name in ("… shared memory", "… descriptors of client, server", "… mappings of client, server"):
-        # An allocator's arena, or the stack of a thread, may come at any time; and a call that finds the chunk of another one
+        # An allocator's arena, or a thread's stack, may be added at any time; and a call that finds the chunk of another one
         # still in use writes to other pages of the pool.
         few = 4 if "mappings" in name else 16 * 4096 if "memory" in name else 0
         assert results("rpc").row(name)["measured"] <= few

@@ -1,4 +1,4 @@
-"""docs/reference/compatibility.md says what was found of each case of tests/compat, and what is missing."""
+"""docs/reference/compatibility.md has the result of each case of tests/compat, and no other."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _section(library: str) -> str:
 
 
 def _objects(text: str) -> list[str]:
-    """The names in the lists and in the first cells of the tables of a section."""
+    """Return the names in the lists and in the first table columns of a section."""
     lists = re.findall(r"^- \*\*(?:works|not run).*?\*\*: (.*)", text, re.MULTILINE)
     tables = re.findall(r"^\| (?!refused object)(\S[^|]*) \|", text, re.MULTILINE)
     return [re.sub(r" \*\(.*\)\*$", "", name) for names in [*lists, *tables] for name in names.split("; ")]
@@ -50,7 +50,7 @@ def test_rows_and_cases_agree(library: str) -> None:
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_every_case_was_run_on_the_cpu(library: str) -> None:
-    """But for those of a GPU alone. What a GPU was asked is among the cases too."""
+    """Except those of a GPU alone. Results on a GPU are among the cases too."""
     cases = cases_of(library)
     assert {name for name, case in cases.items() if "cpu" in case.devices} == set(findings.load("cpu").get(library, {}))
     assert set(findings.load("cuda").get(library, {})) <= {name for name, case in cases.items() if "cuda" in case.devices}
@@ -65,14 +65,14 @@ def test_a_finding_has_its_date_and_releases(case: Any, finding: dict[str, Any])
 
 @pytest.mark.parametrize(("case", "finding"), [param for param in FOUND if param.values[1]["outcome"] == "works"])
 def test_what_works_was_to_work_and_copies_no_tensor(case: Any, finding: dict[str, Any]) -> None:
-    """What each process has of its own is among what the page explains."""
+    """The page explains which parts each process has for itself."""
     assert case.refused is None
     assert set(finding["own"]) <= set(OWN) - {"tensors"}
 
 
 @pytest.mark.parametrize(("case", "finding"), [param for param in FOUND if param.values[1]["outcome"] == "refused"])
 def test_a_refusal_says_where_and_what_to_do(case: Any, finding: dict[str, Any]) -> None:
-    """In the words that the case expects: the path of the attribute, what it is, and behind a colon the way out."""
+    """In the text that the case expects: the path of the attribute, its kind, and after a colon the remedy."""
     assert case.refused is not None
     assert case.refused in finding["words"]
     assert re.match(r"result\S* |returned a value of type ", finding["words"])
@@ -97,7 +97,7 @@ def test_what_is_copied_is_found(library: str, case: str, own: list[str]) -> Non
 
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder for findings in the place of the page's."""
+    """A folder for findings that replaces the page's."""
     monkeypatch.setattr(findings, "FOLDER", tmp_path)
     return tmp_path
 
@@ -139,7 +139,7 @@ def test_an_object_may_work_on_one_device_only(kept: Path) -> None:
     ],
 )
 def test_what_a_run_finds_otherwise_is_told(change: dict[str, Any], said: str) -> None:
-    """The outcome, the words and what is each process's own; no sizes, and no releases."""
+    """The outcome, the texts and the parts private to each process; neither sizes nor releases."""
     assert findings.differs({"timm": {"resnet": WORKS}}, "timm", "resnet", {**WORKS, **change}) == said
 
 
@@ -149,7 +149,7 @@ def test_a_case_of_which_nothing_is_kept_is_told() -> None:
 
 
 def test_what_fails_or_differs_between_hosts_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page keeps what it said of them; the others are taken anew, and what was not run stays."""
+    """The page keeps its entries for them; the others are updated, and cases that did not run stay."""
     monkeypatch.setattr(findings, "releases", lambda library, device: "torch 2.13.0")
     before = {"timm": dict.fromkeys(("resnet", "vit", "convnext", "efficientnet"), WORKS)}
 
@@ -168,7 +168,7 @@ def test_what_fails_or_differs_between_hosts_is_not_kept(monkeypatch: pytest.Mon
 
 
 def test_a_case_that_is_gone_is_not_kept(kept: Path) -> None:
-    """What is saved has the order of the cases."""
+    """The saved findings are in the order of the cases."""
     findings.save("cpu", {"timm": {"vit": WORKS, "gone": WORKS, "resnet": WORKS}, "torch": {}, "gone": {}})
     saved = json.loads(kept.joinpath("cpu.json").read_text())
     assert {library: list(found) for library, found in saved.items()} == {"torch": [], "timm": ["resnet", "vit"]}

@@ -32,7 +32,7 @@ TARGET = {"instance", "job"}
 
 
 def read_yaml(name: str) -> Any:
-    """A file of examples/deploy."""
+    """Read a file of examples/deploy."""
     return yaml.safe_load((DEPLOY / name).read_text())
 
 

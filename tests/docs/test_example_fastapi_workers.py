@@ -53,8 +53,8 @@ def load_model():
     torch.manual_seed(0)
     return Encoder().to("cpu" if provider.device_id == "cpu" else "cuda").requires_grad_(False)
 """
-#: The example's app, which also says which worker answers, and how much GPU memory its torch has allocated.
-TOLD = """
+#: The example's app, which also reports the answering worker, and the GPU memory allocated by its torch.
+INSTRUMENTED = """
 import os, torch
 from app import app
 
@@ -76,7 +76,7 @@ class Service:
     def __init__(self, example: Example, role: str) -> None:
         # Port 0: the kernel chooses a free one. A worker has 20 s to import torch before uvicorn kills it.
         words = ("--workers", str(WORKERS), "--port", "0", "--no-access-log", "--timeout-worker-healthcheck", "20")
-        self._uvicorn = example.start("-m", "uvicorn", "told:app", *words, SHARED_TENSOR_ROLE=role)
+        self._uvicorn = example.start("-m", "uvicorn", "instrumented:app", *words, SHARED_TENSOR_ROLE=role)
 
     def wait(self) -> None:
         """Wait until all workers serve."""
@@ -87,7 +87,7 @@ class Service:
             self._uvicorn.expect_error("Application startup complete")
 
     def allocated(self) -> dict[int, int]:
-        """Ask all workers, by a new connection for each request."""
+        """Query all workers, through a new connection for each request."""
         found: dict[int, int] = {}
 
         def ask() -> bool:
@@ -113,18 +113,18 @@ class Site(NamedTuple):
     alone: Service
 
     def holders(self) -> set[int]:
-        """The processes that hold the model, of which there is one."""
+        """The processes that hold the model, the only object."""
         (model,) = self.client.list_objects()
         return {holder["pid"] for holder in model["holders"]}
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """The example as it is on the host; with a stand-in for its model on a GPU."""
+    """The example itself on the host; with a replacement for its model on a GPU."""
     folder = tmp_path_factory.mktemp("workers")
     with Example("fastapi_workers", folder, request.param) as example:
         example.source = shutil.copytree(example.source, folder / "example", ignore=shutil.ignore_patterns("__pycache__"))
-        (example.source / "told.py").write_text(TOLD)
+        (example.source / "instrumented.py").write_text(INSTRUMENTED)
         if request.param == "cuda":
             (example.source / "model.py").write_text(MODEL)
         example.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -176,14 +176,14 @@ class Users:
         raise AssertionError("a request was lost")
 
     async def answered(self, count: int) -> None:
-        """Wait for so many more answers, and until all users have one."""
+        """Wait for this many further answers, and until all users have one."""
         enough = self.answers.total() + count
         while self.answers.total() < enough or not all(self.connected):  # noqa: ASYNC110 - many things change it
             await asyncio.sleep(0.01)
 
 
 async def load(service: Service, kill: bool = False) -> tuple[Users, int]:
-    """Let users send a hundred requests, and a hundred after the kill of a worker; return what they saw, and its pid."""
+    """Let users send a hundred requests, and a hundred after the kill of a worker; return the responses, and its pid."""
     users, victim = Users(service), 0
     async with asyncio.TaskGroup() as group:
         for number in range(USERS):

@@ -14,7 +14,7 @@ from tests.kit.processes import eventually
 
 pytestmark = pytest.mark.timeout(150)
 
-#: A process with weights of its own: the digest for each pair of a model and a seed.
+#: A process with private weights: the digest for each pair of a model and a seed.
 ALONE = """
 import functools, json, sys, torch
 from worker import answer
@@ -37,7 +37,7 @@ def example(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Example]
 
 
 def serve(example: Example, room: float) -> int:
-    """Start the server with a quota of so many models; return the quota in bytes."""
+    """Start the server with a quota of this many models; return the quota in bytes."""
     quota = int(room * int(example.environ["ZOO_MEGABYTES"]) * 2**20)
     budget = ("--quota", f"{example.device}={quota}", "--when-full", "evict", "--spill-dir", str(example.folder))
     example.serve("zoo.py", *budget)
@@ -45,7 +45,7 @@ def serve(example: Example, room: float) -> int:
 
 
 def answers(example: Example, workers: int) -> tuple[list[dict[str, Any]], int]:
-    """Let workers answer 20 requests each; return the answers, and the most memory that the server was seen to use."""
+    """Let workers answer 20 requests each; return the answers, and the peak of the server's memory."""
     started = [example.start("worker.py", "--requests", "20", "--seed", str(seed)) for seed in range(workers)]
     most = 0
     with example.client() as client:

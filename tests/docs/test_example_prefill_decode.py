@@ -13,7 +13,7 @@ from tests.kit.examples import Example, private_bytes
 
 pytestmark = pytest.mark.timeout(150)
 
-#: One process with weights of its own: it prints the tokens of each request, and waits for the end of its standard input.
+#: One process with private weights: it prints the tokens of each request, until the end of its standard input.
 ALONE = """
 import json, sys, torch
 from model import build, cache_shape, generate
@@ -31,7 +31,7 @@ for prompt in prompts(4):
 sys.stdin.read()
 print(torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0, file=sys.stderr)
 """
-#: Runs an engine, and says at its end how much GPU memory its own torch has had at most.
+#: Runs an engine, and reports at its end the peak of its own torch's GPU memory.
 MEASURED = """
 import runpy, sys, torch
 sys.argv.pop(0)
@@ -45,7 +45,7 @@ finally:
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def example(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Example]:
-    """The example, whose server runs."""
+    """The example with a running server."""
     with Example("prefill_decode", tmp_path, request.param) as example:
         example.serve("weights.py")
         yield example

@@ -70,7 +70,7 @@ class Site(NamedTuple):
         return self.example.start("rank.py", str(self.example.folder), str(rank))
 
     def logits(self, rank: int) -> torch.Tensor:
-        """Read what that process has computed."""
+        """Read the logits computed by a process."""
         return torch.load(self.example.folder / f"logits{rank}.pt", weights_only=True)
 
 
@@ -97,7 +97,7 @@ def site(request: pytest.FixtureRequest, modules: Modules, tmp_path: Path) -> It
 
 
 def visible(count: int) -> str:
-    """Name so many of this process's GPUs."""
+    """Make this many of the process's GPUs visible."""
     if torch.cuda.device_count() < count:
         pytest.skip(f"needs {count} GPUs")
     return ",".join(os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[:count]) or ",".join(map(str, range(count)))

@@ -23,9 +23,9 @@ pytest.importorskip("safetensors")
 #: Seconds. Each starts several processes with torch, on a machine that may be busy.
 pytestmark = pytest.mark.timeout(150)
 
-#: Images that users ask for.
+#: The images that users request.
 SEEDS = range(4)
-#: One process with weights of its own, loaded as usual: the digests for the images, by model and version.
+#: One process with private weights, loaded as usual: the digests for the images, by model and version.
 ALONE = """
 import json, torch
 from pathlib import Path
@@ -47,7 +47,7 @@ for name in MODELS:
 
 
 class Answer(NamedTuple):
-    """What a worker said."""
+    """A worker's answer."""
 
     seed: int
     digest: str
@@ -86,7 +86,7 @@ class Site:
         return worker
 
     def version(self, name: str, answer: Answer) -> str:
-        """Return the version that computed an answer, to the last bit."""
+        """Return the version whose result equals an answer bit for bit."""
         (version,) = (version for version in ("v1", "v2") if self.digests[name, version][answer.seed] == answer.digest)
         return version
 
@@ -144,7 +144,7 @@ def test_a_version_is_swapped_under_load(site: Site) -> None:
     with site.example.client() as client:
         serving = [info for info in client.list_objects() if info["endpoint"] == "serving"]
         assert sorted(info["leases"] for info in serving) == [1, 2]
-        for worker in workers:  # so that what libraries load at the first request is there
+        for worker in workers:  # to include everything that libraries load at the first request
             ask(worker, 0)
         before, mapped = used(client), taken(site, client)
 
@@ -172,7 +172,7 @@ def used(client: Any) -> int:
 
 
 def taken(site: Site, client: Any) -> int:
-    """Return the bytes of shared weights that any process keeps in memory; on a GPU everything in use there."""
+    """Return the bytes of shared weights in any process's memory; on a GPU, all bytes in use."""
     if site.example.device != "cpu":
         device = client.get_server_info()["device"]
         return next(facts["total"] - facts["free"] for facts in client.list_devices() if facts["id"] == device)

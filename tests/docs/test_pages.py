@@ -1,4 +1,4 @@
-"""The documentation is true: what a page tells one to do is done, and what there is has a place in the reference."""
+"""The documentation is true: its instructions work, and the reference is complete."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.kit.processes import ROOT, python
 from tests.kit.walkthrough import Page, Walk
 
 DOCS = ROOT / "docs"
-#: Every block of code: its page, its language, and what is in it.
+#: Every block of code: its page, its language, and its text.
 BLOCKS = [
     (path, *found)
     for path in (*sorted(DOCS.rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md")
     for found in re.findall(r"^```(?:\{code-block\} )?(\w+)\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL)
 ]
-#: What pages call these objects by, and what they may be.
+#: The names of these objects on the pages, and their possible types.
 CALLED = {
     "client": (shared_rpc.Client, shared_rpc.AsyncClient),
     "provider": (shared_rpc.Provider,),
@@ -33,7 +33,7 @@ CALLED = {
     "server": (shared_rpc.Server,),
 }
 #: Pages with terminals; the others have nothing to follow.
-#: The tutorial has a file of its own, as it takes as long as most of them together.
+#: The tutorial has a separate file, since it takes as long as most of them together.
 FOLLOWED = [page for path in sorted(DOCS.rglob("*.md")) if "tutorial" not in path.parts and (page := Page(path)).steps]
 COMMANDS = {**typer.main.get_command(program).commands, "cluster": typer.main.get_command(clusters)}
 

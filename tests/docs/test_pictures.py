@@ -1,4 +1,4 @@
-"""The pictures of the command line in the documentation are of the command line that there is."""
+"""The pictures of the command line in the documentation are up to date."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 
 from docs.pictures import __main__ as pictures
 
-#: Those whose words do not depend on the machine, as what ``doctor`` finds does, nor on what was measured.
+#: Those whose text depends neither on the machine, as the findings of ``doctor`` do, nor on measurements.
 TAKEN = ("ls", "info", "objects", "devices", "top")
 
 
 def words(svg: Path) -> set[str]:
-    """What is written in a picture, but for ids, numbers, units, and words that are cut off: those differ from run to run."""
+    """Return a picture's words, except ids, numbers, units, and truncated words, which differ between runs."""
     texts = ElementTree.parse(svg).iter("{http://www.w3.org/2000/svg}text")
     # An id may be on two lines.
     written = re.sub(r"\b(?:[0-9a-f]*\d[0-9a-f]*|[a-f]{2})\b", " ", " ".join("".join(text.itertext()) for text in texts))
@@ -26,7 +26,7 @@ def words(svg: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def anew(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the same pictures, taken now, of a real server."""
+    """A folder with new pictures of a real server."""
     folder = tmp_path_factory.mktemp("pictures")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(pictures, "FOLDER", folder)

@@ -1,4 +1,4 @@
-"""The dashboard and the alerts of examples/deploy/ before Prometheus itself, which scrapes a broker that serves the app there.
+"""The dashboard and the alerts of examples/deploy/ in a real Prometheus, which scrapes a broker that serves the app there.
 
 :mod:`tests.docs.test_deploy` checks the names of metrics against a scrape; here ``promtool`` and ``prometheus``, from
 Debian's package ``prometheus``, read and evaluate all expressions. In ``nox -s deep``.
@@ -31,33 +31,33 @@ pytestmark = pytest.mark.skipif(
     reason="Prometheus is run in 'nox -s deep', where it is there",
 )
 
-#: What Grafana fills in.
+#: Variables that Grafana fills in.
 VARIABLES = {"$instance": ".*", "$endpoint": ".*", "$__rate_interval": "30s", "$__interval": "5s", "$__range": "1m"}
 
 
 class Prometheus:
-    """A Prometheus that has scraped, and its API."""
+    """A running Prometheus that has scraped the app, and its API."""
 
     def __init__(self, url: str) -> None:
         self._url = url
 
     def ask(self, path: str, **parameters: str) -> Any:
-        """The ``data`` of an answer."""
+        """Return the ``data`` of an answer."""
         query = urllib.parse.urlencode(parameters)
         with urllib.request.urlopen(f"{self._url}/api/v1/{path}?{query}", timeout=10) as answer:
-            told = json.load(answer)
-        assert told["status"] == "success", told
-        return told["data"]
+            response = json.load(answer)
+        assert response["status"] == "success", response
+        return response["data"]
 
     def samples(self, query: str) -> list[dict[str, Any]]:
-        """What an expression gives now."""
+        """Return the current samples of an expression."""
         found: list[dict[str, Any]] = self.ask("query", query=query)["result"]
         return found
 
 
 @pytest.fixture(scope="module")
 def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """It has scraped, for some seconds, a broker whose clients call."""
+    """A Prometheus that has scraped, for some seconds, a broker with active clients."""
     folder = tmp_path_factory.mktemp("prometheus")
     folder.chmod(0o700)
     environ = {"SHARED_TENSOR_BASE_PATH": str(folder / "s"), "SHARED_TENSOR_ENABLED": "", "CUDA_VISIBLE_DEVICES": ""}
@@ -88,10 +88,10 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
 
         def scraped() -> bool:
             try:
-                told = found.samples("count_over_time(shared_rpc_build_info[1m])")
+                response = found.samples("count_over_time(shared_rpc_build_info[1m])")
             except OSError:  # it is not there yet
                 return False
-            return bool(told) and int(told[0]["value"][1]) > 8
+            return bool(response) and int(response[0]["value"][1]) > 8
 
         try:
             eventually(scraped, 60.0, f"Prometheus scrapes: {(folder / 'log').read_text()[-2000:]}")
@@ -106,7 +106,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
 
 
 def panels() -> list[Any]:
-    """Every query of the dashboard."""
+    """Return every query of the dashboard."""
     return [
         pytest.param(target["expr"], id=f"{panel['title']}-{target['refId']}")
         for panel in DASHBOARD["panels"]
@@ -116,13 +116,13 @@ def panels() -> list[Any]:
 
 @pytest.mark.parametrize("query", panels())
 def test_queries_of_the_dashboard_return_numbers(prometheus: Prometheus, query: str) -> None:
-    """It is one, and gives numbers where there is something to tell."""
+    """The query is valid, and returns numbers wherever there is data."""
     for name, value in VARIABLES.items():
         query = query.replace(name, value)
     assert not re.search(r"\$\w", query)
-    told = prometheus.samples(query)
-    assert told, f"{query} gives nothing"
-    assert any(math.isfinite(float(one["value"][1])) for one in told) or "histogram_quantile" in query
+    response = prometheus.samples(query)
+    assert response, f"{query} gives nothing"
+    assert any(math.isfinite(float(one["value"][1])) for one in response) or "histogram_quantile" in query
 
 
 def test_no_alert_fires_for_a_healthy_broker(prometheus: Prometheus) -> None:

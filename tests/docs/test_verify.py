@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(180)
 SMALL = ("--size", "8MiB", "--workers", "2", "--lifetimes", "10", "--cycles", "100")
 NAMES = [check.name for check in CHECKS]
 
-#: By subject: the checks that it fails, and what they find.
+#: By subject: the checks that it fails, and their findings.
 BROKEN = {
     "Copying": {"sharing": ["models more", "read other numbers"], "kills": ["they do not"]},
     "Changeable": {
@@ -56,7 +56,7 @@ print(json.dumps(report.as_json()))
 
 
 class Verification:
-    """A running ``shared-rpc verify``, in a directory for temporary files of its own."""
+    """A running ``shared-rpc verify`` with its own directory for temporary files."""
 
     def __init__(
         self,
@@ -78,15 +78,15 @@ class Verification:
         )
 
     def directory(self) -> Path | None:
-        """Its own, while there is one."""
+        """Its own directory, while there is one."""
         return next(self.folder.glob("shared-rpc-verify-*"), None)
 
     def processes(self) -> list[int]:
-        """Those below it."""
+        """Its descendants."""
         return [pid for pid in marked(f"{self.folder}/shared-rpc-verify-") if pid != self.process.pid]
 
     def end(self) -> tuple[int, str, str]:
-        """Exit code, output and errors. Nothing is left."""
+        """Wait for its end, and check for leftovers; return exit code, output and errors."""
         output, errors = self.process.communicate(timeout=120)
         assert self.processes() == []
         assert list(self.folder.iterdir()) == []
@@ -95,7 +95,7 @@ class Verification:
 
 @pytest.fixture
 def hangups() -> Iterator[None]:
-    """Child processes do not ignore SIGHUP, whatever started these tests."""
+    """Child processes handle SIGHUP, even if the tests were started under nohup."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
@@ -103,14 +103,14 @@ def hangups() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def scratch() -> Iterator[Path]:
-    """A directory whose name leaves room for those of sockets, however long those of pytest are."""
+    """A directory with a name short enough for sockets, however long pytest's are."""
     with tempfile.TemporaryDirectory(prefix="v-", dir="/tmp") as folder:
         yield Path(folder)
 
 
 @pytest.fixture
 def start(hangups: None, scratch: Path) -> Iterator[Callable[..., Verification]]:
-    """``start(*options)`` runs the command; what still runs at the end is killed."""
+    """``start(*options)`` runs the command; those still running at the end are killed."""
     started: list[Verification] = []
 
     def begin(*options: str, stderr: int = subprocess.PIPE, **environ: str) -> Verification:
@@ -128,7 +128,7 @@ def start(hangups: None, scratch: Path) -> Iterator[Callable[..., Verification]]
 
 @pytest.fixture(scope="module")
 def whole(scratch: Path) -> dict[str, Any]:
-    """What a run of all checks says, in its JSON."""
+    """The JSON report of a run of all checks."""
     verification = Verification(scratch / "whole", "--device", "cpu", "--json", *SMALL)
     code, output, errors = verification.end()
     document: dict[str, Any] = json.loads(output)
@@ -180,7 +180,7 @@ def test_the_json_describes_the_verification(whole: dict[str, Any]) -> None:
 
 
 def test_the_figures_are_those_of_one_model(whole: dict[str, Any]) -> None:
-    """Two processes use one model and built one; a killed client frees what it held."""
+    """Two processes use one model and built one; a killed client frees its memory."""
     figures = {check["name"]: check["figures"] for check in whole["checks"]}
 
     assert figures["sharing"]["models_built"] == 1

@@ -1,1 +1,1 @@
-"""What needs a GPU, several of them, or all of one's memory to look at."""
+"""Tests that need a GPU, several GPUs, or the whole memory of one."""

@@ -31,7 +31,7 @@ def plus(x):
 
 @pytest.fixture
 def app(broker_app: BrokerApp) -> BrokerApp:
-    """An app on the GPU that is not served yet."""
+    """An app on the GPU, not served yet."""
     broker_app.write(ON_GPU)
     return broker_app
 
@@ -147,5 +147,5 @@ def test_memory_of_a_killed_build_is_freed_with_its_worker(app: BrokerApp) -> No
     free = torch.cuda.mem_get_info()[0]
     with pytest.raises(errors.WorkerCrashed):
         client.call("die")
-    # The next worker's context comes with its first build.
+    # The next worker's context is made with its first build.
     eventually(lambda: torch.cuda.mem_get_info()[0] >= free - (64 << 20), what="its memory is free again")

@@ -1,4 +1,4 @@
-"""Engines over one copy of weights in their fused layout: CUDA graphs, compiled steps, and processes that come and go."""
+"""Engines over one copy of fused weights: CUDA graphs, compiled steps, and processes that start and end."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Start = Callable[..., Child]
 
 
 def ask(engine: Child, line: str = "") -> dict[str, Any]:
-    """What an engine generates."""
+    """Return the tokens that an engine generates."""
     engine.tell(line)
     found: dict[str, Any] = json.loads(engine.expect('"tokens"'))
     return found
@@ -46,11 +46,11 @@ def ask(engine: Child, line: str = "") -> dict[str, Any]:
 
 @pytest.fixture
 def start(tmp_path: Path, base_path: str) -> Iterator[Start]:
-    """``start(source, mode, device)`` starts an engine; they end with the test."""
+    """``start(source, mode, device)`` starts an engine, which is ended with the test."""
     engines: list[Child] = []
 
     def start(source: str, mode: str, device: str) -> Child:
-        # What one compiles the others find; nothing of it is another test's.
+        # The engines share a compilation cache, and no other test uses it.
         environ = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "compiled"), "TRITON_CACHE_DIR": str(tmp_path / "kernels")}
         engine = Child("-m", "tests.kit.fused", source, mode, base_path, device, environ=environ, fresh=device != "cpu")
         engines.append(engine)
@@ -67,7 +67,7 @@ def start(tmp_path: Path, base_path: str) -> Iterator[Start]:
 
 @pytest.fixture
 def serve(broker_app: BrokerApp) -> Callable[[str], Client]:
-    """``serve(device)``: a client of a broker whose worker has the weights on a device."""
+    """``serve(device)`` returns a client of a broker whose worker has the weights on a device."""
 
     def serve(device: str) -> Client:
         broker_app.write(WEIGHTS.format(device=device))

@@ -1,4 +1,4 @@
-"""By which mechanism a GPU's memory is shared: the choice, its reasons, and what each mechanism does between processes."""
+"""Mechanisms that share a GPU's memory: the choice, its reasons, and the behaviour of each between processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GPU = "GPU-00000000-0000-0000-0000-00000000000a"
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """``gpu("vmm", "ipc")`` has this process see a GPU with these mechanisms and no others."""
+    """``gpu("vmm", "ipc")`` makes this process detect a GPU with exactly these mechanisms."""
 
     def has(*names: str) -> None:
         lacks = {name: "" if name in names else f"no {name}" for name in mechanisms.PREFERENCE}
@@ -55,7 +55,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def test_the_first_supported_mechanism_is_used(
     gpu: Callable[..., None], there: tuple[str, ...], name: str, reason: str
 ) -> None:
-    """And the reason says what the earlier ones lack."""
+    """And the reason has the defects of the earlier ones."""
     gpu(*there)
     assert chosen(GPU) == choose_mechanism("auto", GPU) == Choice(name, reason)
 
@@ -246,7 +246,7 @@ SERVER = """
         sys.stdin.readline()
 """
 
-#: A client that attaches, and then does what it is told.
+#: A client that attaches, and then executes commands.
 CLIENT = """
     import sys, torch
     from shared_rpc import Client
@@ -281,7 +281,7 @@ SLACK = 192 << 20
 
 @pytest.fixture(params=mechanisms.PREFERENCE)
 def mechanism(request: pytest.FixtureRequest) -> str:
-    """Each mechanism that the first GPU has."""
+    """Each mechanism of the first GPU."""
     lacks = mechanisms.survey(device_id("cuda:0"))
     if lacks[request.param]:
         pytest.skip(f"the GPU has {lacks[request.param]}")
@@ -310,13 +310,13 @@ def attach(server: tuple[Child, str], children: list[Child]) -> Callable[[], Chi
 
 
 def used() -> int:
-    """Bytes in use on the GPU, by whatever process."""
+    """Return the bytes in use on the GPU, by any process."""
     free, total = torch.cuda.mem_get_info(0)
     return total - free
 
 
 def drop(path: str) -> None:
-    """Have the server forget the model."""
+    """Make the server drop the model."""
     with Client(socket_path=path) as client:
         client.invalidate_endpoint_cache("model")
 
@@ -372,7 +372,7 @@ def test_private_tensors_work_with_each_mechanism(server: tuple[Child, str], chi
 def test_memory_of_a_killed_client_is_freed(mechanism: str, server: tuple[Child, str], attach: Callable[[], Child]) -> None:
     """Half a gigabyte, once the kernel has closed its descriptors."""
     idle = used()
-    first = attach()  # what the server keeps for good, kernels and workspaces, is there after this
+    first = attach()  # after this, the server has everything that it keeps permanently: kernels and workspaces
     first.tell("ask 1")
     first.expect("asked")
     first.tell("release")
@@ -387,7 +387,7 @@ def test_memory_of_a_killed_client_is_freed(mechanism: str, server: tuple[Child,
     client.expect("wrote")
     drop(server[1])
     client.tell("sum")
-    assert client.expect("sum") == f"sum {2.0 * COUNT}"  # it holds what the server has forgotten
+    assert client.expect("sum") == f"sum {2.0 * COUNT}"  # it holds an object that the server has dropped
     assert used() > before + 2 * COUNT
     client.kill()
 
@@ -411,8 +411,8 @@ def test_released_memory_is_freed(mechanism: str, server: tuple[Child, str], att
 @pytest.mark.gpu
 @pytest.mark.whole_gpu
 def test_memory_of_a_killed_maker(mechanism: Mechanism) -> None:
-    """By VMM all bytes stay, and new processes open them. By the others the library refuses to open them; what a process reads
-    that has them mapped is up to the driver, and printed.
+    """By VMM all bytes stay, and new processes open them. By the others the library refuses to open them; reading
+    existing mappings depends on the driver, and is printed.
     """
     subject = Subject(device_id("cuda:0"), mechanism)
     subject.kill(256)
@@ -426,8 +426,8 @@ def test_memory_of_a_killed_maker(mechanism: Mechanism) -> None:
 
 @pytest.mark.gpu
 def test_clients_after_the_end_of_the_server(mechanism: str, server: tuple[Child, str], attach: Callable[[], Child]) -> None:
-    """By VMM a client computes on. By the others it may read what was there or be refused by the driver, and never reads
-    anything else; asking for more is answered as it is by any server that has gone.
+    """By VMM a client continues to compute. By the others it reads the former bytes or is refused by the driver, and
+    never reads anything else; further requests fail as with any server that has ended.
     """
     client = attach()
     client.tell("write 2")
@@ -438,7 +438,7 @@ def test_clients_after_the_end_of_the_server(mechanism: str, server: tuple[Child
     line = client.expect("")
     assert line == f"sum {2.0 * COUNT}" or (mechanism != "vmm" and line.startswith("failed")), line
     client.tell("ask 1")
-    told = client.expect("failed").split()[1]
+    error = client.expect("failed").split()[1]
     if line.startswith("sum"):
-        assert told in (ConnectionClosed.__name__, ConnectError.__name__)
+        assert error in (ConnectionClosed.__name__, ConnectError.__name__)
     client.kill()

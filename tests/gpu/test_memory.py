@@ -38,17 +38,17 @@ class TestHost(BackendConformance):
         return MemfdBackend()
 
     def footprint(self, backend: Backend) -> int:
-        """Mappings of segments, as the kernel lists them."""
+        """Count mappings of segments in the kernel's list."""
         with open("/proc/self/maps") as maps:
             return sum("memfd:shared-rpc-" in line for line in maps)
 
     def assert_died_of_write(self, code: int, errors: str) -> None:
-        """By signal, at the very instruction."""
+        """The process ends by a signal, at the very instruction."""
         assert code == -signal.SIGSEGV
 
 
 class TestBoundHost(BackendConformance):
-    """Memory that belongs to its maker, as CUDA's IPC and pools have it, without a GPU."""
+    """Memory that belongs to its maker, like that of CUDA's IPC and pools, without a GPU."""
 
     seals = False
     remaps = False
@@ -64,7 +64,7 @@ class TestBoundHost(BackendConformance):
         return BACKEND
 
     def footprint(self, backend: Backend) -> int:
-        """Mappings, as the kernel lists them."""
+        """Count mappings in the kernel's list."""
         return TestHost.footprint(self, backend)
 
 
@@ -88,18 +88,18 @@ class TestVmm(BackendConformance):
 
     @pytest.fixture
     def backend(self) -> Backend:
-        """The first GPU that is visible."""
+        """The first visible GPU."""
         return _gpu_backend("vmm")
 
     def footprint(self, backend: Backend) -> int:
-        """Bytes in use on the GPU, by whatever process; a segment has 2 MiB at least."""
+        """Return the bytes in use on the GPU, by any process; a segment has 2 MiB at least."""
         import torch
 
         free, total = torch.cuda.mem_get_info(backend.ordinal)
         return total - free
 
     def assert_died_of_write(self, code: int, errors: str) -> None:
-        """By an error of the driver that names it."""
+        """The process ends with an error of the driver that names the cause."""
         assert code != 0
         assert "illegal memory access" in errors
 
@@ -144,17 +144,17 @@ class TestVmm(BackendConformance):
 @pytest.mark.gpu
 @pytest.mark.whole_gpu
 class TestHostVmm(BackendConformance):
-    """Host memory that a GPU's driver makes."""
+    """Host memory allocated by a GPU's driver."""
 
     seals = False
     # Only who copies maps it, and does so for writing.
     protects = False
-    # Of a host's memory, other processes use some meanwhile: a leak of one segment in each of 200 rounds is more.
+    # Other processes use some of the host's memory in the meantime: a leak of one segment in each of 200 rounds is more.
     slack = 1 << 30
 
     @pytest.fixture
     def backend(self) -> Backend:
-        """That of the first GPU that is visible."""
+        """The host memory of the first visible GPU."""
         from shared_rpc.memory.backends.cuda import attribute
 
         backend: Any = _gpu_backend("vmm")
@@ -163,7 +163,7 @@ class TestHostVmm(BackendConformance):
         return backend_for(backend.uuid, "host_vmm")
 
     def footprint(self, backend: Backend) -> int:
-        """Bytes of host memory in use, by whatever process."""
+        """Return the bytes of host memory in use, by any process."""
         with open("/proc/meminfo", encoding="ascii") as file:
             amounts = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file}
         return amounts["MemTotal"] - amounts["MemAvailable"]
@@ -171,7 +171,7 @@ class TestHostVmm(BackendConformance):
     def test_copies_of_a_gpu_are_visible_to_the_processor(
         self, backend: Backend, segment: Segment, mapped: Callable[..., int]
     ) -> None:
-        """What it copies there, the processor reads."""
+        """The processor reads the copied bytes."""
         import torch
 
         address = mapped(segment)
@@ -185,7 +185,7 @@ class TestHostVmm(BackendConformance):
 
 
 class _Bound(TestVmm):
-    """What both mechanisms share whose memory ends with its maker."""
+    """Common tests of both mechanisms whose memory ends with its maker."""
 
     remaps = False
     vacates = False
@@ -205,7 +205,7 @@ class TestIpc(_Bound):
 
     @pytest.fixture
     def backend(self) -> Backend:
-        """The first GPU that is visible."""
+        """The first visible GPU."""
         return _gpu_backend("ipc")
 
 
@@ -214,18 +214,18 @@ class TestIpc(_Bound):
 class TestPool(_Bound):
     """The memory of one GPU by stream-ordered pools."""
 
-    # A pool reserves more than it was asked for.
+    # A pool reserves more than requested.
     slack = 64 << 20
 
     @pytest.fixture
     def backend(self) -> Backend:
-        """The first GPU that is visible."""
+        """The first visible GPU."""
         return _gpu_backend("pool")
 
 
 @pytest.fixture
 def vmm() -> Backend:
-    """A backend of the first visible GPU that has made nothing yet."""
+    """A backend of the first visible GPU that has allocated nothing yet."""
     from shared_rpc.memory.backends.vmm import VmmBackend
 
     return VmmBackend(_gpu_backend("vmm").uuid)
@@ -233,9 +233,9 @@ def vmm() -> Backend:
 
 @pytest.fixture
 def rdma_capable(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether the driver made each allocation so that network cards can use it, as its first handle tells.
+    """Whether the driver made each allocation accessible to network cards, according to its first handle.
 
-    Handles that are imported do not tell (measured on an H200 with driver 580).
+    Imported handles do not show it (measured on an H200 with driver 580).
     """
     from cuda.bindings import driver
 
@@ -260,7 +260,7 @@ def _supports_rdma(backend: Backend) -> bool:
 
 
 def _refusing_rdma(monkeypatch: pytest.MonkeyPatch, code: str) -> list[bool]:
-    """Have the driver refuse memory for network cards; the list tells for each request whether it was one."""
+    """Make the driver refuse memory for network cards; the list has an item for each request, true if it was for that."""
     from cuda.bindings import driver
 
     create, asked = driver.cuMemCreate, []

@@ -1,4 +1,4 @@
-"""Under NVIDIA's Multi-Process Service: what works as without it, and what does not. The daemon is the tests' own."""
+"""NVIDIA's Multi-Process Service: features that work under it, and those that do not. The daemon is the tests' own."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def plus(x):
     return x + 1
 """
 
-#: A client that has the weights, and runs the lines that it is told.
+#: A client that has the weights, and runs the lines that it receives.
 CLIENT = """
 import sys
 import torch
@@ -60,7 +60,7 @@ SUM = str(7.0 * (1 << 20))
 
 
 class Service:
-    """The daemon, and the environment of the processes that use it."""
+    """The daemon, and the environment of its clients."""
 
     def __init__(self, folder: Path) -> None:
         self.environ = {}
@@ -70,11 +70,11 @@ class Service:
         self.start()
 
     def start(self) -> None:
-        """Start it; it returns when its pipe is there."""
+        """Start it, and wait for its pipe."""
         subprocess.run([str(CONTROL), "-d"], env=os.environ | self.environ, check=True, timeout=30)
 
     def stop(self) -> None:
-        """End it, whoever uses it."""
+        """End it, even if it has clients."""
         environ = os.environ | self.environ
         subprocess.run(
             [str(CONTROL)], env=environ, input="quit -t 2\n", text=True, capture_output=True, check=False, timeout=60
@@ -83,7 +83,7 @@ class Service:
 
 @pytest.fixture
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A daemon of this test's own. Its socket's path is short: it is limited."""
+    """A daemon for this test. Its socket's path is short, since its length is limited."""
     service = Service(tmp_path_factory.mktemp("mps"))
     yield service
     service.stop()
@@ -105,7 +105,7 @@ Attach = Callable[[], Child]
 
 @pytest.fixture
 def attach(service: Service, broker: Child, children: list[Child]) -> Attach:
-    """Start a client that uses it, and has the weights."""
+    """Start a client that uses it, and attaches the weights."""
 
     def started() -> Child:
         child = Child("-c", CLIENT, environ=service.environ, fresh=True)
@@ -118,13 +118,13 @@ def attach(service: Service, broker: Child, children: list[Child]) -> Attach:
 
 @pytest.fixture
 def asking(broker: Child, base_path: str) -> Iterator[Client]:
-    """A client of this process, which only asks."""
+    """A client in this process that uses no memory."""
     with Client(base_path, device="cuda", timeout=60.0) as client:
         yield client
 
 
 def does(client: Child, line: str = "pass") -> str:
-    """What a client says when it has run a line."""
+    """Run a line in a client; return its output."""
     client.tell(line)
     assert client.process.stdout is not None
     return client.process.stdout.readline().strip()

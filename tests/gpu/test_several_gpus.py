@@ -17,7 +17,7 @@ from tests.kit.spanning import Spanning
 
 pytestmark = pytest.mark.gpu
 
-#: A client process, as far as all of them are the same. ``tell`` answers with a line of JSON.
+#: The part common to all client processes. ``tell`` prints a line of JSON.
 CLIENT = """
 import json
 import torch
@@ -54,7 +54,7 @@ with Server(provider) as server:
 
 @pytest.fixture
 def gpus() -> list[str]:
-    """The UUIDs of this process's ``cuda:0`` and ``cuda:1``, which reach each other."""
+    """The UUIDs of this process's ``cuda:0`` and ``cuda:1``, which have peer access."""
     from shared_rpc.memory.backends.cuda import peer_capable, visible_gpus
 
     seen = visible_gpus()
@@ -102,32 +102,32 @@ def provider(base_path: str) -> Provider:
 
 @pytest.fixture
 def server(gpus: list[str], provider: Provider) -> Iterator[Server]:
-    """That script's server, in this process, which sees both GPUs."""
+    """That script's server, in this process, with both GPUs visible."""
     with Server(provider) as server:
         yield server
 
 
 def listed(gpus: list[str], order: list[int], by: str = "uuid") -> dict[str, str]:
-    """The environment of a process that sees those of this process's GPUs, in that order."""
+    """Return the environment of a process with these of this process's GPUs, in that order."""
     names = gpus if by == "uuid" else os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
     return {"CUDA_VISIBLE_DEVICES": ",".join(names[number] for number in order)}
 
 
 def client(children: list[Child], environ: dict[str, str], code: str) -> Child:
-    """A client process that runs ``code``."""
+    """Start a client process that runs ``code``."""
     child = python(CLIENT + code, environ=environ)
     children.append(child)
     return child
 
 
-def told(child: Child) -> dict[str, Any]:
-    """What a client told next."""
+def read_facts(child: Child) -> dict[str, Any]:
+    """Return the next facts that a client reports."""
     facts: dict[str, Any] = json.loads(child.expect("told ").removeprefix("told "))
     return facts
 
 
 def computed(provider: Provider) -> list[list[float]]:
-    """What the server's own object computes."""
+    """Return the result computed by the server's own object."""
     with provider.call("spanning") as handle:
         result: list[list[float]] = handle.value(torch.ones(2, 8, device="cuda:0")).tolist()
         return result
@@ -158,7 +158,7 @@ with Client(socket_path={server.socket_path!r}) as client, client.call("spanning
 """,
     )
 
-    facts = told(child)
+    facts = read_facts(child)
 
     names = [f"cuda:{order.index(number)}" for number in (0, 1)]
     assert facts["devices"] == [names[0], names[0], names[1], names[1], names[1]]
@@ -194,7 +194,7 @@ with Client(socket_path={server.socket_path!r}) as client, client.call("spanning
 """,
     )
 
-    facts = told(child)
+    facts = read_facts(child)
 
     assert (facts["count"], facts["devices"]) == (1, ["cuda:0"])
     assert facts["before"] == before
@@ -222,7 +222,7 @@ with Client(socket_path={server.socket_path!r}) as client, client.call("own_buff
 """,
     )
 
-    facts = told(child)
+    facts = read_facts(child)
 
     expected = [f"cuda:{seen.index(number) if number in seen else 0}" for number in (0, 1)]
     assert facts == {"devices": expected, "weights": expected, "steps": [1, 1]}
@@ -250,7 +250,7 @@ with Client(socket_path={server.socket_path!r}) as client:
 """,
     )
 
-    assert told(child) == {"gpus": [gpus[0], gpus[1], gpus[1]], "first": [0, 1, 2], "view": [5, 6, 7, 8], "note": 1}
+    assert read_facts(child) == {"gpus": [gpus[0], gpus[1], gpus[1]], "first": [0, 1, 2], "view": [5, 6, 7, 8], "note": 1}
 
 
 # From one GPU to another.
@@ -280,7 +280,7 @@ with Client(socket_path={server.socket_path!r}) as client:
 """,
     )
 
-    assert told(child) == {"gpus": [gpus[1]], "equal": [True] * 4, "total": 2016}
+    assert read_facts(child) == {"gpus": [gpus[1]], "equal": [True] * 4, "total": 2016}
 
 
 def test_shared_memory_is_written_from_another_gpu(
@@ -301,7 +301,7 @@ with Client(socket_path={server.socket_path!r}) as client:
 """,
     )
 
-    assert told(child)["row"] == [9, 7, 9, 7, 9, 7, 9, 7]
+    assert read_facts(child)["row"] == [9, 7, 9, 7, 9, 7, 9, 7]
     assert provider.call("weights").sum().item() == 32 * 7 + 32 * 9
 
 
@@ -329,7 +329,7 @@ with Client(socket_path={server.socket_path!r}) as client:
 """,
     )
 
-    facts = told(child)
+    facts = read_facts(child)
 
     assert facts["gpus"] == [gpus[1], gpus[1], gpus[1], gpus[0]]
     assert facts["stride"] == [1, 3]
@@ -352,8 +352,8 @@ with Client(socket_path={server.socket_path!r}) as client:
 """,
     )
 
-    assert told(child)["totals"] == [2016 + 64, 2 * 2016 + 64, 3]
-    assert told(child)["gpu"] == gpus[1]
+    assert read_facts(child)["totals"] == [2016 + 64, 2 * 2016 + 64, 3]
+    assert read_facts(child)["gpu"] == gpus[1]
 
 
 def test_arguments_on_an_invisible_gpu_are_accessible(gpus: list[str], base_path: str, children: list[Child]) -> None:
@@ -372,7 +372,7 @@ with Client(socket_path={path!r}) as client:
 """,
     )
 
-    assert told(child) == {"gpus": [gpus[1], gpus[0]], "same": [0, 1, 2, 3, 4, 5], "more": [1, 2, 3, 4, 5, 6]}
+    assert read_facts(child) == {"gpus": [gpus[1], gpus[0]], "same": [0, 1, 2, 3, 4, 5], "more": [1, 2, 3, 4, 5, 6]}
 
 
 # Which server, and which GPU.
@@ -400,7 +400,7 @@ for device in ("cuda:0", "cuda:1", "cuda"):
         for index in (0, 1, 0):
             number = order[index]
             gpu = gpus[number]
-            assert told(child) == {"device": f"cuda:{index}", "gpu": gpu, "values": [number] * 4, "server": gpu}
+            assert read_facts(child) == {"device": f"cuda:{index}", "gpu": gpu, "values": [number] * 4, "server": gpu}
 
 
 def test_a_gpu_that_a_client_does_not_see_cannot_be_named(gpus: list[str], base_path: str, children: list[Child]) -> None:
@@ -416,7 +416,7 @@ except errors.CapabilityError as error:
 """,
     )
 
-    assert told(child)["error"] == "device='cuda:1', but this process sees 1 GPUs"
+    assert read_facts(child)["error"] == "device='cuda:1', but this process sees 1 GPUs"
 
 
 def test_processes_without_a_gpu_are_refused(base_path: str, children: list[Child]) -> None:
@@ -443,7 +443,7 @@ except errors.CapabilityError as error:
 """,
         )
 
-        facts = told(child)
+        facts = read_facts(child)
         assert (facts["count"], facts["leases"], facts["ping"]) == (0, 0, True)
         assert visible_gpus()[0] in facts["error"] and "CUDA_VISIBLE_DEVICES" in facts["error"]
-        assert "device='cuda'" in told(child)["error"]
+        assert "device='cuda'" in read_facts(child)["error"]

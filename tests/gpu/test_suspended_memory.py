@@ -1,4 +1,4 @@
-"""Suspended objects on a GPU: memory that goes and comes back under tensors and CUDA graphs that have its address."""
+"""Suspended objects on a GPU: memory is evicted and restored under tensors and CUDA graphs that have its address."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.kit.processes import Child, python
 
 pytestmark = pytest.mark.gpu
 
-#: A process with the tensor ``value``, which is what the published ``record`` of object "a" holds; its mechanism is vmm.
+#: A process with the tensor ``value`` in the published ``record`` of object "a"; its mechanism is vmm.
 PROCESS = """
 import torch
 from shared_rpc.codec.results import decode_result, publish
@@ -52,13 +52,13 @@ def copied(record):
 
 
 def process(code: str) -> Child:
-    """A child that goes on so."""
+    """Start a child that runs code after a common beginning."""
     return python(PROCESS + textwrap.dedent(code))
 
 
 @pytest.mark.whole_gpu
 def test_captured_graphs_survive_a_suspension(children: list[Child]) -> None:
-    """Tensors and CUDA graphs are valid again, over other memory too, and the GPU has free memory meanwhile."""
+    """Tensors and CUDA graphs are valid again, over other memory too, and the GPU has free memory in between."""
     child = process(
         """
         record, value = shared(64 << 20)
@@ -207,7 +207,7 @@ def replayed(graph, out):
 
 
 def client_process(code: str, environ: dict[str, str] | None = None) -> Child:
-    """A client of the broker that goes on so."""
+    """Start a client of the broker that runs code."""
     return python(CLIENT + textwrap.dedent(code), environ=environ)
 
 

@@ -1,4 +1,4 @@
-"""Objects of a GPU that go to host memory and to files, and come back: by a broker and its worker, and by one process."""
+"""Objects of a GPU move to host memory and to files, and back: by a broker and its worker, and by one process."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def client(request: pytest.FixtureRequest, broker_app: BrokerApp, children: list
 
 
 def gpu_of(client: Client) -> DeviceInfo:
-    """What the server has on its GPU."""
+    """Return the server's entry of its GPU."""
     return next(info for info in client.list_devices() if info["kind"] == "cuda")
 
 
 def released(client: Client, endpoint: str, *args: Any) -> str:
-    """The id of an object that nobody holds, nor has mapped here."""
+    """Return the id of an object that has neither holders nor mappings here."""
     with client.call(endpoint, *args) as handle:
         object_id = str(handle.object_id)
     del handle
@@ -67,7 +67,7 @@ def released(client: Client, endpoint: str, *args: Any) -> str:
 
 @pytest.mark.parametrize("to", ["host", "file"])
 def test_an_object_is_evicted_and_restored(client: Client, to: Any) -> None:
-    """The server uses no memory of the GPU meanwhile; the next caller gets the same object with its bytes, including writes."""
+    """In between, the server uses no memory of the GPU; the next caller gets the same object with all writes."""
     with client.call("weights", 7) as handle:
         handle.value[5] = 42
         torch.cuda.synchronize()

@@ -1,1 +1,1 @@
-"""Other people's loaders: what attaches in place of loading, and what goes on as it was."""
+"""Loaders of other libraries: those that attach in place of loading, and those that are unchanged."""

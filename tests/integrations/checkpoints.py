@@ -61,7 +61,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 
 
 def save(model: Any, folder: Path, seed: int = 0) -> str:
-    """Save a model with other weights than any other seed's; return the folder as text."""
+    """Save a model whose weights depend on a seed; return the folder as text."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -71,7 +71,7 @@ def save(model: Any, folder: Path, seed: int = 0) -> str:
 
 
 def inputs(model: Any) -> dict[str, torch.Tensor]:
-    """What a model computes with."""
+    """Return a model's inputs."""
     where = {"device": model.device}
     tokens = torch.tensor([[1, 17, 42, 5], [1, 3, 3, 90]], **where)
     floats = {**where, "dtype": model.dtype}

@@ -1,4 +1,4 @@
-"""Where a model's memory is, and what is in it."""
+"""Placement and contents of a model's memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["same_bits", "shared_parameters"]
 
 
 def shared_parameters(module: nn.Module) -> dict[str, int]:
-    """The addresses of those parameters that lie in memory which is mapped for reading, by name."""
+    """Return the addresses, by name, of those parameters whose memory is mapped for reading."""
     found = {}
     for name, parameter in module.named_parameters():
         place = MAPPINGS.find(parameter.data_ptr())
@@ -21,6 +21,6 @@ def shared_parameters(module: nn.Module) -> dict[str, int]:
 
 
 def same_bits(one: nn.Module, other: nn.Module) -> bool:
-    """Whether two models have equal tensors by the same names."""
+    """Return whether two models have equal tensors by the same names."""
     left, right = one.state_dict(), other.state_dict()
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name].to(left[name].device)) for name in left)

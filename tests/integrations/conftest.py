@@ -1,4 +1,4 @@
-"""Fixtures: a server that loads for others, and a process's provider that asks it, both in this process."""
+"""Fixtures: a server that loads for other processes, and a provider that is its client, both in this process."""
 
 from __future__ import annotations
 

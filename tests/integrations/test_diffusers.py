@@ -13,7 +13,7 @@ from shared_rpc.integrations import diffusers as integration
 from tests.integrations.comparing import same_bits, shared_parameters
 
 diffusers = pytest.importorskip("diffusers")
-#: What libraries say of their own and of each other's next releases.
+#: Warnings of libraries about their own and each other's next releases.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
 
@@ -27,7 +27,7 @@ def stable_diffusion(folder: Path) -> str:
 
 
 def painted(pipeline: Any) -> torch.Tensor:
-    """What it makes of a text."""
+    """Return the image that it makes from a text."""
     pipeline.set_progress_bar_config(disable=True)
     generator = torch.Generator().manual_seed(1)
     options = {"num_inference_steps": 2, "height": 16, "width": 16, "generator": generator, "output_type": "np"}
@@ -35,7 +35,7 @@ def painted(pipeline: Any) -> torch.Tensor:
 
 
 def models(pipeline: Any) -> dict[str, torch.nn.Module]:
-    """Its parts that have weights."""
+    """Return its parts that have weights."""
     return {name: part for name, part in pipeline.components.items() if isinstance(part, torch.nn.Module)}
 
 

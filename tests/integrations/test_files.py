@@ -1,4 +1,4 @@
-"""What tells the files of a checkpoint from others."""
+"""The identity of a checkpoint's files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shared_rpc.integrations.keys import Unshareable, files_of, source_of
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model with a part in a folder of its own, and links, as the hub's cache has them."""
+    """A model with a part in a folder of its own, and links, as in the hub's cache."""
     made = tmp_path / "model"
     for name in ("model/1_Dense/model.safetensors", "blob", "elsewhere/config.json", "model/config.json"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def _replace(path: Path) -> None:
-    """Put another file of the same size and time in the place of one."""
+    """Replace a file by another one of the same size and time."""
     status = path.stat()
     other = path.with_name("other")
     other.write_bytes(bytes(status.st_size))

@@ -1,4 +1,4 @@
-"""Models of a class and a configuration of one's own, around weights that are shared already."""
+"""Models of the caller's class and configuration around weights that are shared already."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Weights = Callable[[Any], Handle[Any]]
 
 @pytest.fixture
 def provider(base_path: str, device: str) -> Provider:
-    """The server's."""
+    """The server's provider."""
     return Provider(base_path, device=device)
 
 
 @pytest.fixture
 def weights(get: Serve, connect: Connect, device: str) -> Weights:
-    """``weights(value)`` is a client's handle of it."""
+    """``weights(value)`` returns a client's handle of it."""
 
     def share(value: Any) -> Handle[Any]:
         get(value, managed=True, access="read")
@@ -94,7 +94,7 @@ def test_each_parameter_has_its_tensors_dtype(weights: Weights, device: str) -> 
 
 
 class Head(transformers.LlamaForCausalLM):
-    """A class of one's own, with a part that the weights do not have."""
+    """A user's class, with a part that the weights do not have."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

@@ -1,4 +1,4 @@
-"""Adapters of each process over one shared base."""
+"""Adapters that each process has for itself, over one shared base."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.integrations.comparing import shared_parameters
 from tests.kit.processes import Child
 
 peft = pytest.importorskip("peft")
-#: What libraries say of their own and of each other's next releases.
+#: Warnings of libraries about their own and each other's next releases.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
 CONFIG = {"r": 4, "task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj"]}
 
 
 def attached(provider: Provider, name: str, **options: Any) -> Any:
-    """Load in a block, where it is an error not to attach."""
+    """Load in a block, with an error unless it attaches."""
     with shared(provider, fallback=False):
         return AutoModelForCausalLM.from_pretrained(name, **options)
 

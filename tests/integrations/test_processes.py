@@ -22,7 +22,7 @@ from tests.integrations.comparing import shared_parameters
 from tests.kit.brokers import is_running
 from tests.kit.processes import Child, eventually
 
-#: What a user writes, and a word to the test whenever it asks for one.
+#: A user's script, which also answers the test's requests.
 SCRIPT = """
 import sys, torch
 from transformers import AutoModelForCausalLM
@@ -44,7 +44,7 @@ Run = Callable[..., Child]
 
 @pytest.fixture
 def run(tmp_path: Path, base_path: str, children: list[Child]) -> Iterator[Run]:
-    """``run(extra)`` starts the script in the role ``spawn``; the server that is started ends with the test."""
+    """``run(extra)`` starts the script in the role ``spawn``; its server ends with the test."""
 
     def start(checkpoint: str, extra: str = "pass", role: str = "spawn") -> Child:
         script = tmp_path / "script.py"
@@ -66,19 +66,19 @@ def run(tmp_path: Path, base_path: str, children: list[Child]) -> Iterator[Run]:
 
 
 def server_of(base_path: str) -> int:
-    """The process that serves."""
+    """Return the process id of the server."""
     with Client(base_path, device="cpu", connect_timeout=0) as client:
         return int(client.get_server_info()["pid"])
 
 
 def computed(child: Child) -> float:
-    """Have a script compute, and return what it says."""
+    """Make a script compute, and return its output."""
     child.tell("compute")
     return float(child.expect("computes").split()[1])
 
 
 def expected(checkpoint: str) -> float:
-    """The same of a model that is not shared."""
+    """Return the same for a model that is not shared."""
     return result_of(AutoModelForCausalLM.from_pretrained(checkpoint))
 
 

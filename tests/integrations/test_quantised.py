@@ -31,14 +31,14 @@ def bits_of_bitsandbytes(bits: int) -> Any:
 
 
 def inner(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that a tensor is made of."""
+    """Return the inner tensors of a tensor."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     return [part for name in tensor.__tensor_flatten__()[0] for part in inner(getattr(tensor, name))]
 
 
 def places(model: nn.Module) -> list[int]:
-    """The addresses of all parameters' memory, which has to be mapped for reading."""
+    """Return the addresses of all parameters, whose memory must be mapped for reading."""
     found = [part.data_ptr() for parameter in model.parameters() for part in inner(parameter)]
     mapped = [MAPPINGS.find(address) for address in found]
     assert all(place is not None and place[0].info.access == "read" for place in mapped)
@@ -63,5 +63,5 @@ def test_quantised_weights_are_attached(quantised: str, provider: Provider, tmp_
 
 
 def provider_device(provider: Provider) -> str:
-    """The device that a provider's results live on."""
+    """The device of a provider's results."""
     return "cpu" if provider.device == "cpu" else "cuda:0"

@@ -1,4 +1,4 @@
-"""Requests to load: what a server loads under a key is what the key says, whatever the process that asks for it says."""
+"""Requests to load: the server loads what the key describes, whatever else the requesting process sends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Build:
         self.value = value
 
     def key(self, versions: dict[str, str]) -> str:
-        """As the requests of libraries have one."""
+        """A key like those of libraries' requests."""
         return f"a tensor of {self.value:g}"
 
     def __call__(self) -> dict[str, Any]:
@@ -28,7 +28,7 @@ class Build:
 
 
 def test_a_request_is_loaded_under_its_own_key() -> None:
-    """The server has what the key says."""
+    """The server has an object of the key's description."""
     assert load("a tensor of 1", {}, pickle.dumps(Build(1)))["tensor"] == 1
 
 

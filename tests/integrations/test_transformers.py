@@ -1,4 +1,4 @@
-"""Models of transformers that are attached where ordinary code loads them: one memory, and all else the process's own."""
+"""Models of transformers that ordinary code attaches: the weights are shared, all else belongs to the process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.kit.processes import eventually
 
 
 def attached(provider: Provider, name: str, loader: Any = AutoModelForCausalLM, **options: Any) -> Any:
-    """Load in a block, where it is an error not to attach."""
+    """Load in a block, with an error unless it attaches."""
     with shared(provider, fallback=False):
         return loader.from_pretrained(name, **options)
 
@@ -49,11 +49,11 @@ def outputs(model: Any) -> list[torch.Tensor]:
 
 
 def objects(provider: Provider) -> list[Any]:
-    """What the server has, and how many processes hold it."""
+    """Return the server's objects, with the number of holding processes."""
     return [provider.get_object_info(each["object_id"]) for each in provider.list_objects()]
 
 
-# What is attached.
+# Attached models.
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -61,7 +61,7 @@ def test_a_model_is_attached_without_a_copy(family: str, provider: Provider, tmp
     """Every parameter is mapped read-only, at one address for all, and has the bits of a private model."""
     name = save(FAMILIES[family](), tmp_path / "checkpoint")
     loader = getattr(transformers, AutoConfig.from_pretrained(name).architectures[0])
-    # The file has other dtypes, and of Mixtral each expert by itself: what is converted is converted in the server.
+    # The file has other dtypes, and each expert of Mixtral separately: all conversions are made in the server.
     one, other = (attached(provider, name, loader, dtype=torch.bfloat16) for _ in range(2))
     assert one is not other
     assert shared_parameters(one) == shared_parameters(other) == {key: each.data_ptr() for key, each in one.named_parameters()}
@@ -165,7 +165,7 @@ def test_loading_info_is_returned(provider: Provider, tmp_path: Path) -> None:
     )
 
 
-# What people do with it.
+# Common uses.
 
 
 def test_attached_models_generate(provider: Provider, checkpoint: str) -> None:
@@ -194,7 +194,7 @@ def test_pipelines_attach(provider: Provider, tmp_path: Path) -> None:
 
 
 def provider_device(provider: Provider) -> torch.device:
-    """The device that a provider's results live on."""
+    """The device of a provider's results."""
     return torch.device("cpu" if provider.device == "cpu" else "cuda:0")
 
 
@@ -365,7 +365,7 @@ def test_missing_checkpoints_have_the_loaders_error(provider: Provider, tmp_path
         AutoModelForCausalLM.from_pretrained("org/no", cache_dir=tmp_path, local_files_only=True, config=decoder().config)
 
 
-# What is not shared.
+# Models that are not shared.
 
 REFUSED = {
     "state_dict": ({"state_dict": {}}, "state_dict"),
@@ -397,7 +397,7 @@ def test_unshareable_models_are_loaded_ordinarily(provider: Provider, checkpoint
 
 
 class Mine(transformers.LlamaForCausalLM):
-    """A class of a script."""
+    """A class defined in a script."""
 
 
 def test_classes_of_the_script_are_refused(provider: Provider, checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""verl's own manager of checkpoint engines drives the one of examples/, between worker groups of Ray."""
+"""verl's own manager of checkpoint engines drives the engine of examples/, between worker groups of Ray."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CONFIG = CheckpointEngineConfig(
 
 
 def weights(step: int) -> dict[str, torch.Tensor]:
-    """What the trainer has after a step: more than a bucket, one larger than that, and a parameter of another dtype."""
+    """Return the trainer's weights after a step: more than a bucket, one larger than that, and one of another dtype."""
     generator = torch.Generator().manual_seed(step)
     sizes = {f"layers.{number}.weight": (300, 512) for number in range(5)} | {"head.weight": (1500, 512), "scale": ()}
     made = {name: torch.randn(size, generator=generator, dtype=torch.bfloat16) for name, size in sizes.items()}
@@ -48,7 +48,7 @@ def weights(step: int) -> dict[str, torch.Tensor]:
 
 
 class Trainer(Worker):
-    """What verl's actor worker has for the manager, with weights of our own."""
+    """The interface of verl's actor worker that the manager uses, with our weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Trainer(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self, global_steps: int, mode: str) -> dict[str, Any]:
-        """Send them."""
+        """Send the weights."""
         return await self.engine.send_weights(iter(weights(global_steps).items()), global_steps=global_steps) or {}
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)
@@ -68,27 +68,27 @@ class Trainer(Worker):
 
 
 class Adapter:
-    """What a worker of rollouts gives the weights to."""
+    """The adapter that loads the weights in a rollout worker."""
 
     def __init__(self) -> None:
         self.received: dict[str, str] = {}
 
     async def update_weights(self, weights: Any, **_: Any) -> None:
-        """Note what every weight is."""
+        """Record every weight."""
         self.received = {name: bits(weight) async for name, weight in weights}
 
 
 class Rollout(CheckpointEngineWorker):
-    """verl's worker of rollouts, which says what it has received."""
+    """verl's rollout worker, which reports the received weights."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def received(self) -> tuple[dict[str, str], str]:
-        """What it was, and what this process has mapped."""
+        """Return the received weights, and the segments mapped in this process."""
         return self.server_adapter.received, Path("/proc/self/maps").read_text()
 
 
 class Replica:
-    """Rollout workers as the manager knows them, without an engine that has requests or a cache."""
+    """Rollout workers in the manager's format, without an engine that has requests or a cache."""
 
     def __init__(self, workers: list[Any]) -> None:
         self.workers = workers
@@ -100,7 +100,7 @@ class Replica:
 
 
 def group(kind: type[Worker], **options: Any) -> RayWorkerGroup:
-    """Two workers, each a process."""
+    """Two workers, each in its own process."""
     pool = RayResourcePool([2], use_gpu=False, max_colocate_count=1)
     return RayWorkerGroup(pool, RayClassWithInitArgs(ray.remote(kind), **options))
 
@@ -119,7 +119,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.fixture
 def manager(owner: Provider, monkeypatch: pytest.MonkeyPatch) -> Iterator[CheckpointEngineManager]:
-    """verl's manager of two trainers and two rollouts, beside a server."""
+    """verl's manager of two trainers and two rollouts, next to a server."""
     environ = {
         "PYTHONPATH": os.pathsep.join([str(ROOT / "examples"), str(ROOT / "tests/compat/site"), PYTHONPATH]),
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",

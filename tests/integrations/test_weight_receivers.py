@@ -1,6 +1,6 @@
-"""Receivers of weights in other people's trainers take tensors from our memory: verl's and checkpoint-engine's, as published.
+"""Receivers of weights in other trainers take tensors from our memory: verl's and checkpoint-engine's, as published.
 
-They are what these packages have; the packages' other modules, which want Ray, CUDA and more, are not imported.
+They are the packages' own classes; the packages' other modules, which need Ray, CUDA and more, are not imported.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.kit.processes import Child, eventually, python
 
 zmq = pytest.importorskip("zmq")
 
-#: A process that receives: packages without what their ``__init__`` imports, and functions of torch for the GPU it may lack.
+#: A receiving process: packages without the imports of their ``__init__``, and functions of torch for a missing GPU.
 RECEIVER = """
     import importlib, importlib.util, json, sys, types
     import torch
@@ -69,7 +69,7 @@ def provider(base_path: str, device: str) -> Provider:
 
 @pytest.fixture
 def client(serve: Serve, base_path: str, device: str) -> Iterator[Client]:
-    """A client of a server that runs."""
+    """A client of a running server."""
     serve()
     with Client(base_path, device=device, timeout=30, connect_timeout=0) as client:
         yield client
@@ -86,7 +86,7 @@ class Sender:
         self._socket.bind(address)
 
     def send(self, value: Any) -> None:
-        """Send a value, and wait until the receiver is done with it."""
+        """Send a value, and wait until the receiver has processed it."""
         self._socket.send_pyobj(value)
         assert self._socket.recv() == b""
 
@@ -98,7 +98,7 @@ class Sender:
 
 @contextmanager
 def sending(body: str, children: list[Child], folder: Path, **names: Any) -> Iterator[tuple[Sender, Child]]:
-    """A sender, and a receiver in a process of its own."""
+    """Yield a sender, with a receiver in another process."""
     package = names["module"].partition(".")[0]
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} cannot be imported here")
@@ -113,14 +113,14 @@ def sending(body: str, children: list[Child], folder: Path, **names: Any) -> Ite
 
 
 def weights(device: str, seed: int) -> dict[str, torch.Tensor]:
-    """What a trainer has after a step."""
+    """Return a trainer's weights after a step."""
     torch.manual_seed(seed)
     made = {"a": torch.randn(3, 5, dtype=torch.bfloat16), "b": torch.randn(7), "c": torch.arange(9).reshape(3, 3)}
     return {name: tensor.to(device) for name, tensor in made.items()}
 
 
 def packed(buffer: torch.Tensor, tensors: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
-    """Copy tensors into a bucket, and return where each is."""
+    """Copy tensors into a bucket, and return the offset of each."""
     found = []
     for place, (name, tensor) in enumerate(tensors.items()):
         offset = 512 * place
@@ -132,13 +132,13 @@ def packed(buffer: torch.Tensor, tensors: dict[str, torch.Tensor]) -> list[dict[
 
 
 def expect(receiver: Child, tensors: dict[str, torch.Tensor]) -> None:
-    """Check that the receiver has got these tensors, bit for bit."""
+    """Check that the receiver has these tensors, bit for bit."""
     line = receiver.expect("received:").removeprefix("received:")
     assert json.loads(line) == {name: bits(tensor) for name, tensor in tensors.items()}
 
 
 def holders(client: Client) -> list[int]:
-    """Return how many leases each object of the server has."""
+    """Return the number of leases on each object of the server."""
     return [info["leases"] for info in client.list_objects()]
 
 

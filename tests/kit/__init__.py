@@ -1,1 +1,1 @@
-"""What tests are made with."""
+"""Helpers of tests."""

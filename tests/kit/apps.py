@@ -13,10 +13,10 @@ from shared_rpc.provider.loopback import LoopbackRuntime
 from tests.kit.deep import deep
 
 ROLES = ("local", "server", "client")
-#: For fixtures: a server's own process runs what the two others run.
+#: For fixtures: the code that a server's own process and the two others run.
 EACH_ROLE = ("local", "client", *deep("server"))
 
-#: What the fixtures ``serve`` and ``connect`` give.
+#: Results of the fixtures ``serve`` and ``connect``.
 Serve = Callable[..., Server]
 Connect = Callable[..., Client]
 
@@ -35,7 +35,7 @@ class App:
             Server(self.owner).start()
 
     def share(self, name: str | None = None, **options: Any) -> Callable[[Callable[..., Any]], Any]:
-        """``Provider.share`` in the script that both run."""
+        """Call ``Provider.share`` in both processes, as their common script does."""
 
         def decorate(function: Callable[..., Any]) -> Any:
             inside = self.owner.share(name, **options)(function)
@@ -45,25 +45,25 @@ class App:
         return decorate
 
     def waiting(self) -> int:
-        """How many calls wait for a run, those that started one included."""
+        """Return the number of calls that wait for a run, including those that started one."""
         runtime = self.owner._runtime()
         assert isinstance(runtime, LoopbackRuntime)
         return runtime._engine.ask(lambda core: sum(len(flight.waiters) for flight in core.runs.calls))
 
     def close(self) -> None:
-        """End both."""
+        """Close both."""
         self.provider.close()
         self.owner.close()
 
 
 def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether a write to one tensor is seen in the other."""
+    """Return whether a write to one tensor is visible in the other."""
     one.data.fill_(3.0)
     return bool((other == 3.0).all())
 
 
 def at_once(*calls: Callable[[], Any]) -> list[Any]:
-    """The results of calls that run in threads of their own; an exception is a result too."""
+    """Run calls concurrently, each in its own thread; return their results, exceptions included."""
 
     def outcome(call: Callable[[], Any]) -> Any:
         try:

@@ -1,6 +1,6 @@
-"""Attackers: code that runs as another user of the host or in a container's namespaces, and clients that take what others need.
+"""Attackers: code that runs as another user of the host or in a container's namespaces, and clients that exhaust resources.
 
-Each function of the second kind is one attack on the server at a path; what it holds stays until the end of the ``with`` block.
+Each function of the second kind is one attack on the server at a path; its resources are held until the end of the block.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shared_rpc.protocol.frames import encode_frame
 from tests.kit.processes import Child
 from tests.kit.raw import Raw, frame_of, sealed_memory
 
-#: A uid without an account, which is not the kernel's overflow uid either.
+#: A uid without an account, different from the kernel's overflow uid.
 STRANGER = 23456
 
 _DROP = """\
@@ -83,7 +83,7 @@ def common_directory(mode: int = 0o1777) -> Iterator[Path]:
 
 
 class Bystander:
-    """A client that pings all the time while others attack: the longest time that it waited, and the errors that it got."""
+    """A client that pings continuously during attacks; records its longest wait and its errors."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -112,7 +112,7 @@ class Bystander:
 
 
 def _connected(stack: ExitStack, path: str) -> Raw | None:
-    """A connection of the attacker's; None if the server takes no more."""
+    """Connect to the server; return None if it refuses."""
     with suppress(AssertionError, OSError, SharedRPCError):
         return stack.enter_context(Raw(path))
     return None
@@ -120,7 +120,7 @@ def _connected(stack: ExitStack, path: str) -> Raw | None:
 
 @contextmanager
 def half_frames(path: str, connections: int = 8, nbytes: int = 64 << 20) -> Iterator[list[Raw]]:
-    """Much of a large frame on each connection, and no end of it."""
+    """Send most of a large frame on each connection, and never its end."""
     kind = NUMBERS[m.Call]
     begin = encode_frame(kind, 1, b"", bytes(512 << 20))[0][:24]
     with ExitStack() as stack:
@@ -134,7 +134,7 @@ def half_frames(path: str, connections: int = 8, nbytes: int = 64 << 20) -> Iter
 
 @contextmanager
 def descriptors_of_half_frames(path: str, connections: int = 4) -> Iterator[list[Raw]]:
-    """As many descriptors on each connection as can come with a frame that never ends."""
+    """Send as many descriptors on each connection as an incomplete frame can carry."""
     fd = sealed_memory()
     begin = frame_of(m.Call("none"), fds=1012)[:24]
     with ExitStack() as stack:
@@ -152,7 +152,7 @@ def descriptors_of_half_frames(path: str, connections: int = 4) -> Iterator[list
 
 @contextmanager
 def unread_answers(path: str, endpoint: str, count: int = 9000, *, same: bool = False) -> Iterator[list[Raw]]:
-    """So many calls whose results have descriptors, of a client that reads nothing; ``same``: all of them for one result."""
+    """Make calls whose results have descriptors, and read no answer; ``same``: all of them for one result."""
     with ExitStack() as stack:
         raw = stack.enter_context(Raw(path))
         raw.sock.settimeout(1.0)
@@ -166,7 +166,7 @@ def unread_answers(path: str, endpoint: str, count: int = 9000, *, same: bool = 
 
 @contextmanager
 def long_lists(path: str) -> Iterator[list[Raw]]:
-    """Requests whose bodies are as long as a body may be, and all lists."""
+    """Send requests whose bodies are lists of the maximum length."""
     empty, text, short = b"\x90", b"\xa0", b"\x93\xa0\x01\xa0"
     with ExitStack() as stack:
         raw = stack.enter_context(Raw(path))
@@ -186,7 +186,7 @@ def long_lists(path: str) -> Iterator[list[Raw]]:
 
 @contextmanager
 def waiters(path: str, connections: int = 2, count: int = 10_000) -> Iterator[list[Raw]]:
-    """Clients with as many pending requests as they may have, which hang up all at once."""
+    """Make the maximum number of pending requests in each client, then disconnect all clients at once."""
     with ExitStack() as stack:
         made = [stack.enter_context(Raw(path)) for _ in range(connections)]
         for raw in made:

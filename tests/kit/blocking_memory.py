@@ -1,4 +1,4 @@
-"""Device memory for tests that wait for each allocation and copy."""
+"""Device memory whose operations block, for tests."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class BlockingMemory:
         return self._result(self.memory.lower(*args, **kwargs))
 
     def raise_(self, *args: Any) -> list[Segment]:
-        """Make segments of copies."""
+        """Raise copies to segments."""
         return self._result(self.memory.raise_(*args))
 
     def allocate(self, device: str, nbytes: int) -> Segment:
-        """Make zeroed memory."""
+        """Allocate zeroed memory."""
         return self._result(self.memory.allocate(device, nbytes))
 
     def free(self, device: str) -> int | None:
@@ -54,7 +54,7 @@ class BlockingMemory:
             assert over.wait(30)
 
         async def begin() -> None:
-            # On the loop, before the task begins: its first step may come before this coroutine's result.
+            # On the loop, before the task begins: its first step may precede this coroutine's result.
             tasks.append(asyncio.create_task(self.memory.lower(*args, progress=progress)))
             tasks[0].add_done_callback(lambda _: over.set())
 

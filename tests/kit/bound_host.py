@@ -1,4 +1,4 @@
-"""Bound segments without a GPU: host memory that is opened through its maker's descriptor server, as a pool is."""
+"""Bound segments without a GPU: host memory that is opened through its maker's descriptor server, like a pool."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shared_rpc.protocol.records import Access
 
 
 class BoundHost(ExporterOwnedBackend):
-    """What CUDA's pools promise, over memfds: a descriptor and a handle are needed to open what is another process's."""
+    """The contract of CUDA's pools, with memfds: opening another process's memory takes a descriptor and a handle."""
 
     mechanism = "pool"
     cure = "there is none in a test"
@@ -25,24 +25,24 @@ class BoundHost(ExporterOwnedBackend):
 
     @property
     def fd_server(self) -> str:
-        """Where memfds are handed out."""
+        """The descriptor server of these memfds."""
         return FD_SERVER.address
 
     def make(self, nbytes: int, token: bytes) -> Memory:
-        """A memfd, mapped here; the descriptor server has its descriptor."""
+        """Make a memfd, map it here, and register it with the descriptor server."""
         with HOST.create(nbytes) as segment:
             address = HOST.map(segment.fileno(), nbytes, "read_write")
             FD_SERVER.register(token, os.dup(segment.fileno()))
         return Memory(address, handle=str(nbytes).encode())
 
     def free(self, token: bytes, memory: Memory) -> None:
-        """Unmap it here, and take it off the descriptor server."""
+        """Unmap it here, and remove it from the descriptor server."""
         FD_SERVER.withdraw(token)
         self.freed.append(memory.address)
         HOST.unmap(memory.address, int(memory.handle))
 
     def open(self, exported: ExportDescriptor) -> Memory:
-        """Ask the descriptor server, and map what it hands out."""
+        """Request the descriptor from its server, and map it."""
         fd = fetch(exported.fd_server, exported.token)
         try:
             return Memory(HOST.map(fd, int(exported.handle), "read_write"), exported.handle)
@@ -54,14 +54,14 @@ class BoundHost(ExporterOwnedBackend):
         HOST.unmap(memory.address, int(memory.handle))
 
     def seal(self, fd: int, access: Access = "read") -> None:
-        """Nothing can be refused."""
+        """Do nothing: pools cannot exclude writers."""
 
     def synchronize(self) -> bool:
-        """As the test says."""
+        """Return the test's setting."""
         return self.waits_for
 
     def view(self, address: int, nbytes: int) -> memoryview:
-        """The bytes themselves."""
+        """Return the bytes."""
         return HOST.view(address, nbytes)
 
 

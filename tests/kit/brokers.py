@@ -15,14 +15,14 @@ from shared_rpc import Client
 from shared_rpc.settings import ServeOptions
 from tests.kit.processes import Child, eventually, links_of
 
-#: How an app is served: in the server role, by a broker, or in one process with its server, as arguments of Python.
+#: The ways to serve an app, as arguments of Python: the server role, a broker, or one process with its server.
 HOSTS = {
     "script": [],
     "broker": ["-m", "shared_rpc.cli", "serve"],
     "in-process": ["-m", "shared_rpc.cli", "serve", "--in-process"],
 }
 
-#: What every app begins with, and the endpoints that the tests of crashes need.
+#: The beginning of every app, with the endpoints that the tests of crashes need.
 APP = """
 import ctypes, os, sys, time
 import torch
@@ -74,7 +74,7 @@ def pid():
 """
 
 
-#: What a broker runs that is started with code of its own.
+#: The program of a broker that runs custom code first.
 _RUN = """
 import runpy
 runpy.run_module("shared_rpc.broker", run_name="__main__", alter_sys=True)
@@ -82,7 +82,7 @@ runpy.run_module("shared_rpc.broker", run_name="__main__", alter_sys=True)
 
 
 class BrokerProgram(NamedTuple):
-    """A broker that runs other code first: all code, and the words of its command line."""
+    """A broker that runs custom code first: its complete code, and its arguments."""
 
     code: str
     words: list[str]
@@ -98,17 +98,17 @@ class BrokerApp:
         self._clients: list[Client] = []
 
     def write(self, *pieces: str) -> None:
-        """The app as it is now: :data:`APP`, and other code after it."""
+        """Write the app: :data:`APP`, followed by other code."""
         before = self.file.stat().st_mtime if self.file.exists() else None
         self.file.write_text(APP + "".join(textwrap.dedent(piece) for piece in pieces))
         if before is not None:
-            # What was compiled of it is taken for this one's, if both have the same size and were written within a second.
+            # Python would reuse the bytecode of the previous app if both have the same size and were written within a second.
             os.utime(self.file, (before + 2, before + 2))
 
     def start(self, *options: str, fresh: bool = False) -> Child:
-        """A broker that serves it, once it does.
+        """Start a broker of the app, and wait until it serves.
 
-        :param fresh: for tests of what a broker imports, or how its workers start.
+        :param fresh: for tests of a broker's imports, or of the start of its workers.
         """
         child = Child("-m", "shared_rpc.cli", "serve", str(self.file), *options, cwd=self.file.parent, fresh=fresh)
         self._children.append(child)
@@ -116,36 +116,36 @@ class BrokerApp:
         return child
 
     def serve(self, *pieces: str, options: Sequence[str] = (), **connection: Any) -> Client:
-        """A client of a broker that serves the app, with other code after it if there is some."""
+        """Start a broker of the app, with other code appended if given; return a client of it."""
         if pieces:
             self.write(*pieces)
         self.start(*options)
         return self.connect(**connection)
 
     def program(self, code: str, **options: Any) -> BrokerProgram:
-        """A broker of the app that runs some code first; the options are those of :class:`ServeOptions`."""
+        """Return a broker of the app that runs custom code first; the options are those of :class:`ServeOptions`."""
         return BrokerProgram(code + _RUN, [str(self.file), *ServeOptions(base_path=self.base_path, **options).words])
 
     def start_program(self, program: BrokerProgram) -> Child:
-        """Such a broker, once it serves the app."""
+        """Start such a broker, and wait until it serves the app."""
         child = Child("-c", program.code, *program.words, cwd=self.file.parent, has_workers=True)
         self._children.append(child)
         child.expect("serving")
         return child
 
     def connect(self, **options: Any) -> Client:
-        """A client of it."""
+        """Return a client of the broker."""
         client = Client(self.base_path, **{"device": "cpu", "timeout": 30.0, "connect_timeout": 5.0, **options})
         self._clients.append(client)
         return client
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the client."""
         for client in self._clients:
             client.close()
 
     def empty(self) -> None:
-        """Hang up, and have the broker drop all objects: another test is to find none."""
+        """Close the client and have the broker drop all objects, for the next test."""
         self.close()
         self._clients.clear()
         with Client(self.base_path, device="cpu", timeout=30.0) as client:
@@ -172,12 +172,12 @@ def module_broker(directory: Path, app: str, *options: str) -> Iterator[BrokerAp
 
 
 def worker_pids(client: Client) -> list[int]:
-    """The workers that run."""
+    """Return the process ids of the running workers."""
     return [worker["pid"] for worker in client.get_server_info()["workers"]]
 
 
 def another_worker(client: Client, earlier: int) -> int:
-    """Wait until there is one in place of an earlier one, and it is ready: its process id."""
+    """Wait until a worker other than an earlier one is ready; return its process id."""
 
     def ready() -> list[int]:
         workers = client.get_server_info()["workers"]
@@ -188,12 +188,12 @@ def another_worker(client: Client, earlier: int) -> int:
 
 
 def begun(path: Path) -> Callable[[], bool]:
-    """Whether an endpoint that waits for ``path`` has begun."""
+    """Return whether an endpoint that waits for ``path`` has begun."""
     return lambda: bool(list(path.parent.glob(f"{path.name}-begun-*")))
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process is there that has not ended."""
+    """Return whether a process exists and has not ended."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stat:
             return stat.read().rpartition(")")[2].split()[0] != "Z"
@@ -202,10 +202,10 @@ def is_running(pid: int) -> bool:
 
 
 def memory_of(pid: int) -> int:
-    """How many descriptors of memory and of spilled files a process has, without a broker's state."""
+    """Count a process's descriptors of memory and of spilled files, without a broker's state."""
     return sum((link.startswith("/memfd:") and "state" not in link) or "/spill/" in link for link in links_of(pid))
 
 
 def fds_of(pid: int) -> int:
-    """How many descriptors a process has open."""
+    """Count the open descriptors of a process."""
     return len(os.listdir(f"/proc/{pid}/fd"))

@@ -13,16 +13,16 @@ from contextlib import contextmanager
 from shared_rpc.memory.closing import CLOSER
 from tests.kit.processes import links_of
 
-#: The variable with the file's path.
+#: The variable that contains the file's path.
 FILE = "SHARED_RPC_TEST_CLOSINGS"
-#: Bytes of memory that is reported.
+#: Minimum size in bytes of memory that is reported.
 LARGE = 2 << 20
 
 _close = os.close
 
 
 def hook(event: object) -> None:
-    """Nothing: the server imports this module with it."""
+    """Do nothing: its import loads this module into the server."""
 
 
 def _reported(number: int) -> None:
@@ -37,7 +37,7 @@ def _reported(number: int) -> None:
 
 @contextmanager
 def late_closings() -> Iterator[threading.Event]:
-    """Have this process's closing thread close nothing before the event is set, which it is at the end."""
+    """Block this process's closing thread until the event is set; it is set at the end."""
     begun, free = threading.Event(), threading.Event()
     CLOSER.notify(lambda: (begun.set(), free.wait(30)))
     begun.wait(30)

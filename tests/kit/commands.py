@@ -22,14 +22,14 @@ MODULE = ("-m", "shared_rpc.cli")
 
 
 class Ran:
-    """A command that ended."""
+    """A command that has ended."""
 
     def __init__(self, code: int, output: str, errors: str) -> None:
         self.code, self.output, self.errors = code, output, errors
 
     @property
     def succeeded(self) -> str:
-        """The output of a command that had nothing to complain of."""
+        """Return the output of a command that succeeded without a message."""
         assert (self.code, self.errors) == (0, "")
         return self.output
 
@@ -40,28 +40,28 @@ class Ran:
 
     @property
     def documents(self) -> list[Any]:
-        """The JSON documents in its output, one on each line."""
+        """The JSON documents in its output, one for each line."""
         return [json.loads(line) for line in self.output.splitlines()]
 
     @property
     def rows(self) -> list[list[str]]:
-        """The cells of the printed table, the header first."""
+        """The cells of the printed table, header first."""
         return [re.split(r"\s{2,}", line.strip()) for line in self.succeeded.splitlines()]
 
     @property
     def complaint(self) -> str:
-        """The one line on standard error of a command that failed, and printed nothing else."""
+        """Return the one line on standard error of a command that failed, and printed nothing else."""
         assert self.output == ""
         return self.failure
 
     @property
     def failure(self) -> str:
-        """The one line on standard error of a command that failed, whatever it printed before."""
+        """Return the one line on standard error of a command that failed, with any output before."""
         return self._line(1)
 
     @property
     def misuse(self) -> str:
-        """The one line on standard error of a command whose options or arguments cannot be used."""
+        """Return the one line on standard error of a command whose options or arguments are invalid."""
         assert self.output == ""
         return self._line(2)
 
@@ -73,7 +73,7 @@ class Ran:
 
 
 class _Output(io.TextIOWrapper):
-    """The end of a pipe that calls functions once its reader could see their texts: when these have been flushed."""
+    """The end of a pipe that calls functions once its reader can see their texts: when these have been flushed."""
 
     def __init__(self, encoding: str, when: Mapping[str, Callable[[], object]]) -> None:
         self._bytes = io.BytesIO()
@@ -86,7 +86,7 @@ class _Output(io.TextIOWrapper):
             self._when.pop(awaited)()
 
     def text(self) -> str:
-        """All that was written."""
+        """The complete output."""
         super().flush()
         return self._seen()
 

@@ -1,4 +1,4 @@
-"""What a value looks like, written down so that two processes can compare it: everything that sharing promises to keep.
+"""Descriptions of values that two processes can compare: everything that sharing preserves.
 
 A description is a dict of short texts by path, which travels as JSON. Two values with equal descriptions have the same classes,
 attributes, strides, bits, ties, flags, hooks (in their order) and state dicts.
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     import torch
 
 
-#: What is looked at by its text alone.
+#: Compared by its text alone.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), range, slice, enum.Enum, type)
 
-#: What each process has of its own: what was compiled for it, and what torch traces again.
+#: Specific to each process: the results of compilation, and of tracing by torch.
 _OWN = {
     *("_compiled_call_impl", "dynamo_ctx", "get_compiler_config", "_graph"),
     *("_torchdynamo_orig_callable", "_torchdynamo_wrapper_id", "_dynamo_static_input_type"),
 }
 
-#: What torch's own pickling drops: of hooks that it wraps, and of optimisers.
+#: Dropped by torch's own pickling: attributes of wrapped hooks, and of optimisers.
 _DROPPED = {
     *("__module__", "__name__", "__qualname__", "__doc__", "__wrapped__", "__annotations__", "__annotate__", "__type_params__"),
     "_from_public_api",
@@ -33,12 +33,12 @@ _DROPPED = {
 
 
 def compare(value: Any, reference: Any) -> list[str]:
-    """The differences between two values of one process."""
+    """Return the differences between two values of one process."""
     return differences(describe(value), describe(reference))
 
 
 def differences(found: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
-    """One line for each path at which two descriptions are not equal, in the order of the paths."""
+    """Return one line for each path at which two descriptions differ, in the order of the paths."""
     return [
         f"{path}: {found.get(path, 'absent')}, expected {expected.get(path, 'absent')}"
         for path in dict.fromkeys((*expected, *found))
@@ -47,7 +47,7 @@ def differences(found: Mapping[str, str], expected: Mapping[str, str]) -> list[s
 
 
 def describe(value: Any) -> dict[str, str]:
-    """Everything about a value that must be the same in every process, by path."""
+    """Describe a value by path: everything that must be equal in every process."""
     return dict(_Walk().visit(value, "value"))
 
 
@@ -55,7 +55,7 @@ class _Walk:
     def __init__(self) -> None:
         self._paths: dict[int, str] = {}
         self._storages: dict[int, str] = {}
-        #: Ids stay one object's only while it lives.
+        #: Ids are unique only among living objects.
         self._kept: list[Any] = []
 
     def visit(self, value: Any, path: str) -> Iterator[tuple[str, str]]:
@@ -117,7 +117,7 @@ class _Walk:
         from tests.kit.interpreter import bits
 
         with torch.no_grad():
-            # What autograd computed is shared as a value.
+            # The results of autograd are shared as values.
             leaf = tensor if tensor.is_leaf else tensor.detach()
             flags = ", ".join(
                 name

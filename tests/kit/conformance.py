@@ -1,8 +1,8 @@
-"""What every :class:`~shared_rpc.memory.segments.Backend` promises, as tests.
+"""The contract of :class:`~shared_rpc.memory.segments.Backend`, as tests.
 
-Derive a class, give it a ``backend`` fixture and say how its memory is counted (:meth:`BackendConformance.footprint`) and
-how a forbidden write ends (:meth:`BackendConformance.assert_died_of_write`). Everything that the contract
-promises is then tried, between real processes where it speaks of processes.
+Derive a class, give it a ``backend`` fixture, and define a measure of its memory (:meth:`BackendConformance.footprint`) and
+the end of a process after a forbidden write (:meth:`BackendConformance.assert_died_of_write`). Everything that the contract
+promises is then tested, between real processes where it concerns processes.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ class Peer(Child):
         os.unlink(path)
 
     def ask(self, command: str) -> str:
-        """The answer to a command."""
+        """Send a command, and return the answer."""
         self.tell(command)
         return self.expect("answer:").removeprefix("answer: ")
 
     def give(self, segment: Segment) -> None:
-        """Have it receive a segment."""
+        """Send a segment, which the peer receives."""
         segment_peer.send(self.sock, segment)
         self.ask("receive")
 
     def create(self, device: str, mechanism: str, nbytes: int) -> Segment:
-        """Have it make a segment; we hold a descriptor too."""
+        """Make the peer create a segment; return it with a descriptor of our own."""
         self.ask(f"create {device} {mechanism} {nbytes}")
         return segment_peer.receive(self.sock)
 
     def close(self) -> tuple[int, str]:
-        """See :meth:`Child.close`; our end of the socket closes too."""
+        """See :meth:`Child.close`; closes our end of the socket too."""
         self.sock.close()
         return super().close()
 
 
 def _await_makers() -> None:
-    """Wait until this process has learned of the last user of what it made: a thread waits for each."""
+    """Wait until this process has detected the last user of each segment that it made; a thread waits for each."""
     waiting = "shared-rpc-export"
     eventually(lambda: waiting not in {thread.name for thread in threading.enumerate()}, what=f"no thread {waiting}")
 
@@ -66,21 +66,21 @@ def _await_makers() -> None:
 class BackendConformance:
     """The contract of :class:`~shared_rpc.memory.segments.Backend`."""
 
-    #: Whether :meth:`Backend.seal` can refuse a writable mapping, or only a consumer's good will.
+    #: Whether :meth:`Backend.seal` can refuse a writable mapping, rather than rely on the consumer.
     seals: ClassVar[bool]
-    #: Whether a process can have a segment at several addresses. Legacy IPC and pools give the address that is there.
+    #: Whether a process can have a segment at several addresses. Legacy IPC and pools return the existing address.
     remaps: ClassVar[bool] = True
     #: Whether the memory outlives the process that made it. Legacy IPC and pools allocate for their process.
     survives_maker: ClassVar[bool] = True
-    #: Whether a mapping for reading refuses writes. Legacy IPC has no such mapping, and pools not for their own GPU.
+    #: Whether a mapping for reading refuses writes. Legacy IPC has no such mapping, nor have pools for their own GPU.
     protects: ClassVar[bool] = True
     #: Whether memory can be unmapped and mapped again at its address. Legacy IPC and pools choose the address.
     vacates: ClassVar[bool] = True
-    #: Descriptors that a mapping holds. Where the maker must learn of the last user, each mapping is one that it counts.
+    #: Descriptors that a mapping holds. Where the maker must detect the last user, each mapping holds one that it counts.
     held: ClassVar[int] = 0
-    #: ``module:name`` of the backend, where it is none of the library's.
+    #: ``module:name`` of the backend, unless it is one of the library's.
     own: ClassVar[str] = ""
-    #: How much the footprint may differ without a leak, less than what one segment adds to it.
+    #: Tolerance of the footprint, less than the footprint of one segment.
     slack: ClassVar[int] = 0
 
     @pytest.fixture
@@ -89,11 +89,11 @@ class BackendConformance:
         raise NotImplementedError
 
     def footprint(self, backend: Backend) -> int:
-        """How much is mapped or in use now, in any unit: what a leaked segment or mapping adds to."""
+        """Return the memory mapped or in use now, in any unit that a leaked segment or mapping increases."""
         raise NotImplementedError
 
     def assert_died_of_write(self, code: int, errors: str) -> None:
-        """Check how a process ended that wrote to a read-only mapping."""
+        """Check the end of a process that wrote to a read-only mapping."""
         raise NotImplementedError
 
     @pytest.fixture
@@ -104,7 +104,7 @@ class BackendConformance:
 
     @pytest.fixture
     def mechanism(self, backend: Backend) -> str:
-        """The backend's mechanism, as segments name it."""
+        """The backend's mechanism, as named by segments."""
         with closing(backend.create(1)) as segment:
             return segment.info.mechanism
 
@@ -116,7 +116,7 @@ class BackendConformance:
 
     @pytest.fixture
     def mapped(self, backend: Backend) -> Iterator[Callable[..., int]]:
-        """``mapped(segment, access)`` maps; it is unmapped at the end."""
+        """``mapped(segment, access)`` maps a segment, which is unmapped at the end."""
         with ExitStack() as stack:
 
             def mapped(segment: Segment, access: str = "read_write") -> int:
@@ -130,7 +130,7 @@ class BackendConformance:
 
     @pytest.fixture
     def peer(self, tmp_path: Path) -> Iterator[Callable[[], Peer]]:
-        """``peer()`` starts a process; those that still run at the end are ended."""
+        """``peer()`` starts a process, which is ended at the end."""
         with ExitStack() as stack:
 
             def start() -> Peer:
@@ -142,8 +142,8 @@ class BackendConformance:
 
     @pytest.fixture
     def nothing_left(self, backend: Backend, device: str) -> Iterator[None]:
-        """Fails if descriptors, mappings or memory remain. Request it before what opens them."""
-        # What a driver opens and keeps once memory has been used is there before anything is counted.
+        """Fail if descriptors, mappings or memory remain. Request it before fixtures that open any."""
+        # Resources that a driver keeps from the first use of memory on must exist before anything is counted.
         with closing(backend.create(1)) as segment:
             address = backend.map(segment.fileno(), segment.info.nbytes, "read_write")
             segment_peer.store(backend, address, b"warm")
@@ -156,24 +156,24 @@ class BackendConformance:
         gc.collect()
         _await_makers()
         assert open_fds() <= fds
-        # A driver gives the memory of a process that died back in its own time.
+        # A driver frees the memory of a dead process with a delay.
         eventually(lambda: self.footprint(backend) <= footprint + self.slack, what=f"footprint back to {footprint}")
 
     # Creating.
 
     @pytest.mark.parametrize("granules, extra, expected", [(0, 1, 1), (1, 0, 1), (1, 1, 2), (3, -1, 3)])
     def test_size_is_rounded_up_to_granules(self, backend: Backend, granules: int, extra: int, expected: int) -> None:
-        """A segment has whole granules, and never fewer bytes than were asked for."""
+        """A segment consists of whole granules, and has at least the requested bytes."""
         with closing(backend.create(granules * backend.granularity + extra)) as segment:
             assert segment.info.nbytes == expected * backend.granularity
 
     def test_ids_are_unique(self, backend: Backend) -> None:
-        """Two segments never have the same id, in whatever process they are made."""
+        """Ids of segments are unique, also between processes."""
         with closing(backend.create(1)) as one, closing(backend.create(1)) as other:
             assert one.info.id != other.info.id
 
     def test_memory_is_zeroed(self, backend: Backend, mapped: Callable[..., int]) -> None:
-        """New memory holds zeros, also where used memory was given back just before."""
+        """New memory holds zeros, also directly after used memory was freed."""
         with closing(backend.create(backend.granularity)) as used:
             nbytes = used.info.nbytes
             address = backend.map(used.fileno(), nbytes, "read_write")
@@ -189,14 +189,14 @@ class BackendConformance:
             assert not os.get_inheritable(other.fileno())
 
     def test_more_than_there_is(self, nothing_left: None, backend: Backend) -> None:
-        """What cannot be had is refused with its size, and nothing stays behind."""
+        """A request for too much memory is refused with its size, and leaves nothing behind."""
         with pytest.raises(CapabilityError, match=str(1 << 60)), closing(backend.create(1 << 60)) as segment:
             backend.map(segment.fileno(), segment.info.nbytes, "read_write")
 
     # Owning a descriptor.
 
     def test_closing_twice(self, nothing_left: None, backend: Backend) -> None:
-        """Closing again is harmless, and closes nobody else's descriptor that got the same number."""
+        """Closing again is harmless, and never closes a foreign descriptor with the same number."""
         segment = backend.create(1)
         number = segment.fileno()
         segment.close()
@@ -207,14 +207,14 @@ class BackendConformance:
         assert segment.closed
 
     def test_closed_segment_has_no_descriptor(self, backend: Backend) -> None:
-        """A closed segment is an error that names it, never the descriptor -1."""
+        """Using a closed segment is an error that names it; its descriptor is never -1."""
         segment = backend.create(1)
         segment.close()
         with pytest.raises(ValueError, match=segment.info.id):
             segment.fileno()
 
     def test_duplicate_owns_its_descriptor(self, nothing_left: None, backend: Backend, mapped: Callable[..., int]) -> None:
-        """A duplicate is the same memory under another descriptor, and may tell consumers another access."""
+        """A duplicate is the same memory under another descriptor, and may grant consumers another access."""
         with closing(backend.create(1)) as segment:
             address = mapped(segment)
             duplicate = segment.duplicate("read")
@@ -232,7 +232,7 @@ class BackendConformance:
     # Mapping.
 
     def test_mappings_share_the_memory(self, backend: Backend, segment: Segment, mapped: Callable[..., int]) -> None:
-        """A write through one mapping is seen through another, to the last byte."""
+        """A write through one mapping is visible in another, to the last byte."""
         one, other = mapped(segment), mapped(segment)
         last = segment.info.nbytes - 4
         segment_peer.store(backend, one + last, b"last")
@@ -240,7 +240,7 @@ class BackendConformance:
         assert segment_peer.load(backend, other + last, 4) == b"last"
 
     def test_read_mapping_sees_writes(self, backend: Backend, segment: Segment, mapped: Callable[..., int]) -> None:
-        """A read-only mapping shows what is written through a writable one, before and after it was made."""
+        """A read-only mapping shows writes through a writable one, before and after it was made."""
         writable = mapped(segment)
         segment_peer.store(backend, writable, b"before")
         readable = mapped(segment, "read")
@@ -248,7 +248,7 @@ class BackendConformance:
         assert segment_peer.load(backend, readable, 11) == b"beforeafter"
 
     def test_view_shows_the_mapped_bytes(self, backend: Backend, segment: Segment, mapped: Callable[..., int]) -> None:
-        """The view is the mapped memory itself, for anything that reads the protocol it has."""
+        """The view is the mapped memory itself, for any reader of its protocol."""
         import torch
 
         address = mapped(segment)
@@ -260,7 +260,7 @@ class BackendConformance:
         assert bytes(torch.as_tensor(view).tolist()) == b"view"
 
     def test_descriptor_may_close_before_the_mapping(self, nothing_left: None, backend: Backend) -> None:
-        """A mapping keeps the memory alone; unmapping gives it back."""
+        """A mapping alone keeps the memory; unmapping frees it."""
         segment = backend.create(1)
         nbytes = segment.info.nbytes
         address = backend.map(segment.fileno(), nbytes, "read_write")
@@ -288,7 +288,7 @@ class BackendConformance:
 
     @pytest.fixture
     def vacated(self, backend: Backend) -> Iterator[Callable[..., int]]:
-        """``vacated(segment, access)`` maps and vacates; what is there at the end is unmapped, and the range given back."""
+        """``vacated(segment, access)`` maps and vacates; at the end, its mapping is undone and the range freed."""
         if not self.vacates:
             pytest.skip("the mechanism chooses the addresses")
         with ExitStack() as stack:
@@ -307,14 +307,14 @@ class BackendConformance:
         assert backend.map(segment.fileno(), segment.info.nbytes, access, at=address) == address
 
     def empty(self, backend: Backend, segment: Segment, address: int) -> None:
-        """Vacate what was filled."""
+        """Vacate a filled range."""
         assert backend.synchronize()
         backend.vacate(address, segment.info.nbytes)
 
     def test_vacated_memory_is_mapped_again_where_it_was(
         self, nothing_left: None, backend: Backend, segment: Segment, vacated: Callable[..., int]
     ) -> None:
-        """At the same address with the same bytes, as often as wanted: whatever has the address is good again."""
+        """Same address and bytes, any number of times: everything that holds the address is valid again."""
         address = vacated(segment)
         for word in (b"once", b"more"):
             self.fill(backend, segment, address)
@@ -327,7 +327,7 @@ class BackendConformance:
     def test_other_memory_comes_to_a_vacated_address(
         self, nothing_left: None, backend: Backend, segment: Segment, mapped: Callable[..., int], vacated: Callable[..., int]
     ) -> None:
-        """The range is no segment's own: another one of its size is seen through what has the address."""
+        """The range belongs to no particular segment: another one of its size can be mapped there."""
         address = vacated(segment)
         with closing(backend.create(segment.info.nbytes)) as other:
             segment_peer.store(backend, mapped(other), b"other")
@@ -336,7 +336,7 @@ class BackendConformance:
             self.empty(backend, other, address)
 
     def test_a_vacated_mapping_keeps_no_memory(self, nothing_left: None, backend: Backend, vacated: Callable[..., int]) -> None:
-        """The memory is given back when the descriptor closes, though the range is kept."""
+        """The memory is freed when the descriptor closes, although the range is kept."""
         before = self.footprint(backend)
         with closing(backend.create(32 << 20)) as segment:
             vacated(segment)
@@ -345,7 +345,7 @@ class BackendConformance:
     def test_nothing_else_comes_to_a_vacated_range(
         self, nothing_left: None, backend: Backend, segment: Segment, mapped: Callable[..., int], vacated: Callable[..., int]
     ) -> None:
-        """Mappings that are made meanwhile lie beside it."""
+        """Mappings that are made in the meantime are placed elsewhere."""
         address = vacated(segment)
         for other in [mapped(segment) for _ in range(8)]:
             assert not address <= other < address + segment.info.nbytes
@@ -353,7 +353,7 @@ class BackendConformance:
     def test_a_range_stays_vacated_where_mapping_fails(
         self, nothing_left: None, backend: Backend, segment: Segment, vacated: Callable[..., int]
     ) -> None:
-        """What is no segment is refused there too, and the right one still comes to its place."""
+        """A non-segment is refused there too, and the right segment can still be mapped."""
         address = vacated(segment)
         with open(os.devnull) as foreign, pytest.raises(CapabilityError):
             backend.map(foreign.fileno(), segment.info.nbytes, "read_write", at=address)
@@ -363,7 +363,7 @@ class BackendConformance:
     def test_touching_a_vacated_range_ends_the_process_alone(
         self, backend: Backend, segment: Segment, mapped: Callable[..., int], peer: Callable[[], Peer]
     ) -> None:
-        """Another process that has the memory mapped reads on."""
+        """Another process that has the memory mapped is unaffected."""
         if not (self.vacates and self.protects):
             pytest.skip("the mechanism chooses the addresses, or does not watch over them")
         address = mapped(segment)
@@ -379,7 +379,7 @@ class BackendConformance:
     def test_access_counts_where_it_is_mapped_again(
         self, backend: Backend, segment: Segment, mapped: Callable[..., int], peer: Callable[[], Peer]
     ) -> None:
-        """Memory that comes back for reading refuses writes as before."""
+        """Memory that is mapped again for reading refuses writes as before."""
         if not (self.vacates and self.protects):
             pytest.skip("the mechanism chooses the addresses, or does not watch over them")
         address = mapped(segment)
@@ -397,7 +397,7 @@ class BackendConformance:
     def test_a_killed_process_takes_its_ranges_along(
         self, nothing_left: None, backend: Backend, segment: Segment, peer: Callable[[], Peer]
     ) -> None:
-        """SIGKILL of a process with a vacated range leaves nothing of it."""
+        """SIGKILL of a process with a vacated range leaves nothing behind."""
         if not self.vacates:
             pytest.skip("the mechanism chooses the addresses")
         victim = peer()
@@ -409,7 +409,7 @@ class BackendConformance:
     def test_a_mapping_is_replaced_in_one_step(
         self, nothing_left: None, backend: Backend, segment: Segment, mapped: Callable[..., int]
     ) -> None:
-        """Where the device can, other memory takes a mapping's place under a thread that reads: it sees one or the other."""
+        """If the device can, memory replaces a mapping atomically: a thread that reads sees either the old or the new bytes."""
         if not backend.replaces:
             pytest.skip("the device has to be waited for")
         address, nbytes = mapped(segment), segment.info.nbytes
@@ -433,7 +433,7 @@ class BackendConformance:
         assert segment_peer.load(backend, address, 3) == b"one"
 
     def test_what_cannot_be_vacated_says_so(self, backend: Backend, segment: Segment, mapped: Callable[..., int]) -> None:
-        """Where the mechanism chooses addresses, nothing is unmapped, and the error names the mechanism that can."""
+        """If the mechanism chooses addresses, nothing is unmapped, and the error names a mechanism that can."""
         if self.vacates:
             assert backend.vacates
             return
@@ -449,7 +449,7 @@ class BackendConformance:
         assert not backend.vacates
         assert segment_peer.load(backend, address, 5) == b"stays"
 
-    # Refusing what is no segment. Each way of failing must leave the descriptor to its owner and nothing else.
+    # Refusing other descriptors. Each failure must leave the descriptor to its owner, and nothing else behind.
 
     def test_announced_size_is_not_believed(self, nothing_left: None, backend: Backend) -> None:
         """A segment smaller than announced is refused: reading past its end would end the process."""
@@ -464,7 +464,7 @@ class BackendConformance:
     def test_foreign_descriptor_is_refused(
         self, nothing_left: None, backend: Backend, tmp_path: Path, kind: str, access: str
     ) -> None:
-        """A descriptor that is none of ours is refused, and stays its owner's."""
+        """A descriptor of another kind is refused, and remains its owner's."""
         nbytes = backend.granularity
         with ExitStack() as stack:
             if kind == "unsealed memfd":
@@ -486,7 +486,7 @@ class BackendConformance:
             os.fstat(fd)
 
     def test_closed_descriptor_is_refused(self, nothing_left: None, backend: Backend) -> None:
-        """A descriptor that is not open is refused like one that is none of ours."""
+        """A closed descriptor is refused like one of another kind."""
         with closing(backend.create(1)) as segment:
             nbytes, fd = segment.info.nbytes, segment.fileno()
         with pytest.raises(CapabilityError):
@@ -497,7 +497,7 @@ class BackendConformance:
     def test_sealing_refuses_new_writers(
         self, nothing_left: None, backend: Backend, segment: Segment, mapped: Callable[..., int]
     ) -> None:
-        """After a seal, the mapping that exists still writes, new readers come, and new writers where possible do not."""
+        """After a seal, existing mappings can still write and new readers are accepted; new writers are refused if possible."""
         writable = mapped(segment)
         backend.seal(segment.fileno())
         segment_peer.store(backend, writable, b"sealed")
@@ -530,9 +530,9 @@ class BackendConformance:
         mapped: Callable[..., int],
         peer: Callable[[], Peer],
     ) -> None:
-        """SIGKILL of the maker leaves the memory to whoever holds the descriptor, even if it is mapped nowhere.
+        """SIGKILL of the maker leaves the memory to all holders of the descriptor, even if it is mapped nowhere.
 
-        Where the memory ends with its maker, nobody is given an address of it any more, and the error says whose it was.
+        If the memory ends with its maker, mapping it is refused from then on, and the error names the maker.
         """
         maker = peer()
         with closing(maker.create(device, mechanism, 1)) as segment:
@@ -553,7 +553,7 @@ class BackendConformance:
     def test_memory_stays_while_another_process_maps_it(
         self, nothing_left: None, backend: Backend, segment: Segment, peer: Callable[[], Peer]
     ) -> None:
-        """Its maker unmaps and closes; who has it mapped reads on, and the memory goes with that process alone."""
+        """Its maker unmaps and closes it; a process that has it mapped reads on, and its end frees the memory."""
         address = backend.map(segment.fileno(), segment.info.nbytes, "read_write")
         segment_peer.store(backend, address, b"stays")
         used = self.footprint(backend)
@@ -588,9 +588,9 @@ class BackendConformance:
     def test_writing_to_a_read_mapping_ends_the_writer_alone(
         self, backend: Backend, segment: Segment, mapped: Callable[..., int], peer: Callable[[], Peer]
     ) -> None:
-        """A process that writes to what it mapped for reading dies of it; the bytes and the others stay as they were.
+        """A process that writes to a read-only mapping dies; the bytes and other processes are unaffected.
 
-        Where the mechanism cannot protect, that is how it is, and a mapping for reading must at least be had.
+        If the mechanism cannot protect memory, such a write succeeds; mapping for reading must work nevertheless.
         """
         address = mapped(segment)
         segment_peer.store(backend, address, b"intact")
@@ -609,13 +609,13 @@ class BackendConformance:
         assert segment_peer.load(backend, address, 6) == b"intact"
 
     def test_peer_holds_one_descriptor(self, segment: Segment, peer: Callable[[], Peer]) -> None:
-        """Receiving and mapping costs a process the one descriptor that it was sent, and what its mappings hold."""
+        """Receiving and mapping costs a process the received descriptor, and those that its mappings hold."""
         other = peer()
         before = int(other.ask("fds"))
         other.give(segment)
         received = int(other.ask("fds"))
         other.ask("map read_write")
-        opened = int(other.ask("fds"))  # a GPU's driver opens files of its own, once
+        opened = int(other.ask("fds"))  # a GPU's driver opens files once
         other.ask("map read")
         assert received == before + 1
         assert int(other.ask("fds")) == opened + self.held

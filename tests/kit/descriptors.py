@@ -1,4 +1,4 @@
-"""Descriptors that a test can tell from all others of its process."""
+"""Descriptors that a test can distinguish from all others of its process."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _NAME = "counted"
 
 
 def new_fd() -> int:
-    """Open a file that no other descriptor is of."""
+    """Open a file that has no other descriptor."""
     return os.memfd_create(_NAME, os.MFD_CLOEXEC)
 
 
 @contextmanager
 def nothing_leaks() -> Iterator[None]:
-    """Fail where one of :func:`new_fd` is left open; closing one twice fails by itself."""
+    """Fail if a descriptor of :func:`new_fd` is left open; closing one twice fails by itself."""
 
-    def count() -> int:  # by name: what other tests left behind may be closed at any moment
+    def count() -> int:  # by name: descriptors that other tests left behind may be closed at any moment
         return sum(link.startswith(f"/memfd:{_NAME} ") for link in links_of())
 
     before = count()

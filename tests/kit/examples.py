@@ -50,7 +50,7 @@ class Example:
             child.process.communicate()
 
     def start(self, *words: str, fresh: bool = False, **environ: str) -> Child:
-        """Start Python with these words, in the example's folder."""
+        """Start Python with these arguments, in the example's folder."""
         child = Child(*words, cwd=self.source, environ={**self.environ, **environ}, fresh=fresh)
         self.children.append(child)
         return child
@@ -67,7 +67,7 @@ class Example:
 
 
 def descendants(pid: int) -> list[int]:
-    """List a process, its children, and theirs."""
+    """Return the process ids of a process and all its descendants."""
     found = [pid]
     for one in found:
         with suppress(OSError):
@@ -78,7 +78,7 @@ def descendants(pid: int) -> list[int]:
 
 @contextmanager
 def importing(name: str) -> Iterator[Callable[[str], ModuleType]]:
-    """Import modules of an example by the plain names that they have for each other, and forget them at the end."""
+    """Import modules of an example by the names that they use for each other, and remove them at the end."""
     folder = str(ROOT / "examples" / name)
     sys.path.insert(0, folder)
     try:

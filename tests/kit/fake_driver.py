@@ -1,7 +1,7 @@
-"""A CUDA driver of host memory: two GPUs whose allocations are memfds, with streams that do at once what they are told.
+"""A CUDA driver of host memory: two GPUs whose allocations are memfds, with streams that execute work immediately.
 
-It has the functions of ``cuda.bindings.driver`` that virtual memory management and copies need. :func:`install` puts it there,
-before the library's modules of the driver are loaded: in a process that has no GPU, or that is not to use it.
+It has the functions of ``cuda.bindings.driver`` that virtual memory management and copies need. :func:`install` replaces the
+driver before the library's modules of it are loaded: in a process without a GPU, or one that is not to use it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 from shared_rpc.memory.backends import choice, host
 
-#: As nvidia-smi prints them.
+#: In the format of nvidia-smi.
 GPUS = ("GPU-fa4e0000-0000-0000-0000-000000000000", "GPU-fa4e0000-0000-0000-0000-000000000001")
 GRANULARITY = 1 << 16
 
@@ -28,7 +28,7 @@ _FIXED, _NONE = 0x10, 0  # MAP_FIXED, PROT_NONE
 
 
 class CUresult(enum.IntEnum):
-    """Those that are used."""
+    """The results in use."""
 
     CUDA_SUCCESS = 0
     CUDA_ERROR_INVALID_VALUE = 1
@@ -68,7 +68,7 @@ _ATTRIBUTES = {41: 1, 102: 1, 103: 1, 134: 0}
 
 
 class CUmemAllocationProp(SimpleNamespace):
-    """With the flags that it always has."""
+    """Properties with constant flags."""
 
     def __init__(self) -> None:
         super().__init__(allocFlags=SimpleNamespace(gpuDirectRDMACapable=0))
@@ -83,7 +83,7 @@ class CUmemAccessDesc(SimpleNamespace):
 
 
 class CUstream(int):
-    """Its number."""
+    """A stream number."""
 
 
 class CUdeviceptr(int):
@@ -91,10 +91,10 @@ class CUdeviceptr(int):
 
 
 class Driver:
-    """What the driver knows of this process. A test may change how it answers.
+    """The driver's state in this process. A test may change its results.
 
     :ivar calls: names of the calls that made, mapped or copied memory.
-    :ivar refuses: results of the next call of a function, by its name, in place of what it does.
+    :ivar refuses: results of the next call of a function, by its name, in place of its action.
     """
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class Driver:
         self.numbers = itertools.count(1)
 
     def counts(self) -> dict[str, int]:
-        """What there is of each kind."""
+        """Return the number of objects of each kind."""
         kinds = ("handles", "mapped", "reserved", "pinned", "registered", "streams")
         return {kind: len(getattr(self, kind)) for kind in kinds}
 
@@ -118,7 +118,7 @@ STATE = Driver()
 
 
 def _call(function):
-    """A function of the driver, which fails if the test says so."""
+    """A function of the driver, which fails when the test has set a result."""
 
     def call(*arguments):
         STATE.calls.append(function.__name__)
@@ -134,33 +134,33 @@ def cuDeviceGet(ordinal):
 
 
 def cuDeviceGetUuid(device):
-    """Its bytes."""
+    """Return the UUID's bytes."""
     return *OK, SimpleNamespace(bytes=bytes.fromhex(GPUS[device].removeprefix("GPU-").replace("-", "")))
 
 
 def cuDeviceGetAttribute(attribute, device):
-    """What virtual memory management needs, and nothing else."""
+    """Support the attributes of virtual memory management only."""
     return *OK, _ATTRIBUTES.get(int(attribute), 0)
 
 
 def cuDevicePrimaryCtxRetain(device):
-    """A context is its device."""
+    """Return the device as its context."""
     return *OK, device
 
 
 def cuThreadExchangeStreamCaptureMode(mode):
-    """The mode that it was."""
+    """Return the previous mode."""
     return *OK, mode
 
 
 def cuGetErrorName(code):
-    """As the enumeration has it."""
+    """Return the name in the enumeration."""
     return *OK, CUresult(code).name.encode()
 
 
 @_call
 def cuMemCreate(size, allocation, flags):
-    """A memfd; a handle is a number."""
+    """Allocate a memfd; handles are numbers."""
     if size > 1 << 40:
         return CUresult.CUDA_ERROR_OUT_OF_MEMORY, None
     kind = "host" if allocation.location.type == CUmemLocationType.CU_MEM_LOCATION_TYPE_HOST_NUMA else "gpu"
@@ -176,14 +176,14 @@ def _handle(fd):
 
 
 def cuMemExportToShareableHandle(handle, kind, flags):
-    """A descriptor of its own, which is inherited as the driver's is."""
+    """Return a new descriptor, which is inheritable like the driver's."""
     fd = os.dup(STATE.handles[handle])
     os.set_inheritable(fd, True)
     return *OK, fd
 
 
 def cuMemImportFromShareableHandle(fd, kind):
-    """Only what was exported."""
+    """Import an exported descriptor; refuse others."""
     try:
         if not os.readlink(f"/proc/self/fd/{int(fd)}").startswith("/memfd:fake-"):
             return INVALID
@@ -193,20 +193,20 @@ def cuMemImportFromShareableHandle(fd, kind):
 
 
 def cuMemRelease(handle):
-    """The mapping keeps the memory."""
+    """Release the handle; a mapping keeps the memory."""
     os.close(STATE.handles.pop(handle))
     return OK
 
 
 def cuMemAddressReserve(size, alignment, address, flags):
-    """A range that nothing can touch."""
+    """Reserve an inaccessible range."""
     start = _libc.mmap(None, size, _NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
     STATE.reserved[start] = size
     return *OK, start
 
 
 def cuMemAddressFree(address, size):
-    """The whole range."""
+    """Free a whole range."""
     assert STATE.reserved.pop(int(address)) == size
     _libc.munmap(int(address), size)
     return OK
@@ -214,7 +214,7 @@ def cuMemAddressFree(address, size):
 
 @_call
 def cuMemMap(address, size, offset, handle, flags):
-    """At the address, which is in a reserved range."""
+    """Map at the address, which must be reserved."""
     fd = STATE.handles[handle]
     if os.fstat(fd).st_size < size or size % GRANULARITY:
         return (CUresult.CUDA_ERROR_INVALID_VALUE,)
@@ -224,7 +224,7 @@ def cuMemMap(address, size, offset, handle, flags):
 
 
 def cuMemSetAccess(address, size, rights, count):
-    """For writing too where one of the rights says so."""
+    """Make the mapping writable where one of the rights says so."""
     assert len(rights) == count
     write = any(right.flags == CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE for right in rights)
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
@@ -233,34 +233,34 @@ def cuMemSetAccess(address, size, rights, count):
 
 
 def cuMemUnmap(address, size):
-    """The range stays reserved."""
+    """Unmap; the range stays reserved."""
     assert STATE.mapped.pop(int(address)) == size
     _libc.mmap(int(address), size, _NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _FIXED, -1, 0)
     return OK
 
 
 def cuStreamCreate(flags):
-    """A number."""
+    """Return a new stream number."""
     number = next(STATE.numbers)
     STATE.streams.add(number)
     return *OK, CUstream(number)
 
 
 def cuStreamDestroy(stream):
-    """It must be there."""
+    """Destroy a stream, which must exist."""
     STATE.streams.remove(int(stream))
     return OK
 
 
 @_call
 def cuStreamSynchronize(stream):
-    """Nothing is queued."""
+    """Do nothing: no work is ever queued."""
     return OK
 
 
 @_call
 def cuMemcpyAsync(target, source, nbytes, stream):
-    """At once."""
+    """Copy immediately."""
     ctypes.memmove(int(target), int(source), nbytes)
     return OK
 
@@ -270,7 +270,7 @@ cuMemcpyDtoDAsync = cuMemcpyAsync
 
 @_call
 def cuMemHostAlloc(nbytes, flags):
-    """Memory of this process."""
+    """Allocate memory of this process."""
     memory = mmap.mmap(-1, nbytes)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     STATE.pinned[address] = memory
@@ -278,25 +278,25 @@ def cuMemHostAlloc(nbytes, flags):
 
 
 def cuMemFreeHost(address):
-    """It ends with its last view."""
+    """Drop it; its last view frees it."""
     del STATE.pinned[address]
     return OK
 
 
 @_call
 def cuMemHostRegister(address, nbytes, flags):
-    """Noted."""
+    """Record the registration."""
     STATE.registered[address] = nbytes
     return OK
 
 
 def cuMemHostUnregister(address):
-    """It must be there."""
+    """Remove the registration, which must exist."""
     del STATE.registered[address]
     return OK
 
 
-#: Functions that always answer the same: there is no context to wait for, and nothing is queued or captured.
+#: Functions with constant answers: there is no context to wait for, and nothing is queued or captured.
 _ANSWERS = {
     "cuInit": OK,
     "cuDeviceGetCount": (*OK, len(GPUS)),
@@ -314,7 +314,7 @@ _ANSWERS = {
 
 
 def module() -> types.ModuleType:
-    """The driver as a module."""
+    """Return the driver as a module."""
     made = types.ModuleType("cuda.bindings.driver")
     made.__dict__.update({name: value for name, value in globals().items() if name[:2] in ("cu", "CU")})
     made.__dict__.update({name: lambda *_, answer=answer: answer for name, answer in _ANSWERS.items()})
@@ -322,7 +322,7 @@ def module() -> types.ModuleType:
 
 
 def install() -> None:
-    """Put it where the library looks for the driver."""
+    """Install the module where the library imports the driver."""
     bindings = types.ModuleType("cuda.bindings")
     bindings.driver = module()
     cuda = types.ModuleType("cuda")
@@ -332,7 +332,7 @@ def install() -> None:
 
 @contextmanager
 def installed() -> Iterator[Driver]:
-    """Have the library meet this driver in the block, also where it has met another one; yield what it knows."""
+    """Make the library use this driver within the block, even if it uses another one already; yield its state."""
     global STATE
     ours = {f"shared_rpc.memory.backends.{name}" for name in ("cuda", "vmm", "host_vmm", "legacy_ipc", "pool_ipc")}
     ours |= {"shared_rpc.memory.gpu_copies", "shared_rpc.memory.gpu_streams"}

@@ -1,4 +1,4 @@
-"""What the processes of one family do that send each other tensors through torch.multiprocessing."""
+"""Functions of related processes that send each other tensors through torch.multiprocessing."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from tests.kit.processes import links_of
 
 
 def segments() -> list[str]:
-    """The id of the segment behind each host mapping of this process."""
+    """Return the id of the segment behind each host mapping of this process."""
     return re.findall(r"memfd:shared-rpc-(\w+)", Path("/proc/self/maps").read_text())
 
 
 def descriptors() -> int:
-    """The descriptors of this process that keep host segments."""
+    """Return the descriptors of this process that keep host segments alive."""
     return sum("memfd:shared-rpc" in link for link in links_of())
 
 
 def private() -> int:
-    """Bytes of memory that no other process has, and those that torch has copied for others."""
+    """Return the bytes of memory that is private to this process, and of torch's copies for others."""
     rollup = Path("/proc/self/smaps_rollup").read_text()
     bytes_ = sum(int(amount) * 1024 for amount in re.findall(r"Private_\w+: +(\d+) kB", rollup))
     for start, end in re.findall(r"^(\w+)-(\w+) .*/torch_", Path("/proc/self/maps").read_text(), re.MULTILINE):
@@ -37,14 +37,14 @@ def private() -> int:
 
 
 def settle() -> None:
-    """Have the GPU done, and unmap what nothing uses."""
+    """Wait for the GPU, and unmap unused segments."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     MAPPINGS.drain()
 
 
 class Peer:
-    """A child process that calls functions, one after the other, and keeps what it is told to keep."""
+    """A child process that runs functions, one after the other, and keeps values between them."""
 
     def __init__(self, method: str, *args: Any) -> None:
         context: Any = multiprocessing.get_context(method)
@@ -54,19 +54,19 @@ class Peer:
         there.close()
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """What ``function(kept, *args)`` returns there."""
+        """Return the result of ``function(kept, *args)`` in the child."""
         self._connection.send((function, args))
         return self.answer()
 
     def answer(self) -> Any:
-        """The next answer, or what was raised there."""
+        """Return the next result, or raise the child's exception."""
         kind, value = self._connection.recv()
         if kind == "error":
             raise RuntimeError(value)
         return value
 
     def close(self) -> int | None:
-        """Have it end; its exit code."""
+        """End it, and return its exit code."""
         with suppress(BrokenPipeError):
             self._connection.send((None, ()))
         self._connection.close()
@@ -95,7 +95,7 @@ def _serve(connection: Any, *args: Any) -> None:
 
 @contextmanager
 def peer(method: str, *args: Any) -> Iterator[Peer]:
-    """A peer, which has ended after the block."""
+    """Yield a peer, and end it after the block."""
     child = Peer(method, *args)
     try:
         yield child
@@ -106,54 +106,54 @@ def peer(method: str, *args: Any) -> Iterator[Peer]:
             child.process.join()
 
 
-# What peers do.
+# Functions of peers.
 
 
 def keep(kept: list[Any], *values: Any) -> None:
-    """Have some more."""
+    """Keep more values."""
     kept.extend(values)
 
 
 def drop(kept: list[Any]) -> None:
-    """Have nothing any more."""
+    """Drop all values."""
     kept.clear()
 
 
 def first(kept: list[Any]) -> Any:
-    """The first thing that it has."""
+    """Return the first value."""
     return kept[0]
 
 
 def listed(kept: list[Any]) -> Any:
-    """The elements of the first tensor that it has."""
+    """Return the elements of the first tensor as a list."""
     return kept[0].tolist()
 
 
 def same(kept: list[Any], value: Any) -> Any:
-    """What came, sent back."""
+    """Return the values."""
     return value
 
 
 def read(kept: list[Any]) -> Any:
-    """The first element of each tensor that it has."""
+    """Return the first element of each tensor."""
     settle()
     return [tensor.detach().flatten()[0].item() for tensor in kept]
 
 
 def write(kept: list[Any], number: int, value: float) -> None:
-    """Fill a tensor that it has."""
+    """Fill a tensor."""
     with torch.no_grad():
         kept[number].fill_(value)
     settle()
 
 
 def facts(kept: list[Any]) -> Any:
-    """How many storages there are among the tensors, how many segments are mapped, and descriptors of segments kept."""
+    """Return the number of storages of the tensors, of mapped segments, and of kept descriptors of segments."""
     return len({tensor.untyped_storage()._cdata for tensor in kept}), len(MAPPINGS), descriptors()
 
 
 def call(kept: list[Any], base_path: str, device: str, endpoint: str) -> Any:
-    """Call an endpoint with what it has: the answer, the bytes that were copied for it, and leases of its own."""
+    """Call an endpoint with the values; return the answer, the bytes copied for it, and this process's leases."""
     from shared_rpc import Client
 
     copied = 0
@@ -173,44 +173,44 @@ def call(kept: list[Any], base_path: str, device: str, endpoint: str) -> Any:
         MAPPINGS.create = create
 
 
-# What pools do.
+# Functions of pools.
 
 
 def row_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A view."""
+    """Return a view."""
     return tensor[1]
 
 
 def fill(tensor: torch.Tensor) -> int:
-    """Write to memory that came; this process's id."""
+    """Fill received memory; return this process's id."""
     tensor.fill_(7)
     settle()
     return os.getpid()
 
 
 def access(kept: list[Any]) -> str:
-    """How it may use the first thing that it has."""
+    """Return the access of the first value."""
     mapping, _ = MAPPINGS.find(kept[0].data_ptr()) or (None, 0)
     assert mapping is not None
     return str(mapping.info.access)
 
 
 def map_for_writing(kept: list[Any]) -> None:
-    """Map once more what it has, for writing."""
+    """Map the memory of a value again, for writing."""
     mapping, _ = MAPPINGS.find(kept[0].data_ptr()) or (None, 0)
     assert mapping is not None and mapping.descriptor is not None
     mapping.backend.map(mapping.descriptor.fileno(), mapping.info.nbytes, "read_write")
 
 
 def limit_address_space(kept: list[Any]) -> None:
-    """Leave no room for larger mappings."""
+    """Limit the address space to 64 MiB more than now."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + (64 << 20)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def outlive(tensor: torch.Tensor) -> None:
-    """Wait for the end of the parent, and use what it sent."""
+    """Wait for the end of the parent, then use the received memory."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     print("child has it", flush=True)

@@ -1,4 +1,4 @@
-"""Fixtures of all tests: a server of its own for every test, and nothing left behind by any."""
+"""Fixtures of all tests: a server for each test, and checks that no test leaves anything behind."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # No test asks a model hub: where there is no network, each answer would take half a minute.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-# No deadline: what else the machine does is not what a property is about. HYPOTHESIS_PROFILE=deep looks longer.
+# No deadline: properties do not depend on the machine's other load. HYPOTHESIS_PROFILE=deep runs more examples.
 hypothesis.settings.register_profile("quick", deadline=None, max_examples=40)
 hypothesis.settings.register_profile("deep", deadline=None, max_examples=1000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
@@ -47,7 +47,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 @pytest.fixture(scope="session", autouse=True)
 def beginnings(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Children of tests begin as forks of it, in the folders whose tests have any."""
+    """Start children of tests as forks, in the folders whose tests have any."""
     folders = {item.path.parent.name for item in request.session.items}
     if folders - {"rules", "compat"}:
         start_zygote()
@@ -57,13 +57,13 @@ def beginnings(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def new_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Children are new processes, whatever starts them."""
+    """Start children as new processes by all means."""
     monkeypatch.setattr(forks, "_zygote", None)
 
 
 @pytest.fixture(autouse=True)
 def gpu_to_share(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A test that measures the memory of a whole GPU is the only one that uses it, also among parallel test processes."""
+    """Give a test that measures a whole GPU's memory exclusive use of it, also among parallel test processes."""
     if request.node.get_closest_marker("gpu") is None:
         yield
         return
@@ -71,7 +71,7 @@ def gpu_to_share(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     folder = tmp_path_factory.getbasetemp()
     folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
     with (folder / "queue").open("w") as queue, (folder / "gpu").open("w") as gpu:
-        # Whoever waits for the GPU keeps the queue, so that one that wants it alone is not overtaken for ever.
+        # Every waiting test keeps its place in the queue, so that one that needs the GPU alone is never overtaken indefinitely.
         fcntl.flock(queue, fcntl.LOCK_EX)
         fcntl.flock(gpu, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         fcntl.flock(queue, fcntl.LOCK_UN)
@@ -80,14 +80,14 @@ def gpu_to_share(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
 
 @pytest.fixture(autouse=True)
 def quick_collections() -> None:
-    """Tests count what is left after a collection: what was there before is not walked over again and again."""
+    """Freeze all objects that exist before a test, so that collections during the test do not traverse them."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture
 def go() -> Iterator[threading.Event]:
-    """Lets endpoints that wait go on."""
+    """Event that releases waiting endpoints."""
     event = threading.Event()
     yield event
     event.set()
@@ -95,13 +95,13 @@ def go() -> Iterator[threading.Event]:
 
 @pytest.fixture
 def begun() -> threading.Event:
-    """Set once an endpoint that waits has begun."""
+    """Event that a waiting endpoint sets when it begins."""
     return threading.Event()
 
 
 @pytest.fixture
 def base_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A private base path, for this process and for its children."""
+    """A private base path for this process and its children."""
     path = str(tmp_path / "s")
     monkeypatch.setenv("SHARED_TENSOR_BASE_PATH", path)
     for name in ("SHARED_TENSOR_ENABLED", "SHARED_TENSOR_ROLE"):
@@ -112,13 +112,13 @@ def base_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def provider(base_path: str) -> Provider:
-    """A provider on host memory, with no endpoint yet."""
+    """A provider on host memory, without endpoints."""
     return Provider(base_path, device="cpu")
 
 
 @pytest.fixture
 def serve(provider: Provider) -> Iterator[Callable[..., Server]]:
-    """``serve(**options)`` starts a server for ``provider``; it is stopped at the end."""
+    """``serve(**options)`` starts a server for ``provider``, which is stopped at the end."""
     with ExitStack() as stack:
 
         def start(**options: Any) -> Server:
@@ -130,14 +130,14 @@ def serve(provider: Provider) -> Iterator[Callable[..., Server]]:
 
 @pytest.fixture
 def admitted_source(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers of this process take this one, and its children, for sources of records that they have started."""
+    """Make servers of this process accept it, and its children, as sources of records, as if they had started them."""
     monkeypatch.setattr(sources, "make_token", lambda: TOKEN)
     monkeypatch.setenv("SHARED_TENSOR_SOURCE_TOKEN", TOKEN)
 
 
 @pytest.fixture
 def connect(base_path: str) -> Iterator[Callable[..., Client]]:
-    """``connect(**options)`` makes a client of that server; it is closed at the end."""
+    """``connect(**options)`` returns a client of that server, which is closed at the end."""
     with ExitStack() as stack:
 
         def make(**options: Any) -> Client:
@@ -150,13 +150,13 @@ def connect(base_path: str) -> Iterator[Callable[..., Client]]:
 
 @pytest.fixture
 def client(server: Server, connect: Callable[..., Client]) -> Client:
-    """A client of the server that a file of tests has as its fixture ``server``."""
+    """A client of the fixture ``server`` of a test file."""
     return connect()
 
 
 @pytest.fixture
 def get(no_leaks: None, provider: Provider, serve: Callable[..., Server]) -> Iterator[Callable[..., Server]]:
-    """``get(value, **options)`` makes ``value`` what the endpoint ``get`` of a running server returns."""
+    """``get(value, **options)`` makes ``value`` the result of the endpoint ``get`` of a running server."""
     held: list[Any] = []
 
     def share(value: Any, **options: Any) -> Server:
@@ -178,7 +178,7 @@ def app(request: pytest.FixtureRequest, base_path: str) -> Iterator[App]:
 
 @pytest.fixture
 def every_app(base_path: str) -> Iterator[list[App]]:
-    """An app in all roles at once, for what must not differ."""
+    """An app in all roles at once, for results that must be equal in them."""
     apps = [App(role, f"{base_path}-{role}") for role in ROLES]
     yield apps
     for app in apps:
@@ -187,7 +187,7 @@ def every_app(base_path: str) -> Iterator[list[App]]:
 
 @pytest.fixture
 def children() -> Iterator[list[Child]]:
-    """Append children here; those that still run at the end are killed."""
+    """A list of children; those still running at the end are killed."""
     started: list[Child] = []
     yield started
     for child in started:
@@ -198,7 +198,7 @@ def children() -> Iterator[list[Child]]:
 
 @pytest.fixture
 def broker(no_leaks: None, served: BrokerApp, monkeypatch: pytest.MonkeyPatch) -> Iterator[BrokerApp]:
-    """The server that a module's fixture ``served`` has started, without objects; processes that a test starts find it."""
+    """The server started by a module's fixture ``served``, without objects; processes that a test starts find it."""
     monkeypatch.setenv("SHARED_TENSOR_BASE_PATH", served.base_path)
     yield served
     served.empty()
@@ -206,7 +206,7 @@ def broker(no_leaks: None, served: BrokerApp, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture
 def broker_app(tmp_path: Path, base_path: str, children: list[Child]) -> Iterator[BrokerApp]:
-    """An app for a broker, with the endpoints that every such app has; it is not served yet."""
+    """An app for a broker, with the endpoints common to such apps; not served yet."""
     app = BrokerApp(tmp_path, base_path, children)
     app.write()
     yield app
@@ -215,14 +215,14 @@ def broker_app(tmp_path: Path, base_path: str, children: list[Child]) -> Iterato
 
 @pytest.fixture
 def threads() -> Iterator[concurrent.futures.ThreadPoolExecutor]:
-    """For calls that wait."""
+    """A thread pool for calls that wait."""
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         yield pool
 
 
 @pytest.fixture(scope="session")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What a process opens once and keeps (the loop's own pipe, torch's) is open before anything is counted."""
+    """Open everything that a process opens once and keeps (the loop's own pipe, torch's) before anything is counted."""
     # Who makes a lock of multiprocessing starts it, from Python 3.14 on, as tqdm does behind a progress bar.
     multiprocessing.resource_tracker.ensure_running()
     path = tmp_path_factory.mktemp("warm")
@@ -231,23 +231,23 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> None:
     provider.share("warm")(lambda size: torch.nn.Linear(size, size))
     with Server(provider), Client(path / "s", device="cpu") as client:
         client.call("warm", 2)
-    # What is imported stays: the collector need not look at it in every test.
+    # Imported objects stay: the collector need not traverse them in every test.
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session")
 def warm_gpu(warm: None) -> None:
-    """Open what the driver of a GPU opens once in a process and keeps."""
+    """Open everything that a GPU's driver opens once in a process and keeps."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the first product in autograd's thread makes the context there, and says so
+        warnings.simplefilter("ignore")  # the first product in autograd's thread makes the context there, with a warning
         (torch.ones(2, 2, device="cuda", requires_grad=True) @ torch.ones(2, 2, device="cuda")).sum().backward()
     publish(torch.zeros(1, device="cuda"), "cuda", "read_write", "warm").close()
 
 
 @pytest.fixture
 def no_leaks(request: pytest.FixtureRequest, warm: None) -> Iterator[None]:
-    """Fails the test if it leaves descriptors or mappings behind. Request it before what opens them."""
+    """Fail the test if it leaves descriptors or mappings behind. Request it before fixtures that open any."""
     if request.node.get_closest_marker("gpu") is not None:
         request.getfixturevalue("warm_gpu")
     gc.collect()
@@ -256,7 +256,7 @@ def no_leaks(request: pytest.FixtureRequest, warm: None) -> Iterator[None]:
     yield
 
     def clean() -> bool:
-        # The finaliser thread may be about to unmap what it took from the queue; a collection takes time, and is rarely needed.
+        # The finaliser thread may be about to unmap items of its queue; a collection takes time, and is rarely needed.
         MAPPINGS.drain()
         if len(MAPPINGS) <= mappings and open_fds() <= fds:
             return True
@@ -271,7 +271,7 @@ def no_leaks(request: pytest.FixtureRequest, warm: None) -> Iterator[None]:
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest, warm: None) -> str:
-    """Each kind of device that memory is shared on."""
+    """Each kind of device whose memory is shared."""
     kind: str = request.param
     if kind == "cuda":
         request.getfixturevalue("warm_gpu")
@@ -280,7 +280,7 @@ def device(request: pytest.FixtureRequest, warm: None) -> str:
 
 @pytest.fixture
 def published(device: str, no_leaks: None) -> Iterator[Callable[..., Record]]:
-    """``published(value, access, **options)`` is its record; it is closed at the end."""
+    """``published(value, access, **options)`` returns its record, which is closed at the end."""
     with ExitStack() as stack:
 
         def make(value: Any, access: Any = "read_write", **options: Any) -> Record:
@@ -293,7 +293,7 @@ def published(device: str, no_leaks: None) -> Iterator[Callable[..., Record]]:
 
 @pytest.fixture
 def rebuilt(published: Callable[..., Record]) -> Callable[..., Any]:
-    """``rebuilt(value, access)`` is what a client gets of it; this process is both."""
+    """``rebuilt(value, access)`` returns the value as a client gets it, with this process as server and client."""
 
     def rebuild(value: Any, access: Any = "read_write") -> Any:
         record = published(value, access)
@@ -321,5 +321,5 @@ def interpreter() -> Iterator[Interpreter]:
 
 @pytest.fixture
 def elsewhere(interpreter: Interpreter, base_path: str, device: str) -> Callable[..., Any]:
-    """``elsewhere(code, **names)`` runs in another process, which has a ``client`` of this test's server."""
+    """``elsewhere(code, **names)`` runs code in another process, where ``client`` is connected to this test's server."""
     return lambda code, **names: interpreter.run(code, base_path=base_path, device=device, **names)

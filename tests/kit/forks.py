@@ -1,10 +1,10 @@
 """Python processes that begin as forks of one which has imported torch, since most tests wait for processes to begin.
 
-A process imports torch and this package for 2 seconds of a core, and a fork of one that has done so begins in 30 ms. What such
-a fork then is, :mod:`shared_rpc.zygote.child` sees to, and the tests of that are the tests of zygotes. Whoever asks for one is
-its parent. A process that is to start others of its own, as a broker does, gets a zygote of its own with them.
+Importing torch and this package takes 2 seconds of a core; a fork of a process that has imported them begins in 30 ms.
+:mod:`shared_rpc.zygote.child` prepares such a fork, which the tests of zygotes test. The requesting process is the fork's
+parent. A process that is to start others itself, as a broker does, gets its own zygote with them.
 
-``SHARED_RPC_TESTS=fresh`` in the environment has every process be a new one.
+With ``SHARED_RPC_TESTS=fresh`` in the environment, every process is a new one.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from tests.kit.pages import collapse
 from tests.kit.subreaper import adopting, fork_for_subreaper
 
 ROOT = Path(__file__).parent.parent.parent
-#: A variable that has workers use the driver that is made of host memory, also those without an app that would install it.
+#: A variable that makes workers use the driver made of host memory, including those without an app that would install it.
 DRIVER = "SHARED_RPC_TESTS_FAKE_DRIVER"
-#: For processes that are to find this source, and what these tests find where they find it.
+#: Makes processes import this source, and the modules that these tests import.
 PYTHONPATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-#: What Python 3.12 and later say of a fork where there are threads, as in pyproject.toml: tests read what a child writes.
+#: The warning of Python 3.12 and later about forks with threads, as in pyproject.toml: tests read a child's output.
 NO_FORK_WARNING = "ignore:This process (pid=:DeprecationWarning"
 
-#: What is imported before processes begin. Nothing that a test imports for the first time to see what that does.
+#: Imported before processes begin. Excludes modules whose first import is itself under test.
 MODULES = (
     *("torch", "torch._dynamo", "numpy", "asyncio", "anyio._backends._asyncio", "hypothesis", "typer", "rich.console"),
     *("typer._adapters", "typer._click.decorators", "annotated_types"),
@@ -73,22 +73,22 @@ MODULES = (
     ),
     *("shared_rpc.memory.backends.host", "shared_rpc.scripts.command", "shared_rpc.zygote.serving"),
 )
-#: Variables with these beginnings are read when a process starts. (Imports in this process set those of torch's compiler.)
+#: Variables with these prefixes are read when a process starts. (Imports in this process set those of torch's compiler.)
 _READ_EARLY = ("PYTHON", "LD_", "OMP_NUM_THREADS", "MALLOC_", "LC_", "LANG")
-#: These are carried out in a fork, or read when they are needed: a driver of Ray sets the last one.
+#: These take effect in a fork, or are read on use: a driver of Ray sets the last one.
 _CARRIED_OUT = frozenset({"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONBREAKPOINT"})
-#: How the code of children begins that :mod:`multiprocessing` starts, but for its tracker of resources.
+#: The beginning of the code of children that :mod:`multiprocessing` starts, except its resource tracker.
 _SPAWNED = ("from multiprocessing.spawn ", "from multiprocessing.forkserver ")
-#: What is to be the last at the end of a fork is registered before all that imports register.
+#: The last action at the end of a fork is registered before everything that imports register.
 _BEGIN = "from tests.kit import leaving; leaving.register(); from tests.kit import forks; forks.begin()"
 
 
 class _Request(msgspec.Struct):
-    """A process to begin; the descriptors with these numbers come with it, and that of the working directory.
+    """A process to begin; sent with the descriptors of these numbers, and that of the working directory.
 
-    :param words: of the command line, behind the interpreter and its options.
-    :param nested: whether it gets a zygote of its own.
-    :param safe_path: whether ``sys.path`` begins without the folder of the program, as by ``-P``.
+    :param words: of the command line, after the interpreter and its options.
+    :param nested: True for a zygote of its own.
+    :param safe_path: True if ``sys.path`` begins without the folder of the program, as by ``-P``.
     """
 
     words: list[str]
@@ -104,7 +104,7 @@ class _Request(msgspec.Struct):
 class _Zygote:
     """The other end of a zygote's socket, in the process whose child the zygote is.
 
-    :param variables: the environment that its imports were made with.
+    :param variables: the environment in which it made its imports.
     """
 
     def __init__(self, sock: socket.socket, variables: dict[str, str]) -> None:
@@ -115,23 +115,23 @@ class _Zygote:
 
     @property
     def usable(self) -> bool:
-        """Whether it is this process's: one that was forked has none."""
+        """True in the process that started it: a fork of that has no zygote."""
         return self._owner == os.getpid()
 
     def ask(self, request: _Request, fds: Iterable[int], cwd: Any = None) -> int:
-        """The process id of a new child."""
+        """Request a fork; return the process id of this new child."""
         data = msgspec.msgpack.encode(request)
         folder = os.open(cwd or ".", os.O_PATH | os.O_CLOEXEC)
         try:
             with self._lock, adopting():
                 socket.send_fds(self._socket, [struct.pack("!I", len(data))], [*fds, folder])
                 self._socket.sendall(data)
-                (told,) = struct.unpack("!i", _exactly(self._socket, 4))
+                (answer,) = struct.unpack("!i", _exactly(self._socket, 4))
         finally:
             os.close(folder)
-        if told < 0:
-            raise OSError(-told, os.strerror(-told))
-        return int(told)
+        if answer < 0:
+            raise OSError(-answer, os.strerror(-answer))
+        return int(answer)
 
     def close(self) -> None:
         """End it."""
@@ -143,7 +143,7 @@ _process: subprocess.Popen[bytes] | None = None
 
 
 def start_zygote() -> None:
-    """Start one for this process, if forks are wanted; it ends with this process."""
+    """Start a zygote for this process, if forks are enabled; it ends with this process."""
     global _zygote, _process
     if os.environ.get("SHARED_RPC_TESTS") == "fresh" or (_zygote is not None and _zygote.usable):
         return
@@ -176,10 +176,10 @@ def stop_zygote() -> None:
 
 
 class Popen(subprocess.Popen[Any]):
-    """:class:`subprocess.Popen`, whose process begins as a fork wherever that makes no difference.
+    """:class:`subprocess.Popen`, whose process begins as a fork if that is equivalent.
 
-    :param fresh: has it be a new process; so are its children.
-    :param has_workers: has its own children begin as forks too, where that is not to be seen from its words: that of a broker.
+    :param fresh: True for a new process, whose children are new ones too.
+    :param has_workers: True if its own children begin as forks too, although its command line does not show it: a broker.
     """
 
     def __init__(self, args: Any, *rest: Any, fresh: bool = False, has_workers: bool = False, **options: Any) -> None:
@@ -187,7 +187,7 @@ class Popen(subprocess.Popen[Any]):
         super().__init__(args, *rest, **options)
 
     def _execute_child(self, *given: Any) -> None:
-        # Private, and the same from 3.11 to 3.14: the one place where a process is made, with its pipes before and after it.
+        # Private, and the same from 3.11 to 3.14: the one place that makes a process, with its pipes before and after it.
         args, executable, preexec_fn, close_fds, pass_fds, cwd, env, _, _, shell, *rest = given
         p2cread, _, _, c2pwrite, _, errwrite, _, gid, gids, uid, umask, new_session, group = rest
         zygote = _zygote if _zygote is not None and _zygote.usable and not self._fresh else None
@@ -222,13 +222,13 @@ class Popen(subprocess.Popen[Any]):
 def run(
     args: Sequence[str],
     *,
-    input: Any = None,  # as subprocess.run() has it
+    input: Any = None,  # as in subprocess.run()
     capture_output: bool = False,
     timeout: float | None = None,
     check: bool = False,
     **options: Any,
 ) -> subprocess.CompletedProcess[Any]:
-    """:func:`subprocess.run` with such a process."""
+    """Run such a process like :func:`subprocess.run`."""
     if capture_output:
         options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     if input is not None:
@@ -249,11 +249,11 @@ _spawnv = multiprocessing.util.spawnv_passfds
 
 
 def _spawn(path: bytes, args: Sequence[Any], passfds: Iterable[int]) -> int:
-    """What :mod:`multiprocessing` starts processes with, the same from 3.11 to 3.14: those of spawn, and a fork server."""
+    """The function that starts processes of :mod:`multiprocessing` from 3.11 to 3.14: those of spawn, and fork servers."""
     words = None
     if _zygote is not None and _zygote.usable:
         variables = dict(os.environ)
-        # Of the interpreter's options only this one is what variables say, too.
+        # The only option of the interpreter that variables determine too.
         words = _words([word for word in args if word != "-B"], variables, _zygote.variables)
     if _zygote is None or words is None or not words[1][1].startswith(_SPAWNED):
         return int(_spawnv(path, args, passfds))
@@ -265,7 +265,7 @@ _posix_spawn = os.posix_spawn
 
 
 def _spawn_zygote(path: str, argv: Sequence[str], env: Mapping[str, str], **options: Any) -> int:
-    """:func:`os.posix_spawn`, by which detached processes begin: brokers, and the zygotes of ``shared-rpc run``."""
+    """Replaces :func:`os.posix_spawn`, which starts detached processes: brokers, and zygotes of ``shared-rpc run``."""
     words = None
     if _zygote is not None and _zygote.usable and path == sys.executable:
         words = _words([word for word in argv if word != "-B"], dict(env), _zygote.variables)
@@ -297,7 +297,7 @@ def _is_inherited(fd: int) -> bool:
 
 
 def _words(args: Any, variables: dict[str, str], imported_with: dict[str, str]) -> tuple[list[str], list[str]] | None:
-    """The interpreter's options, and the words behind them; None for what only a new process can be."""
+    """Return the interpreter's options, and the words after them; None if only a new process will do."""
     if isinstance(args, (str, bytes, os.PathLike)):
         return None
     program, *words = map(os.fsdecode, args)
@@ -333,7 +333,7 @@ def _exactly(sock: socket.socket, size: int) -> bytes:
 
 
 class _Serving:
-    """A zygote's side: it begins processes until the other end is closed."""
+    """The zygote's side: begins processes until the other end is closed."""
 
     def __init__(self, sock: socket.socket, path: list[str], mask: set[int]) -> None:
         self._socket = sock
@@ -341,7 +341,7 @@ class _Serving:
         self._mask = mask
 
     def serve(self) -> _Born | None:
-        """Returns in every fork; None at the end."""
+        """Serve requests. Returns in every fork; None at the end."""
         while True:
             head, fds, _, _ = socket.recv_fds(self._socket, 4, 253)
             if not head:
@@ -360,14 +360,14 @@ class _Serving:
 
 
 class _Born:
-    """A fork that is no process of its own yet."""
+    """A fork before its program begins."""
 
     def __init__(self, request: _Request, fds: list[int], path: list[str], mask: set[int]) -> None:
         self._request, self._path, self._mask = request, path, mask
         *self._fds, self._folder = fds
 
     def run(self) -> NoReturn:
-        """Be what was asked for, to its end."""
+        """Run the requested program to its end."""
         request, words = self._request, self._request.words
         if request.new_session:
             os.setsid()
@@ -406,13 +406,13 @@ class _Born:
             raise SystemExit(0)
 
     def _nest(self) -> int:
-        """Fork a zygote for the children of this process: the descriptor that is kept for it."""
+        """Fork a zygote for the children of this process; return the number of its descriptor."""
         global _zygote
         ours, theirs = socket.socketpair()
         parent = os.getpid()
         if fork() == 0:
             die_with_parent(parent)
-            # Nothing that its parent has open: forks have what comes with them.
+            # Close the parent's descriptors: a fork has only those of its request.
             nothing = os.open(os.devnull, os.O_RDWR)
             for fd in {int(name) for name in os.listdir("/proc/self/fd")} - {nothing, theirs.fileno()}:
                 with suppress(OSError):  # the directory that has just been listed
@@ -422,14 +422,14 @@ class _Born:
             os.close(nothing)
             ours.detach()
             set_title([sys.executable, "-m", "tests.kit.forks", "nested"])
-            # What a terminal sends to the group of its parent is not meant for it.
+            # Signals that a terminal sends to its parent's group are not meant for it.
             signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
             born = _Serving(theirs, self._path, self._mask).serve()
             if born is None:
                 os._exit(0)
             born.run()
         theirs.close()
-        # Where no test looks for the numbers of descriptors.
+        # Numbers of descriptors that no test examines.
         number = fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, 900)
         ours.close()
         _zygote = _Zygote(socket.socket(fileno=number), self._request.variables)
@@ -443,7 +443,7 @@ _execv = os.execv
 
 
 class _Exec(BaseException):
-    """Leaves the program that another one takes over from."""
+    """Leaves a program that another one replaces."""
 
     def __init__(self, words: Sequence[str]) -> None:
         super().__init__()
@@ -451,7 +451,7 @@ class _Exec(BaseException):
 
 
 def _exec(program: str, words: Sequence[str]) -> NoReturn:
-    """:func:`os.execv`, as ``serve`` becomes a broker by it; the process keeps what it has imported, and its zygote."""
+    """Replace the program, as ``serve`` becomes a broker by :func:`os.execv`; the process keeps its imports, and its zygote."""
     serves = list(words[1:4]) == ["-P", "-m", "shared_rpc.broker"] or list(words[1:4]) == ["-m", "shared_rpc.cli", "serve"]
     if not program == words[0] == sys.executable or not serves:
         _execv(program, words)
@@ -459,7 +459,7 @@ def _exec(program: str, words: Sequence[str]) -> NoReturn:
 
 
 def _run(words: Sequence[str]) -> None:
-    """Run a program, and one that takes over from it."""
+    """Run a program, and each one that replaces it."""
     new_main()
     following = None
     try:
@@ -490,7 +490,7 @@ def _run_main(words: Sequence[str]) -> None:
 
 
 def main() -> _Born | None:
-    """Be a zygote. Returns in every fork."""
+    """Run the zygote. Returns in every fork."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
@@ -502,11 +502,11 @@ def main() -> _Born | None:
     for name in MODULES:
         with suppress(ModuleNotFoundError):  # of another release
             importlib.import_module(name)
-    # What is run as a program is not to be there as a module; and nothing of the tests, unless the program imports it.
+    # The program's module must not be imported already, nor any module of the tests, unless the program imports it.
     for name in [name for name in sys.modules if name.endswith(".__main__") or name.partition(".")[0] == "tests"]:
         del sys.modules[name]
-    # What was registered with exit(3) before, as static objects of torch's libraries are, is not taken apart in every fork:
-    # that would touch, and so copy, all of it, for 0.2 s. See on_exit(3).
+    # Functions registered with exit(3) before, as static objects of torch's libraries are, do not run at the end of forks:
+    # that would touch, and so copy, all their memory, for 0.2 s. See on_exit(3).
     libc = ctypes.CDLL(None)
     libc.on_exit(libc._exit, None)
     connection = socket.socket(fileno=options.fd)
@@ -514,9 +514,9 @@ def main() -> _Born | None:
     why = unsafe(frozenset(map(int, os.listdir("/proc/self/fd"))))
     assert not why, why
     set_title([sys.executable, "-m", "tests.kit.forks"])
-    # What runs the tests may ignore it, as nohup does.
+    # The test runner may ignore it, as under nohup.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    # Its forks take it from their variables, as if they had not been told of it.
+    # Forks have it only if their variables do.
     sys.warnoptions.remove(NO_FORK_WARNING)
     gc.collect()
     gc.freeze()
@@ -526,7 +526,7 @@ def main() -> _Born | None:
 
 
 def begin() -> NoReturn:
-    """Be a zygote, and in each fork what that is to be."""
+    """Run the zygote, and in each fork the requested program."""
     begun = main()
     if begun is None:
         os._exit(0)

@@ -1,11 +1,11 @@
-"""A decoder in the layout of inference engines, and an engine of it in a process of its own.
+"""A decoder in the layout of inference engines, and an engine that runs it in its own process.
 
 Query, key and value are one matrix, so are gate and up, and the experts are two stacked tensors. The scales of the key-value
 cache are buffers that an engine writes when it has loaded. A step takes one token, and works on tensors whose addresses do not
 change, so that it can be captured into a CUDA graph.
 
 ``python -m tests.kit.fused own|shared eager|graph|compile BASE_PATH DEVICE`` prints the tokens and a digest of the logits, once
-for each line that it reads; ``write`` has it write into a parameter, and any other line generate anew.
+for each line that it reads; on ``write`` it writes to a parameter, on any other line it generates again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-# The plugin of vLLM: this part of it does without vLLM.
+# vLLM's plugin: this part of it works without vLLM.
 sys.path.append(str(Path(__file__).parent.parent.parent / "integrations" / "vllm"))
 from shared_rpc_vllm.binding import WithoutWeights, bind, refuse_meta
 
@@ -29,7 +29,7 @@ VOCABULARY, WIDTH, HEADS, EXPERTS, INNER, LENGTH, LAYERS = 97, 64, 4, 4, 96, 24,
 
 
 class Layer(nn.Module):
-    """Attention with a cache of its own, and a mixture of experts of which two answer."""
+    """Attention with its own cache, and a mixture of experts, two of which are active."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -73,7 +73,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The layers, between an embedding and a head that is tied to it."""
+    """The layers, between an embedding and a head tied to it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,12 +103,12 @@ def build(device: str) -> Decoder:
 
 
 def weights_of(model: Decoder) -> dict[str, torch.Tensor]:
-    """Return the tensors of a state by every name that they have, parameters as parameters."""
+    """Return the tensors of a state under all their names, parameters as parameters."""
     return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
 
 
 def over(tensors: dict[str, torch.Tensor]) -> Decoder:
-    """Return a decoder that is made without memory, and then has these tensors, as an engine of vLLM has them."""
+    """Return a decoder that is constructed without memory and then given these tensors, like an engine of vLLM."""
     with WithoutWeights():
         model = Decoder()
     bind(model, tensors)
@@ -120,7 +120,7 @@ Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def stepper(model: Decoder, mode: str) -> Step:
-    """Return one step of a model: as it is, captured into a CUDA graph, or compiled into several."""
+    """Return one step of a model: eager, captured into a CUDA graph, or compiled into several."""
     if mode == "compile":
         compiled: Step = torch.compile(model, mode="reduce-overhead", fullgraph=True)
         return compiled

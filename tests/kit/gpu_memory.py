@@ -1,4 +1,4 @@
-"""Memory of a GPU and of copies, as tests write and read it: by the driver, whatever that is made of."""
+"""Memory of a GPU and of copies, written and read through the driver whatever its kind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.kit.processes import eventually
 
 
 def settle() -> None:
-    """Wait until host memory of closed copies is unmapped, in a thread of its own."""
+    """Wait until a separate thread has unmapped the host memory of closed copies."""
     waiting, done = "shared-rpc-unmapping", threading.Event()
     FINALIZER.start()
     FINALIZER.submit(done.set)
@@ -22,12 +22,12 @@ def settle() -> None:
 
 
 def write(segment: Segment, data: bytes, offset: int = 0) -> None:
-    """Have the driver write to memory."""
+    """Write to memory through the driver."""
     _copy(segment, data, offset)
 
 
 def bytes_of(segment: Segment) -> bytes:
-    """Have the driver read memory."""
+    """Read memory through the driver."""
     return _copy(segment, None, 0)
 
 

@@ -20,16 +20,16 @@ _MARK = "answer: "
 
 
 class Interpreter(Child):
-    """Runs code, piece by piece, in a process of its own."""
+    """Runs code, piece by piece, in its own process."""
 
     def __init__(self, environ: dict[str, str] | None = None) -> None:
         super().__init__("-m", "tests.kit.interpreter", environ=environ)
 
     def run(self, code: str, **names: Any) -> Any:
-        """What the code assigns to ``answer``, by way of JSON.
+        """Return the value that the code assigns to ``answer``, through JSON.
 
-        It sees ``names``, ``torch``, ``bits``, a ``client`` where ``base_path`` and ``device`` are among the names, and
-        ``kept``, a dict that lasts from one piece to the next.
+        Its variables are ``names``, ``torch``, ``bits``, a ``client`` if ``base_path`` and ``device`` are among the names, and
+        ``kept``, a dict that persists between pieces.
         """
         self.tell(json.dumps([textwrap.dedent(code), names]))
         problem, answer = json.loads(self.expect(_MARK).removeprefix(_MARK))
@@ -38,7 +38,7 @@ class Interpreter(Child):
 
 
 def bits(tensor: torch.Tensor) -> str:
-    """Shape, dtype and every bit of a tensor as a digest: equal digests are equal tensors, NaNs and zeros' signs included."""
+    """Return shape, dtype and all bits of a tensor as a digest; NaNs and the signs of zeros count."""
     import torch
 
     tensor = tensor.detach().resolve_conj().resolve_neg().cpu().clone(memory_format=torch.contiguous_format)

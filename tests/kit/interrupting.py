@@ -1,4 +1,4 @@
-"""Signal handlers that raise at a chosen point of what a thread does."""
+"""Signal handlers that raise at a chosen point of a thread's execution."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any, NoReturn
 
-#: The instructions after which CPython looks whether a handler is to run (3.11 to 3.14, by their names in `dis`).
+#: The instructions after which CPython checks for pending handlers (3.11 to 3.14, by their names in `dis`).
 _LOOKS = {"RESUME", "CALL", "CALL_FUNCTION_EX", "CALL_KW", "JUMP_BACKWARD"}
-#: What a RESUME after an await or a `yield from` has for an argument, at least: there it does not look.
+#: The minimum argument of a RESUME after an await or a `yield from`, where it does not check.
 _AWAIT = 2
-#: Modules of the standard library in which a handler is let run as well: those that the package builds upon.
+#: Modules of the standard library in which handlers run as well: those that the package builds upon.
 _BENEATH = ("contextlib.py", "weakref.py", "_weakrefset.py", "<string>")
 
 
 class Interrupted(BaseException):
-    """What the handler raises."""
+    """Raised by the handler."""
 
 
 @contextlib.contextmanager
 def raising_handler(kind: type[BaseException]) -> Iterator[None]:
-    """Have a handler of SIGUSR1 that raises."""
+    """Install a handler of SIGUSR1 that raises."""
 
     def handler(number: int, frame: object) -> NoReturn:
         raise kind("from the handler")
@@ -46,16 +46,16 @@ def _caught_at(code: CodeType, offset: int) -> int | None:
     return next((entry.target for entry in _ranges(code) if entry.start <= offset < entry.end), None)
 
 
-#: Callbacks of weak references: like finalisers, what they raise goes nowhere, as Python has it.
+#: Callbacks of weak references: like finalisers, their exceptions are dropped by Python.
 _CALLBACKS = frozenset({"after_fork.<locals>.<lambda>"})
 
 
 class _Tracer:
     """Counts the points at which the interpreter may run a handler, in the package's frames, and sends a signal at one.
 
-    A trace function is called before an instruction, and the interpreter looks after one: an exception belongs to the earlier
-    of the two then. Where they are in different blocks of `try` or `with`, that makes a difference, and no signal is sent. Nor
-    is one in a finaliser: CPython drops what is raised there.
+    A trace function is called before an instruction, and the interpreter checks after one, so the exception belongs to the
+    earlier of the two. If they are in different blocks of `try` or `with`, that makes a difference, and no signal is sent. Nor
+    is one sent in a finaliser: CPython drops its exceptions.
     """
 
     def __init__(self, point: int) -> None:
@@ -109,9 +109,7 @@ def points_of(operation: Callable[[], object]) -> int:
 
 
 def interrupted_at(point: int, operation: Callable[[], object]) -> tuple[str, str]:
-    """Run an operation, and a handler at one of its points: where that was, ``""`` if there are fewer; and what was raised, by
-    its type and message, ``""`` for nothing.
-    """
+    """Run an operation, and a handler at one of its points; return the place and the exception, as text, or ``""``."""
     tracer, raised = _Tracer(point), ""
     try:
         tracer.run(operation)

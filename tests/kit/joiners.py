@@ -9,11 +9,11 @@ from typing import Any
 
 from shared_rpc import Client
 
-#: A token for sources that a test starts itself, and what the server runs first to take it for its own.
+#: A token for sources that a test starts itself, and the code by which a server accepts it as its own.
 TOKEN = "the token of the tests"
 KNOWN_TOKEN = f"from shared_rpc.server import sources; sources.make_token = lambda: {TOKEN!r}"
 
-#: A joiner that builds all misses of its server there, and writes how it was started.
+#: A joiner that builds all misses of its server, and records how it was started.
 PROGRAM = """
 import os, sys
 from shared_rpc import Client
@@ -25,7 +25,7 @@ with Client(socket_path=sys.argv[-1]) as client, client.source() as source:
         source.build(miss).release()
 """
 
-#: The same, which goes on when its server has gone.
+#: The same, but it continues after the end of its server.
 FAITHLESS = f"""
 import time
 try:
@@ -45,7 +45,7 @@ def command_of(folder: Path, code: str) -> str:
 
 
 def source_of(client: Client) -> dict[str, Any]:
-    """The server's description of its source."""
+    """Return the server's description of its source."""
     found = client.get_server_info()["source"]
     assert found is not None
     return dict(found)

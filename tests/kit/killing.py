@@ -1,7 +1,7 @@
 """Processes that end by SIGKILL at a step of their work: before a function of the package, or after it.
 
-A test has a process watch functions, by :meth:`Killing.code`, and names the step at which it is to end. The package knows
-nothing of that: functions get other code in the process that is to end.
+A test has a process watch functions, by :meth:`Killing.code`, and names the step at which it is to end. The package has no
+support for that: functions get other code in the process that is to end.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class _Reached(msgspec.Struct):
 
 
 class Killing:
-    """A step at which one process ends; told by files in a folder.
+    """A step at which one process ends; communicated by files in a folder.
 
-    A step is ``before f`` or ``after f``, where f is a function as :meth:`code` has them; several, with commas, are passed one
-    after another, and the last one is the process's end. That of a coroutine or a generator is when it begins, or has returned.
+    A step is ``before f`` or ``after f``, where f is a function as named in :meth:`code`. Several steps, separated by commas,
+    are passed in order, and the last one ends the process. A coroutine or generator counts from its begin to its return.
 
     :param folder: an empty one.
     """
@@ -41,17 +41,17 @@ class Killing:
         folder.mkdir()
 
     def code(self, functions: Mapping[str, str]) -> str:
-        """What a process runs to watch functions, which are given by their qualified names, with their modules."""
+        """Return the code by which a process watches functions, given by their modules and qualified names."""
         return f"from tests.kit import killing\nkilling.watch({str(self._folder)!r}, {dict(functions)!r})\n"
 
     def arm(self, step: str) -> None:
-        """From now on, the first process that is at the step ends there."""
+        """From now on, end the first process that reaches the step."""
         (self._folder / "new").write_text(step)
         (self._folder / "new").rename(self._folder / "armed")
 
     @property
     def reached(self) -> tuple[int, str] | None:
-        """The process that has ended, and where; None if none has."""
+        """The process that has ended, and its step; None if none has."""
         try:
             found = msgspec.json.decode((self._folder / "reached").read_bytes(), type=_Reached)
         except FileNotFoundError:
@@ -60,7 +60,7 @@ class Killing:
 
 
 class _Watching:
-    """What a process notes of the functions that it watches."""
+    """The state of a process that watches functions."""
 
     def __init__(self) -> None:
         self.functions: dict[str, Callable[..., Any]] = {}
@@ -69,7 +69,7 @@ class _Watching:
         self._left: list[str] = []
 
     def passes(self, place: str) -> None:
-        """Note that the process is at a place; it may end here."""
+        """Record that the process has reached a place; end it if that is the step."""
         with self._lock:
             try:
                 step = (self.folder / "armed").read_text()
@@ -94,7 +94,7 @@ _watching = _Watching()
 
 
 def watch(folder: str, functions: Mapping[str, str]) -> None:
-    """Have functions report when they are called and have returned, in this process, whoever refers to them already."""
+    """Make functions report their calls and returns in this process, including through existing references."""
     _watching.folder = Path(folder)
     for name, module in functions.items():
         _replace(name, _found(importlib.import_module(module), name.split(".")))
@@ -103,13 +103,13 @@ def watch(folder: str, functions: Mapping[str, str]) -> None:
 def _found(place: Any, path: Iterable[str]) -> FunctionType:
     for name in path:
         place = inspect.getattr_static(place, name)
-    place = inspect.unwrap(place)  # a context manager is made of a generator
+    place = inspect.unwrap(place)  # a context manager wraps a generator function
     assert isinstance(place, FunctionType), place
     return place
 
 
 def _replace(name: str, function: FunctionType) -> None:
-    """Give a function other code: methods that are bound already have the function, and see nothing of another one."""
+    """Give a function other code: bound methods refer to the function, and would miss a replacement."""
     own = FunctionType(function.__code__, function.__globals__, name, function.__defaults__, function.__closure__)
     own.__kwdefaults__ = function.__kwdefaults__
     _watching.functions[name] = own
@@ -119,7 +119,7 @@ def _replace(name: str, function: FunctionType) -> None:
 
 
 def called(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function that is watched."""
+    """Call a watched function."""
     function = _watching.functions[name]
     if inspect.iscoroutinefunction(function):
         return _awaited(name, functools.partial(function, *args, **kwargs))

@@ -1,8 +1,8 @@
-"""The end of a fork, without taking apart what it has in common with its zygote.
+"""The end of a fork, without destroying the objects that it shares with its zygote.
 
-The interpreter takes a process apart when all exit callbacks have run: it clears every module, and so touches every object that
-there is. In a fork each of them is copied for that, for 0.1 s and 150 MB. Here a fork takes its main module apart, and ends.
-What tests do at the end of a process is with that as it is without; new processes end as they always do.
+The interpreter finalises a process when all exit callbacks have run: it clears every module, and so touches every object in
+memory. In a fork, this copies each of them, which takes 0.1 s and 150 MB. Here, a fork clears its main module only, and ends.
+The actions of tests at the end of a process are unaffected; new processes end as usual.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _code: int | None = None
 
 
 def register() -> None:
-    """Have the end of forks be this one. Before all imports: the callback that is registered first is called last."""
+    """Install this end of forks. Before all imports: the callback that is registered first is called last."""
     atexit.register(_leave)
 
 
 def spare_what_there_is() -> None:
-    """Have objects that imports have made keep their finalizers, which would run at the end of each fork.
+    """Keep the finalizers of imported objects from running at the end of each fork.
 
-    torch takes 134 libraries of operators out of its dispatcher with those, and touches 27 MB.
+    torch's remove 134 libraries of operators from its dispatcher, and touch 27 MB.
     """
     # Private: 3.4 to 3.14 have it.
     for info in weakref.finalize._registry.values():
@@ -37,12 +37,12 @@ def spare_what_there_is() -> None:
 
 @contextmanager
 def noted() -> Iterator[None]:
-    """Note the exit code that the interpreter is about to end this process with."""
+    """Record the exit code with which the interpreter is about to end this process."""
     global _code
     try:
         yield
     except SystemExit as end:
-        # As sys.exit() has it; the interpreter prints what is no number.
+        # As in sys.exit(); the interpreter prints all but numbers.
         _code = 0 if end.code is None else end.code if isinstance(end.code, int) else 1
         raise
     except KeyboardInterrupt:  # it ends by the signal

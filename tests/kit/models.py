@@ -1,4 +1,4 @@
-"""Modules and tensors of the kinds that people share, importable by every process of a test."""
+"""Modules and tensors of popular kinds, importable by every process of a test."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 
 class Tied(nn.Module):
-    """An embedding and an output layer with one weight, as language models have."""
+    """An embedding and an output layer with a common weight, as in language models."""
 
     def __init__(self, device: str = "cpu") -> None:
         super().__init__()
@@ -20,7 +20,7 @@ class Tied(nn.Module):
         self.head.weight = self.embed.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits of tokens."""
+        """Return the logits of tokens."""
         return self.head(self.embed(tokens))
 
 
@@ -36,7 +36,7 @@ class Slotted:
 
 @dataclass
 class State:
-    """What models keep beside their parameters."""
+    """The state that models keep beside their parameters."""
 
     step: int
     moments: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class Everything(nn.Module):
         self.alias = self.running
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All of them, by where they are."""
+        """Return all tensors by their places."""
         return {
             "parameter": self.weight,
             "buffer": self.running,
@@ -77,13 +77,13 @@ class Everything(nn.Module):
 
 
 class Marked(torch.Tensor):
-    """A subclass that carries an attribute, as vision libraries have for boxes and masks."""
+    """A subclass with an attribute, as vision libraries use for boxes and masks."""
 
     label: str = "none"
 
 
 class Labelled(nn.Parameter):
-    """A parameter of a class of its own that refers to its module, as those of 8-bit and 4-bit layers do."""
+    """A parameter subclass that refers to its module, like those of 8-bit and 4-bit layers."""
 
     __slots__ = ("note",)
     label: str
@@ -91,16 +91,16 @@ class Labelled(nn.Parameter):
     module: nn.Module
 
     def __getstate__(self) -> dict[str, Any]:
-        """What such classes have for ``copy.deepcopy``: it is not all of the object."""
+        """Return an incomplete state, as such classes do for ``copy.deepcopy``."""
         return {"label": self.label, "data": self.data, "requires_grad": self.requires_grad}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """The other half of it."""
+        """Set the incomplete state."""
         self.label, self.data, self.requires_grad = state["label"], state["data"], state["requires_grad"]
 
 
 class Scaled(torch.Tensor):
-    """A wrapper subclass: two inner tensors that read as their product, as quantisation libraries have."""
+    """A wrapper subclass: two inner tensors that read as their product, as in quantisation libraries."""
 
     @staticmethod
     def __new__(cls, values: torch.Tensor, scale: torch.Tensor) -> Scaled:
@@ -117,12 +117,12 @@ class Scaled(torch.Tensor):
 
     @classmethod
     def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], meta: Any, size: Any, stride: Any) -> Scaled:
-        """Put together again."""
+        """Rebuild the wrapper."""
         return cls(inner["values_"], inner["scale"])
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Detaching gives the same again; every other operation works on the product."""
+        """Detaching returns the same kind again; every other operation works on the product."""
         if function is torch.ops.aten.detach.default:
             return Scaled(args[0].values_, args[0].scale)
         plain = [argument.values_ * argument.scale if isinstance(argument, Scaled) else argument for argument in args]
@@ -130,7 +130,7 @@ class Scaled(torch.Tensor):
 
 
 class Locked(nn.Module):
-    """A module that cannot be pickled: it has a lock, two levels down."""
+    """A module that cannot be pickled: it contains a lock, two levels down."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,5 +153,5 @@ def net() -> dict[str, torch.Tensor]:
 
 
 def raw(tensor: torch.Tensor) -> bytes:
-    """Its bytes, wherever it is."""
+    """The bytes of a tensor on any device."""
     return bytes(tensor.cpu().contiguous().flatten().view(torch.uint8).tolist()) if tensor.numel() else b""

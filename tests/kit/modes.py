@@ -1,4 +1,4 @@
-"""Torch's modes, in each of which something can be done."""
+"""Torch's modes, in each of which values can be published or rebuilt."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class NoDispatch(TorchDispatchMode):
-    """A mode that lets no operation through."""
+    """A mode that refuses every operation."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Fail."""
@@ -21,7 +21,7 @@ class NoDispatch(TorchDispatchMode):
 
 
 class NoFunction(TorchFunctionMode):
-    """A mode that lets no function through."""
+    """A mode that refuses every function."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Fail."""
@@ -30,7 +30,7 @@ class NoFunction(TorchFunctionMode):
 
 @contextmanager
 def default_device() -> Iterator[None]:
-    """The meta device for what is made without one."""
+    """Make the meta device the default."""
     torch.set_default_device("meta")
     try:
         yield
@@ -40,7 +40,7 @@ def default_device() -> Iterator[None]:
 
 @contextmanager
 def default_dtype() -> Iterator[None]:
-    """Half precision for what is made without a dtype."""
+    """Make half precision the default dtype."""
     torch.set_default_dtype(torch.float16)
     try:
         yield
@@ -50,7 +50,7 @@ def default_dtype() -> Iterator[None]:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """What is not deterministic raises."""
+    """Make nondeterministic operations raise."""
     torch.use_deterministic_algorithms(True)
     try:
         yield

@@ -1,4 +1,4 @@
-"""A broker's buffer that goes to lower tiers and comes back, watched by raw sessions: nothing of it is mapped in the test."""
+"""A broker's buffer that moves to lower tiers and back, observed by raw sessions; the test maps none of it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class MovedBuffer:
             assert os.pwrite(fd, self._bytes, 0) == len(self._bytes)
             self.inode = os.fstat(fd).st_ino
             made.close()
-        eventually(lambda: memory_of(self.pid) <= before + 1)  # others may have given way
+        eventually(lambda: memory_of(self.pid) <= before + 1)  # others may have been evicted
 
     def session(self) -> HoldingSession:
         """Begin a session with its broker."""
@@ -63,18 +63,18 @@ class MovedBuffer:
         return session
 
     def ask(self, message: m.Message) -> m.Message:
-        """Have a new session ask."""
+        """Send a request in a new session."""
         with self.session() as session:
             return session.ask(message)
 
     def move(self, move: str) -> HoldingSession:
-        """Begin a move, in a session that gets the answer."""
+        """Begin a move, in a session that receives the answer."""
         session = self.session()
         session.say(t.Evict(self.object_id, to_of(move)) if move.startswith("evicting") else t.Restore(self.object_id))
         return session
 
     def prepare(self, move: str) -> None:
-        """Move it to where the move begins."""
+        """Move it to the origin of a move."""
         if move.startswith("restoring"):
             assert self.moved(back_of(move)) == to_of(move)
         elif move.endswith("again"):
@@ -82,7 +82,7 @@ class MovedBuffer:
             assert self.moved("restoring") == "device"
 
     def moved(self, move: str) -> str:
-        """Make a move: the tier in which it is then."""
+        """Make a move; return the resulting tier."""
         with self.move(move) as session:
             reply = session.heard()
             assert isinstance(reply, m.Answer), reply
@@ -90,20 +90,20 @@ class MovedBuffer:
 
     @property
     def tier(self) -> str:
-        """The tier in which it is."""
+        """The current tier."""
         reply = self.ask(m.GetObjectInfo(self.object_id))
         assert isinstance(reply, m.Answer), reply
         return str(m.GetObjectInfo.read(reply)["tier"])
 
     @property
     def is_copied(self) -> bool:
-        """Whether the broker counts a copy of it in a lower tier: it has no other objects."""
+        """True if the broker counts a copy of it in a lower tier: it has no other objects."""
         reply = self.ask(m.GetServerInfo())
         assert isinstance(reply, m.Answer), reply
         return bool(m.GetServerInfo.read(reply)["copies"])
 
     def write(self) -> None:
-        """Write other bytes to it, as a process does that maps it."""
+        """Write other bytes to it, like a process that maps it."""
         self._bytes = os.urandom(len(self._bytes))
         with self.session() as session:
             found = _reply(session, m.GetBuffer(self.object_id))
@@ -112,20 +112,20 @@ class MovedBuffer:
                 assert os.pwrite(found.fds[0], self._bytes, 0) == len(self._bytes)
 
     def has_its_bytes(self) -> bool:
-        """Whether somebody who asks for it gets what was written."""
+        """Return whether a client that acquires it gets the written bytes."""
         with self.session() as session:
             found = _reply(session, m.GetBuffer(self.object_id))
             assert isinstance(found.message, m.Result), found.message
             with closing(found):
                 return [os.pread(fd, len(self._bytes) + 1, 0) for fd in found.fds] == [self._bytes]
 
-    def is_gone(self) -> bool:
-        """Whether the broker does not know it."""
+    def is_dropped(self) -> bool:
+        """Return whether the broker has dropped it."""
         reply = self.ask(m.GetObjectInfo(self.object_id))
         return isinstance(reply, m.Error) and reply.code == StaleHandleError.code
 
     def workers(self) -> list[int]:
-        """The process ids of the workers that are ready."""
+        """Return the process ids of the workers that are ready."""
         reply = self.ask(m.GetServerInfo())
         assert isinstance(reply, m.Answer), reply
         return [worker["pid"] for worker in m.GetServerInfo.read(reply)["workers"] if worker["state"] == "ready"]
@@ -147,10 +147,10 @@ def _reply(session: HoldingSession, message: m.Message) -> _Reply:
 
 
 def to_of(move: str) -> str:
-    """The tier to which, or from which, a move goes."""
+    """Return the tier to which, or from which, a move goes."""
     return "file" if move.endswith("file") else "host"
 
 
 def back_of(move: str) -> str:
-    """The move after which that one can be made."""
+    """Return the move that must precede this one."""
     return f"evicting to {'a file' if to_of(move) == 'file' else 'the host'}"

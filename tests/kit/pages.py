@@ -1,4 +1,4 @@
-"""Memory of this process in large pages, which a fork has not to list one by one."""
+"""Large pages for this process's memory, which speed up its forks."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import ctypes
 from pathlib import Path
 
 _LARGE = 2 << 20
-#: From Linux 6.1 on, whatever is set for transparent huge pages; before that it is an error, and pages stay small.
+#: From Linux 6.1 on, independent of the setting for transparent huge pages; before, it is an error, and pages stay small.
 _MADV_COLLAPSE = 25
 
 
 def collapse() -> None:
-    """Put anonymous memory into large pages, where the system can.
+    """Move anonymous memory to large pages, if the system supports it.
 
-    To list 180 MB in pages of 4 KiB takes a fork, and its end, 20 ms; in large pages it takes 5.
+    A fork and its end take 20 ms to copy and free the page tables of 180 MB in pages of 4 KiB, and 5 ms in large pages.
     """
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

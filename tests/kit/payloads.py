@@ -1,4 +1,4 @@
-"""Payloads of every kind that a call carries, and what must be the same about them on the other side."""
+"""Payloads of every kind that a call carries, and the properties that it preserves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.kit.deep import deep
 from tests.kit.interpreter import bits
 from tests.kit.models import Tied
 
-#: Dtypes of payloads: those of `tests/rules/test_codec.py` are all there are.
+#: Dtypes of payloads: `tests/rules/test_codec.py` has all others too.
 DTYPES = (
     torch.bool,
     torch.uint8,
@@ -32,13 +32,13 @@ DTYPES = (
 _SIGNED = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
-# What must be the same.
+# Preserved properties.
 
 
 def described(value: Any) -> Any:
-    """A payload as plain data, equal for equal payloads: structure, types, shapes, strides, flags, and every bit.
+    """Return a payload as plain data, equal for equal payloads: structure, types, shapes, strides, flags, and every bit.
 
-    Strides are left out where there is no element that they lead to.
+    Strides that lead to no element are left out.
     """
     if isinstance(value, torch.Tensor):
         layout = (tuple(value.shape), value.stride() if value.numel() else None)
@@ -55,7 +55,7 @@ def described(value: Any) -> Any:
 
 
 def aliases(value: Any) -> list[tuple[int, int, bool, int]]:
-    """Which tensors of a payload share memory: their numbers, whether they are one object, the bytes from one to the other."""
+    """Return the memory shared by tensors of a payload: their numbers, whether they are one object, the offset in bytes."""
     found = list(tensors_in(value))
     return [
         (one, other, found[one] is found[other], found[other].data_ptr() - found[one].data_ptr())
@@ -65,7 +65,7 @@ def aliases(value: Any) -> list[tuple[int, int, bool, int]]:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors of a payload, in order, as often as they are in it."""
+    """Return all tensors of a payload, in order, with repetitions."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, nn.Module):
@@ -78,7 +78,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     spans = _span(one), _span(other)
-    # Views may lie between one another and have no byte in common.
+    # Views may interleave without a common byte.
     return max(begin for begin, _ in spans) < min(end for _, end in spans) and bool(_addresses(one) & _addresses(other))
 
 
@@ -89,7 +89,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _addresses(tensor: torch.Tensor) -> set[int]:
-    """Where the bytes of all elements lie."""
+    """Return the addresses of all elements."""
     begin, width = tensor.data_ptr(), tensor.element_size()
     steps = [
         range(0, size * stride, stride) if stride else [0] for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
@@ -101,7 +101,7 @@ def _addresses(tensor: torch.Tensor) -> set[int]:
 
 
 def of_bits(dtype: torch.dtype, shape: tuple[int, ...], seed: int, device: str) -> torch.Tensor:
-    """A tensor of random bits, which may be NaNs."""
+    """Return a tensor of random bits, which may be NaNs."""
     high = 2 if dtype is torch.bool else 256
     count = dtype.itemsize * torch.Size(shape).numel()
     data = torch.randint(0, high, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
@@ -202,7 +202,7 @@ PAYLOADS: dict[str, Make] = {
 def each_payload() -> pytest.MarkDecorator:
     """Run a test for the ``name`` of some payloads, and in ``nox -s deep`` of all.
 
-    What goes over a wire in every run; the codec's rules for the others are in tests/rules/test_codec.py.
+    Every run sends some payloads through a wire; tests/rules/test_codec.py tests the codec's rules for the others.
     """
     usual = ("containers", "views", "the same twice", "conjugated and negated", "module beside its weight")
     return pytest.mark.parametrize("name", [*usual, *deep(*(name for name in PAYLOADS if name not in usual))])
@@ -210,7 +210,7 @@ def each_payload() -> pytest.MarkDecorator:
 
 @dataclass(frozen=True)
 class _Number:
-    """A tensor of a payload. Strategies are kept for later examples, and would keep the tensor itself."""
+    """The number of a payload's tensor. Strategies are kept for later examples, and would keep the tensor itself alive."""
 
     index: int
 
@@ -234,7 +234,7 @@ _NESTED = st.recursive(
 
 @st.composite
 def any_payload(draw: st.DrawFn, device: str) -> Any:
-    """Containers of scalars and tensors, one at least; tensors may be views of one another, or be in it several times."""
+    """Containers of scalars and at least one tensor; tensors may be views of one another, or occur several times."""
     pool: list[torch.Tensor] = []
     for _ in range(draw(st.integers(1, 4))):
         pool.append(_tensor(draw, device, pool))

@@ -1,4 +1,4 @@
-"""Real child processes that talk by lines, and waiting for what another process does."""
+"""Real child processes that communicate by lines, and waits for other processes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Child:
     """A Python process running ``code``; it prints lines for :meth:`expect`, and reads those of :meth:`tell`.
 
     :param options: of the interpreter.
-    :param before: a command line that starts the interpreter, as of ``unshare``.
-    :param fresh: whether it is to be a new process, and no fork, see :class:`tests.kit.forks.Popen` for this and the next one.
+    :param before: a command line that starts the interpreter, such as ``unshare``.
+    :param fresh: True for a new process rather than a fork; :class:`tests.kit.forks.Popen` explains this and the next one.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Child:
         return self._expect(self.process.stdout, text)
 
     def expect_error(self, text: str) -> str:
-        """The same, of its standard error."""
+        """Read lines of its standard error until one contains ``text``, and return it."""
         return self._expect(self.process.stderr, text)
 
     def _expect(self, stream: IO[str] | None, text: str) -> str:
@@ -86,25 +86,25 @@ class Child:
         return self.expect(answer).removeprefix(answer).strip()
 
     def kill(self) -> None:
-        """SIGKILL, and wait until it is gone."""
+        """Send SIGKILL, and wait for the end."""
         self.process.send_signal(signal.SIGKILL)
         self.close()
 
     def close(self) -> tuple[int, str]:
-        """Wait for the end: its exit code and what it wrote to standard error."""
+        """Wait for the end; return the exit code and the text on standard error."""
         _, errors = self.process.communicate(timeout=50)
         return self.process.returncode, errors
 
 
 def python(code: str, *, environ: dict[str, str] | None = None, fresh: bool = False) -> Child:
-    """A child that runs a piece of code."""
+    """Start a child that runs a piece of code."""
     return Child("-c", textwrap.dedent(code), environ=environ, fresh=fresh)
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 10.0, what: str = "", every: float = 0.002) -> float:
-    """Wait until another process or thread has made ``condition`` true; the seconds it took.
+    """Wait until another process or thread has made ``condition`` true; return the elapsed seconds.
 
-    :param every: seconds between two looks: more of them for a look that is itself work for several processes.
+    :param every: seconds between two checks: more if a check is itself work for several processes.
     """
     begin = time.monotonic()
     while not condition():
@@ -115,7 +115,7 @@ def eventually(condition: Callable[[], bool], seconds: float = 10.0, what: str =
 
 
 def sigstop(pid: int) -> None:
-    """SIGSTOP, and wait until no thread of the process runs: one goes on until another has taken the signal."""
+    """Send SIGSTOP, and wait until no thread of the process runs: one runs on until another has taken the signal."""
     os.kill(pid, signal.SIGSTOP)
 
     def stopped() -> bool:
@@ -132,22 +132,22 @@ def sigstop(pid: int) -> None:
 
 
 def links_of(pid: int | str = "self") -> list[str]:
-    """What the descriptors of a process are of, as the kernel names it; nothing of a process that has ended."""
+    """Return the targets of a process's descriptors, as named by the kernel; nothing for a process that has ended."""
     found = []
     with suppress(OSError):
         for number in os.listdir(f"/proc/{pid}/fd"):
-            with suppress(OSError):  # closed meanwhile
+            with suppress(OSError):  # closed in the meantime
                 found.append(os.readlink(f"/proc/{pid}/fd/{number}"))
     return found
 
 
 def open_fds() -> int:
-    """How many descriptors this process has open."""
+    """Return the number of open descriptors of this process."""
     return len(os.listdir("/proc/self/fd"))
 
 
 def rights(address: int) -> str:
-    """How the kernel has an address of this process mapped, as ``"rw-s"``; ``""`` if it has not."""
+    """Return the kernel's flags of the mapping at an address of this process, as ``"rw-s"``; ``""`` without one."""
     with open("/proc/self/maps") as maps:
         for line in maps:
             begin, end = (int(each, 16) for each in line.split()[0].split("-"))

@@ -1,4 +1,4 @@
-"""The wire spoken by hand: one end of a connection that says whatever a test wants said."""
+"""The protocol without a client: one end of a connection, which sends arbitrary frames."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ F_ADD_SEALS, F_SEAL_SHRINK, F_SEAL_WRITE = 1033, 0x2, 0x8
 
 
 def frame_of(message: Message, number: int = 1, payload: bytes = b"", fds: int = 0) -> bytes:
-    """The bytes of a frame that announces ``fds`` descriptors."""
+    """Return the bytes of a frame that announces ``fds`` descriptors."""
     kind, body = encode_message(message)
     return b"".join(encode_frame(kind, number, body, payload, fds))
 
 
 def sealed_memory(nbytes: int = 4096, seals: int = F_SEAL_SHRINK) -> int:
-    """A memfd as a client sends it; the caller closes it."""
+    """Make a memfd as a client sends it; the caller closes it."""
     fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, nbytes)
     if seals:
@@ -36,7 +36,7 @@ def sealed_memory(nbytes: int = 4096, seals: int = F_SEAL_SHRINK) -> int:
 
 
 class Raw:
-    """One end of a connection; at the end of a ``with`` block it is closed without a word."""
+    """One end of a connection; the end of a ``with`` block closes it without a message."""
 
     def __init__(self, end: socket.socket | str, *, hello: bool = True) -> None:
         if isinstance(end, str):
@@ -60,7 +60,7 @@ class Raw:
             self.welcome = welcome
 
     def send(self, data: bytes, fds: Sequence[int] = ()) -> None:
-        """Bytes as they are, with descriptors at the first of them. A connection that is gone takes anything."""
+        """Send raw bytes, with descriptors at the first of them. Errors of a closed connection are ignored."""
         with suppress(BrokenPipeError, ConnectionResetError):
             if fds:
                 sent = socket.send_fds(self.sock, [data], list(fds))
@@ -68,17 +68,17 @@ class Raw:
             self.sock.sendall(data)
 
     def say(self, message: Message, number: int = 1, payload: bytes = b"", fds: Sequence[int] = ()) -> None:
-        """A well-formed frame."""
+        """Send a well-formed frame."""
         self.send(frame_of(message, number, payload, len(fds)), fds)
 
     def hear_frame(self) -> Frame:
-        """The next frame, whose descriptors are the caller's."""
+        """Receive the next frame, whose descriptors the caller owns."""
         while (frame := self._frames.next_frame()) is None:
             self._frames.receive()
         return frame
 
     def hear(self, number: int | None = None) -> Message:
-        """The next message, or the next with that request id; descriptors that come with it are closed."""
+        """Receive the next message, or the next with that request id; its descriptors are closed."""
         while True:
             frame = self.hear_frame()
             frame.close()
@@ -86,18 +86,18 @@ class Raw:
                 return decode_message(frame)
 
     def ask(self, message: Message, number: int = 1, payload: bytes = b"", fds: Sequence[int] = ()) -> Message:
-        """Say something and hear the answer."""
+        """Send a message, and receive its answer."""
         self.say(message, number, payload, fds)
         return self.hear(number)
 
     def hear_end(self) -> None:
-        """Read until the other side hangs up."""
+        """Read until the other side disconnects."""
         with suppress(ConnectionError):
             while self.sock.recv(1 << 16):
                 continue
 
     def close(self) -> None:
-        """Hang up."""
+        """Disconnect."""
         self._frames.close()
 
     def __enter__(self) -> Raw:
@@ -108,7 +108,7 @@ class Raw:
 
 
 class HoldingSession(Raw):
-    """A session that has leases on objects, suspends them and resumes them; it maps nothing."""
+    """A session that acquires, suspends and resumes leases on objects; it maps nothing."""
 
     def __init__(self, socket_path: str, seconds: float = 60.0) -> None:
         super().__init__(socket_path)
@@ -116,15 +116,15 @@ class HoldingSession(Raw):
         self._number = 100
 
     def hold(self, object_id: str) -> None:
-        """Get a lease, by a request that restores nothing."""
+        """Acquire a lease, by a request that restores nothing."""
         assert self.ask(m.Hold([object_id])) == m.Held([object_id])
 
     def suspend(self, object_id: str) -> None:
-        """Use an object no more."""
+        """Suspend the lease on an object."""
         assert self.ask(t.Suspend([object_id])) == m.Count(1)
 
     def begin_resume(self, object_id: str) -> None:
-        """Ask for an object."""
+        """Request an object."""
         self._number += 1
         self.say(t.Resume(object_id), self._number)
 
@@ -134,7 +134,7 @@ class HoldingSession(Raw):
             return decode_message(frame)
 
     def resume(self, object_id: str) -> set[int]:
-        """Use an object again, which is in host memory; the different bytes that it has."""
+        """Resume an object, which is in host memory; return its distinct bytes."""
         self.begin_resume(object_id)
         with closing(self.hear_frame()) as frame:
             reply = decode_message(frame)

@@ -22,7 +22,7 @@ _FAILED = 1  # pytest's exit status if tests failed; it has others for all else
 def run(flaky: Path, arguments: list[str]) -> int:
     """Run pytest with these arguments as described above; return its exit status."""
     with tempfile.TemporaryDirectory() as folder:
-        # A cache of its own holds the failures of this run and no others.
+        # A separate cache has the failures of this run only.
         pytest = ["pytest", *arguments, "-o", f"cache_dir={folder}"]
         status = subprocess.run(pytest, check=False).returncode
         failed = _failed(folder)
@@ -32,7 +32,7 @@ def run(flaky: Path, arguments: list[str]) -> int:
         print(f"{len(failed)} failed: run once more, alone", flush=True)
         alone = ["-n", "0"] if importlib.util.find_spec("xdist") else []
         status = subprocess.run([*pytest, *alone, "--last-failed", "--last-failed-no-failures", "none"], check=False).returncode
-        # Pytest removes from the list what passed. What it did not run is still there.
+        # Pytest removes passed tests from the list. Those that did not run are still in it.
         again = _failed(folder)
     names = [name for name in failed if name not in again]
     flaky.write_text("".join(f"{name}\n" for name in names))

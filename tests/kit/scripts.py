@@ -15,11 +15,11 @@ from shared_rpc.scripts.listing import live_zygotes, stop_zygotes
 from tests.kit import forks
 from tests.kit.processes import PYTHONPATH, Child
 
-#: The words for ``shared-rpc run``, behind the interpreter.
+#: The command line of ``shared-rpc run``, after the interpreter.
 RUN = ("-m", "shared_rpc.cli", "run")
-#: How a script begins that waits for a line, or a signal: by ``line()`` in place of ``sys.stdin.readline()``. A signal between
-#: the interpreter's last look for one and the system call that waits does not interrupt that, in any program in Python: its
-#: handler runs when something else ends the wait. Here its number does, in a pipe.
+#: The beginning of scripts that wait for a line, or a signal: they call ``line()`` in place of ``sys.stdin.readline()``. In any
+#: Python program, a signal between the interpreter's last check and the blocking system call does not interrupt the latter:
+#: its handler runs when something else ends the wait. Here its number does, in a pipe.
 WAITS = """
         import os, select, signal, sys
         noted, noting = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -32,12 +32,12 @@ WAITS = """
                 if 0 in ready:
                     return sys.stdin.readline()
 """
-#: The first script of a place waits for a zygote; on a busy machine that takes long.
+#: The first script of a place waits for a zygote, which takes long on a busy machine.
 _PATIENCE = 120.0
 
 
 class Outcome(NamedTuple):
-    """How a program ended, and what it said."""
+    """The end of a program, and its output."""
 
     code: int
     output: str
@@ -45,10 +45,10 @@ class Outcome(NamedTuple):
 
 
 class Place:
-    """A directory for scripts, and for the zygotes of those who run them.
+    """A directory for scripts, and for the zygotes of their commands.
 
-    :param forks: whether commands, and the zygotes that they start, may begin as forks of the tests' own zygote, which has
-        imported torch: where it is of no matter what they are, but what becomes of them.
+    :param forks: True if commands, and the zygotes that they start, may begin as forks of the tests' own zygote, which has
+        imported torch: for tests of their behaviour rather than of their start.
     """
 
     def __init__(self, folder: Path, sockets: Path, forks: bool = False) -> None:
@@ -76,11 +76,11 @@ class Place:
         return self._finish([sys.executable, *RUN, *map(str, words)], **options)
 
     def both(self, *words: object, **options: Any) -> tuple[Outcome, Outcome]:
-        """Run a program both ways: how each one ended."""
+        """Run a program both ways; return both outcomes."""
         return self.python(*words, **options), self.run(*words, **options)
 
     def start(self, *words: object, run: bool = True, **environ: str) -> Child:
-        """Start a program that goes on."""
+        """Start a long-running program."""
         return Child(
             *(RUN if run else ()),
             *map(str, words),
@@ -108,14 +108,14 @@ class Place:
         return Outcome(ran.returncode, ran.stdout.decode(errors="replace"), ran.stderr.decode(errors="replace"))
 
     def zygotes(self) -> list[dict[str, Any]]:
-        """What the zygotes of this place tell of themselves."""
+        """Return the state of this place's zygotes, as they report it."""
         return live_zygotes(self.base_path, lambda reason: None)
 
     def close(self) -> None:
-        """End them."""
+        """End the zygotes."""
         stop_zygotes(self.base_path, lambda reason: None)
 
 
 def _begin() -> None:
-    # What runs the tests may ignore it, and programs would too.
+    # The test runner may ignore it, and programs would inherit that.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""The process at the other end of a segment: it maps what it is sent and does what it is told, line by line.
+"""The process at the other end of a segment: it maps received segments, and executes commands line by line.
 
 ``python -m tests.kit.segment_peer <socket path> [<module>:<backend>]`` connects; the descriptor comes over SCM_RIGHTS with the
 segment's info as its bytes. Commands on standard input, one answer on standard output each::
@@ -30,7 +30,7 @@ from tests.kit.processes import open_fds
 
 
 def load(backend: Backend, address: int, nbytes: int) -> bytes:
-    """Bytes of mapped memory, whatever it is made of."""
+    """Return bytes of mapped memory of any kind."""
     view = backend.view(address, nbytes)
     if isinstance(view, memoryview):
         return bytes(view)
@@ -38,7 +38,7 @@ def load(backend: Backend, address: int, nbytes: int) -> bytes:
 
 
 def store(backend: Backend, address: int, data: bytes) -> None:
-    """Write ``data`` there; on a GPU it is there when this returns."""
+    """Write ``data`` to mapped memory; a GPU's has it on return."""
     view = backend.view(address, len(data))
     if isinstance(view, memoryview):
         view[:] = data
@@ -46,13 +46,13 @@ def store(backend: Backend, address: int, data: bytes) -> None:
     import torch
 
     target = tensor_of(backend, address, len(data))
-    # Written by a kernel, as tensors are.
+    # Written by a kernel, as in computations with tensors.
     torch.add(torch.tensor(list(data), dtype=torch.uint8, device=target.device), 0, out=target)
     torch.cuda.synchronize(target.device)
 
 
 def tensor_of(backend, address, nbytes):
-    """Mapped memory of a GPU, as bytes."""
+    """Return mapped memory of a GPU as a tensor of bytes."""
     import torch
 
     from shared_rpc.codec.storages import bytes_at
@@ -61,18 +61,18 @@ def tensor_of(backend, address, nbytes):
 
 
 def send(sock: socket.socket, segment: Segment) -> None:
-    """Send a segment; the descriptor is borrowed."""
+    """Send a segment; its descriptor is borrowed."""
     socket.send_fds(sock, [msgspec.json.encode(segment.info)], [segment.fileno()])
 
 
 def receive(sock: socket.socket) -> Segment:
-    """The segment that was sent; the caller owns it."""
+    """Receive a segment, which the caller owns."""
     body, fds, _, _ = socket.recv_fds(sock, 4096, 1, socket.MSG_CMSG_CLOEXEC)
     return Segment.owning(msgspec.json.decode(body, type=SegmentInfo), fds[0])
 
 
 def main(path: str, own: str = "") -> None:
-    """Obey until standard input ends. ``own`` is a backend to use in place of the library's."""
+    """Execute commands until standard input ends. ``own`` is a backend that replaces the library's."""
     module, _, name = own.partition(":")
     given = getattr(importlib.import_module(module), name) if own else None
     segment: Segment | None = None

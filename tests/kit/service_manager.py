@@ -1,4 +1,4 @@
-"""A service manager as far as a broker sees one: it listens, starts, is notified, and keeps descriptors. See sd_notify(3)."""
+"""The part of a service manager that a broker uses: sockets, starts, notifications, stored descriptors. See sd_notify(3)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shared_rpc.broker.fd_store import STATE, StateFile, StoredState
 from tests.kit.brokers import BrokerApp, BrokerProgram
 from tests.kit.processes import Child, eventually
 
-#: Runs in the child before its program: the descriptors are to begin at 3, and LISTEN_PID is its own.
+#: Runs in the child before its program: the descriptors must begin at 3, and LISTEN_PID must be its own.
 _LAUNCH = """
 import fcntl, os, sys
 given = [int(fd) for fd in sys.argv[1].split(",") if fd]
@@ -28,14 +28,14 @@ for number, fd in enumerate(fds):
 os.environ["LISTEN_PID"] = str(os.getpid())
 del sys.argv[1]
 """
-#: The program that the child becomes.
+#: The program that replaces the child.
 _BECOME = "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
 
 
 class ServiceManager:
     """Runs ``shared-rpc serve`` of an app.
 
-    :param capacity: FileDescriptorStoreMax=; what is more is dropped without a word.
+    :param capacity: FileDescriptorStoreMax=; further descriptors are dropped silently.
     :param listen: False to leave the socket to the broker.
     """
 
@@ -44,10 +44,10 @@ class ServiceManager:
     ) -> None:
         self.app = app
         self.capacity = capacity
-        #: What it keeps: names and descriptors.
+        #: The stored descriptors by name.
         self.store: list[tuple[str, int]] = []
-        #: All lines it was told, as they came.
-        self.told: list[str] = []
+        #: All received lines, in order.
+        self.received: list[str] = []
         self.environ: dict[str, str] = {}
         self._children = children
         self._lock = threading.Lock()
@@ -63,13 +63,13 @@ class ServiceManager:
 
     @property
     def path(self) -> str:
-        """Where it listens."""
+        """The socket path."""
         return f"{self.app.base_path}-cpu.sock"
 
     def start(self, *options: str, wait_for: str = "serving", program: BrokerProgram | None = None) -> Child:
-        """A process of the service, with the sockets first and then what is stored, in no order that could be relied on.
+        """Start a process of the service, with the sockets first and then the stored descriptors, in no particular order.
 
-        :param program: what it is in place of ``shared-rpc serve`` with these options.
+        :param program: replaces ``shared-rpc serve`` with these options.
         """
         self._hear_all()
         with self._lock:
@@ -99,7 +99,7 @@ class ServiceManager:
         return child
 
     def _hear_all(self) -> None:
-        """Hear what was told, as a manager does before it starts the next process. See sd_notify_barrier(3)."""
+        """Receive pending notifications, as a manager does before it starts the next process. See sd_notify_barrier(3)."""
         reading, writing = os.pipe()
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
             sender.connect(self._notified.getsockname())
@@ -109,19 +109,19 @@ class ServiceManager:
         os.close(reading)
 
     def names(self, kind: str = "") -> list[str]:
-        """Of what it keeps, with all that it was told before."""
+        """The names in the store, after all pending notifications."""
         self._hear_all()
         with self._lock:
             return [name for name, _ in self.store if name.startswith(kind)]
 
     def fd(self, name: str) -> int:
-        """What it keeps under a name."""
+        """The descriptor under a name."""
         with self._lock:
             return dict(self.store)[name]
 
     @property
     def state(self) -> StoredState:
-        """What the broker describes in the memfd that it writes to."""
+        """The state that the broker describes in the memfd that it writes to."""
         self._hear_all()
         with self._lock:
             kept = dict(self.store)
@@ -133,18 +133,18 @@ class ServiceManager:
         return msgspec.msgpack.decode(data, type=StoredState) if data else StoredState()
 
     def change(self, change: Callable[[StoredState], None]) -> None:
-        """Change what is described, when the broker has ended."""
+        """Change the description, after the end of the broker."""
         state, fd = self.state, os.dup(dict(self.store)[STATE])
         change(state)
         StateFile(fd).write(msgspec.msgpack.encode(state))
         os.close(fd)
 
     def objects(self) -> list[str]:
-        """The ids of the objects that are described."""
+        """The ids of the described objects."""
         return list(self.state.objects)
 
     def replace(self, name: str, fd: int) -> None:
-        """Keep something else under a name, which it owns from here on."""
+        """Replace the descriptor under a name by one that the manager then owns."""
         with self._lock:
             for index, (kept, earlier) in enumerate(self.store):
                 if kept == name:
@@ -152,20 +152,20 @@ class ServiceManager:
                     os.close(earlier)
 
     def remove(self, name: str) -> None:
-        """Keep nothing under a name any more."""
+        """Remove the descriptor under a name."""
         with self._lock:
             store(self.store, self.capacity, {"FDSTOREREMOVE": "1", "FDNAME": name}, [])
 
-    def was_told(self, line: str) -> bool:
-        """Whether a line has come that begins so."""
-        return any(told.startswith(line) for told in self.told)
+    def has_received(self, line: str) -> bool:
+        """Return whether a line with a prefix has been received."""
+        return any(received.startswith(line) for received in self.received)
 
     def expect(self, condition: Callable[[], bool]) -> None:
-        """Wait for what the broker is about to tell."""
-        eventually(condition, what=f"told {self.told[-5:]}, kept {self.names()}")
+        """Wait for a line from the broker."""
+        eventually(condition, what=f"received {self.received[-5:]}, kept {self.names()}")
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Close everything."""
         self._notified.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._notified.close()
@@ -183,19 +183,19 @@ class ServiceManager:
             fields = dict(line.split("=", 1) for line in lines)
             with self._lock:
                 store(self.store, self.capacity, fields, fds)
-                self.told += [line for line in lines if line != "BARRIER=1"]
+                self.received += [line for line in lines if line != "BARRIER=1"]
 
 
 def store(entries: list[tuple[str, int]], capacity: int, fields: dict[str, str], fds: list[int]) -> None:
-    """Do with a manager's store what a process tells it."""
+    """Apply a notification to a manager's store."""
     name = fields.get("FDNAME", "stored")
     if fields.get("FDSTOREREMOVE") == "1":
         for entry in [entry for entry in entries if entry[0] == name]:
             entries.remove(entry)
             os.close(entry[1])
     for fd in fds:
-        # It knows an open file that it has already, whatever its name is to be now.
-        # A GPU's are no files of their own: the driver's device has one inode for all of them.
+        # It recognises an open file that it has already, under whatever name.
+        # A GPU's memory has no files of its own: the driver's device is one inode for all of it.
         plain = stat.S_ISREG(os.fstat(fd).st_mode)
         known = plain and any(os.path.sameopenfile(fd, kept) for _, kept in entries)
         if fields.get("FDSTORE") == "1" and len(entries) < capacity and not known:

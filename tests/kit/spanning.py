@@ -7,7 +7,7 @@ from torch import nn
 
 
 class Spanning(nn.Module):
-    """Two layers on two devices, as a device map places them. All numbers are small and whole, so results are exact."""
+    """Two layers on two devices, as placed by a device map. All numbers are small integers, so results are exact."""
 
     scale: torch.Tensor
 
@@ -23,6 +23,6 @@ class Spanning(nn.Module):
 
     @torch.no_grad()
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """From the first device to the second."""
+        """Compute on the first device, then on the second."""
         hidden = self.first(x.to(self.devices[0]))
         return self.second(hidden.to(self.devices[1])) * self.scale

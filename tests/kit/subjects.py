@@ -1,6 +1,6 @@
-"""Values of the kinds that other people's programs share, each with a use that shows whether it works.
+"""Values of kinds that other programs share, each with a use that shows whether it works.
 
-Importable by every process of a test: what one of them makes here, another one attaches and compares.
+Importable by every process of a test: values made by one are attached and compared by another.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Subject(NamedTuple):
     """A kind of value.
 
     :param make: makes one on a device.
-    :param use: gives a tensor that depends on all of it, given the value and the device; None for what is only looked at.
-    :param copies: whether torch itself can copy and pickle it in the process that made it.
-    :param on: the kinds of device that there are such values on.
+    :param use: returns a tensor that depends on all of it, given the value and the device; None if it is only compared.
+    :param copies: True if torch itself can copy and pickle it in the process that made it.
+    :param on: the kinds of device that support such values.
     """
 
     make: Callable[[str], Any]
@@ -37,14 +37,14 @@ class Subject(NamedTuple):
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Without torch's warnings of what is old, and of what is new."""
+    """Suppress torch's warnings about deprecated and new features."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 def _forward(*shape: int) -> Callable[[Any, str], torch.Tensor]:
-    """Call a module with numbers of that shape, and take the first tensor of what comes."""
+    """Call a module with numbers of that shape, and return the first tensor of the result."""
 
     def use(module: Any, device: str) -> torch.Tensor:
         data = torch.linspace(-1, 1, torch.Size(shape).numel(), device=device).reshape(shape)
@@ -88,7 +88,7 @@ def one_more(module: nn.Module, args: Any, kwargs: Any, output: torch.Tensor) ->
 
 
 def same_state(module: nn.Module, *args: Any) -> None:
-    """A hook of whatever kind, which does nothing."""
+    """A hook of any kind, which does nothing."""
 
 
 def _hooked(device: str) -> nn.Module:
@@ -129,7 +129,7 @@ def _traced_and_hooked(device: str) -> nn.Module:
 
 
 def plus_one(x: torch.Tensor) -> torch.Tensor:
-    """Something to compile."""
+    """A function to compile."""
     return x + 1
 
 
@@ -165,7 +165,7 @@ class Halved(nn.Module):
     """A parametrisation that changes the dtype."""
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        """The weight as bfloat16."""
+        """Return the weight as bfloat16."""
         return weight.bfloat16()
 
 
@@ -180,12 +180,12 @@ class Slotted(nn.Linear):
         self.__secret = "kept"
 
     def forward(self, data: torch.Tensor) -> torch.Tensor:
-        """The layer's output, scaled."""
+        """Return the layer's output, scaled."""
         return super().forward(data) * self.scale * len(self.__secret)
 
 
 class Delegating(nn.Module):
-    """A module that looks in another one for what it lacks itself, without care."""
+    """A module that delegates missing attributes to another one, without further checks."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -199,12 +199,12 @@ class Delegating(nn.Module):
             return getattr(self.inner, name)
 
     def forward(self, data: torch.Tensor) -> torch.Tensor:
-        """Of the inner layer, with a weight of its own."""
+        """Return the inner layer's output, with a weight of its own."""
         return self.inner(data) @ self.gain * self.in_features
 
 
 class Cached(nn.Module):
-    """A module that keeps what a property computed."""
+    """A module that caches the value of a property."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -212,7 +212,7 @@ class Cached(nn.Module):
 
     @functools.cached_property
     def doubled(self) -> torch.Tensor:
-        """Twice the weight."""
+        """Return twice the weight."""
         return self.weight.detach() * 2
 
 
@@ -238,7 +238,7 @@ def _parametrised(
             for name in names:
                 by(module, name)
             if isinstance(module, nn.RNNBase):
-                # These keep what they last computed, and compute it anew when they are used, or pickled.
+                # These cache their last result, and compute it again when used, or pickled.
                 _forward(2, 3, 4)(module, device)
         return module.eval()
 
@@ -335,7 +335,7 @@ def _generator(device: str) -> nn.Module:
 
 
 def _stepped(device: str) -> nn.Module:
-    """A model beside the optimiser that trains it."""
+    """Return a model with the optimiser that trains it."""
     model = _linear(device)
     optimiser = torch.optim.Adam(model.parameters())
     _forward(2, 4)(model, device)
@@ -348,7 +348,7 @@ def _stepped(device: str) -> nn.Module:
 
 
 def _converted(device: str) -> nn.Module:
-    """Quantised as torch.ao does it, with packed weights of several kinds of layers."""
+    """Quantise with torch.ao, which packs the weights of several kinds of layers."""
     quantization = torch.ao.quantization
     torch.manual_seed(0)
     with quietly():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-#: Elements of its tensors.
+#: Number of elements of its tensors.
 SIZE = 5000
 
 APP = f"""
@@ -42,5 +42,5 @@ def load_module():
 
 
 def has_numbers(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has the bytes that the app's endpoints make."""
+    """Return whether a tensor has the bytes made by the app's endpoints."""
     return torch.equal(tensor, torch.arange(SIZE))

@@ -1,4 +1,4 @@
-"""Commands on a real terminal: a pseudo-terminal, and an emulator that knows what its screen shows."""
+"""Commands on a real terminal: a pseudo-terminal, and an emulator of its screen."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ import pyte
 from tests.kit.forks import Popen
 from tests.kit.processes import PYTHONPATH, eventually
 
-#: What full-screen programs say to have a screen of their own, and to be rid of it.
+#: The sequences by which full-screen programs enter and leave a screen of their own.
 ALTERNATE, NORMAL = b"\x1b[?1049h", b"\x1b[?1049l"
 HIDDEN, SHOWN = b"\x1b[?25l", b"\x1b[?25h"
 
-#: Has the terminal control this process, so that Ctrl-C there is its own, and becomes the command.
+#: Makes the terminal control this process, so that Ctrl-C there reaches it, and executes the command.
 _TAKE_TERMINAL = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
 
 
 class Tty:
-    """A command at a terminal of its own, which it controls; the emulator reads all that it writes."""
+    """A command at a terminal of its own, which it controls; the emulator reads all output."""
 
     def __init__(
         self,
@@ -56,14 +56,14 @@ class Tty:
             start_new_session=True,
             env={**inherited, "PYTHONPATH": PYTHONPATH, "TERM": "xterm-256color", **(environ or {})},
         )
-        # Kept open: how the terminal was left is asked of it.
+        # Kept open to query the final settings of the terminal.
         self._theirs: int | None = theirs
         self._left: list[Any] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def resize(self, columns: int, lines: int) -> None:
-        """The user pulls at the window; the kernel sends SIGWINCH."""
+        """Resize the window; the kernel sends SIGWINCH."""
         with self._lock:
             self._screen.resize(lines, columns)
         fcntl.ioctl(self._ours, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
@@ -74,27 +74,27 @@ class Tty:
 
     @property
     def lines(self) -> list[str]:
-        """What the screen shows, without the blanks at the ends of lines."""
+        """The lines of the screen, without trailing blanks."""
         with self._lock:
             return [line.rstrip() for line in self._screen.display]
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The text of the screen."""
         return "\n".join(self.lines)
 
     @property
     def attributes(self) -> list[Any]:
-        """How the terminal is set now, or was when the command had ended."""
+        """The terminal's settings now, or at the end of the command."""
         return self._left if self._theirs is None else termios.tcgetattr(self._theirs)
 
     @property
     def in_foreground(self) -> bool:
-        """Whether the command itself has the terminal, and no job that it has started: what is typed now is for it."""
+        """True if the command itself is in the foreground, and receives input, rather than a job that it has started."""
         return os.tcgetpgrp(self._ours) == self.process.pid
 
     def until(self, *texts: str, seconds: float = 20.0) -> str:
-        """Wait until the screen shows all of these: the screen. Where lines are broken depends on the length of a path."""
+        """Wait until the screen shows all these texts; return the screen. Line breaks depend on the length of a path."""
 
         def shown() -> bool:
             text = self.text
@@ -107,18 +107,18 @@ class Tty:
         return self.text
 
     def until_gone(self, text: str) -> None:
-        """Wait until the screen does not show it any more."""
+        """Wait until the screen no longer shows a text."""
         eventually(lambda: text not in self.text, 20.0, f"{text} is shown no more")
 
     def end(self) -> int:
-        """Wait for the command's end, and for all that it wrote: its exit code."""
+        """Wait for the command's end and for all its output; return the exit code."""
         code = self.process.wait(20)
         self._hang_up()
         return code
 
     @property
     def restored(self) -> bool:
-        """Whether a full-screen program has left its screen, shown the cursor, and set the terminal as it was."""
+        """Return whether a full-screen program has left its screen, shown the cursor, and restored the terminal's settings."""
         written = self.written
         left = written.rfind(ALTERNATE) < written.rfind(NORMAL) and written.rfind(HIDDEN) < written.rfind(SHOWN)
         return left and self.attributes == self.before
@@ -128,7 +128,7 @@ class Tty:
         assert self._theirs is not None
         os.close(self._theirs)
         self._theirs = None
-        # The reader has it until its call returns, which what it echoes makes it do; then the kernel hangs up.
+        # The reader holds it until its call returns, which the echo causes; then the kernel hangs up.
         last, null = os.dup(self._ours), os.open(os.devnull, os.O_RDWR)
         os.dup2(null, self._ours)
         os.close(null)
@@ -141,7 +141,7 @@ class Tty:
         self.process.send_signal(number)
 
     def close(self) -> None:
-        """Hang up, and end what is left."""
+        """Hang up, and end remaining processes."""
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
@@ -149,7 +149,7 @@ class Tty:
         os.close(self._ours)
 
     def _hang_up(self) -> None:
-        """Let go of the other end: once nobody has it, and all was read, reading fails."""
+        """Close the other end: when it has no holder, reading fails after all output was read."""
         if self._theirs is not None:
             self._left = termios.tcgetattr(self._theirs)
             os.close(self._theirs)
@@ -160,7 +160,7 @@ class Tty:
         while True:
             try:
                 data = os.read(self._ours, 65536)
-            except OSError:  # nobody has the other end any more
+            except OSError:  # the other end has no holder
                 return
             if not data:
                 return

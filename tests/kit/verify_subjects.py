@@ -1,4 +1,4 @@
-"""Client processes that break a promise of sharing, for tests of the verification."""
+"""Client processes that violate a guarantee of sharing, for tests of the verification."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Pages that one can follow: their files are written, their commands run, and what these print is compared.
+"""Pages to be followed: their files are written, their commands run, and the output is compared.
 
-A code block with the caption ``app.py`` is that file. One of the language ``console`` with a caption is a terminal, of that
-name: lines after ``$`` are run, by real processes, and the lines below them are what they print. ``^C`` is Ctrl-C,
-and a line of one ``…`` stands for any lines. Times, ids, paths of sockets and pids may differ; a pid must be the same one
-wherever the page has the same number, and a command may use it.
+A code block with the caption ``app.py`` is that file. A block of the language ``console`` with a caption is a terminal of that
+name: lines after ``$`` are run, by real processes, and the lines below them are the expected output. ``^C`` is Ctrl-C, and a
+line with only ``…`` stands for any lines. Times, ids, socket paths and pids may differ; equal pids of the page must be equal
+in the output too, and commands may use them.
 
-``python -m tests.kit.walkthrough PAGE`` follows a page and puts what was printed into it.
+``python -m tests.kit.walkthrough PAGE`` follows a page and inserts the actual output.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from typing import NamedTuple
 
 from tests.kit.processes import PYTHONPATH, eventually
 
-#: Seconds for a command, or for what is expected of one that goes on.
+#: Seconds for a command, or for the expected output of a long-running one.
 PATIENCE = 60.0
 _FENCE = re.compile(r"^```(?:\{code-block\} )?(\w+)\n((?::\w+: [^\n]*\n)*)\n?(.*?)^```$", re.MULTILINE | re.DOTALL)
 _CAPTION = re.compile(r"^:caption: (.*)$", re.MULTILINE)
-#: What serves goes on until Ctrl-C, or until another command ends it.
+#: Commands that serve run until Ctrl-C, or until another command ends them.
 _SERVES = re.compile(r"ROLE=server |^shared-rpc serve ")
 _TOKENS = re.compile(
     r"(?P<pid>(?<=pid )\d+|\b\d+(?= \(python))"
@@ -76,7 +76,7 @@ class Page:
 
     @property
     def missing(self) -> set[str]:
-        """The packages that its files import and this machine does not have."""
+        """Return the packages that its files import and this machine lacks."""
         imported = set(re.findall(r"^(?:import|from) (\w+)", "\n".join(self.files.values()), re.MULTILINE))
         return {name for name in imported if f"{name}.py" not in self.files and importlib.util.find_spec(name) is None}
 
@@ -90,7 +90,7 @@ class Page:
 
 
 class Program:
-    """What runs in a terminal."""
+    """A program in a terminal."""
 
     def __init__(self, command: str, folder: Path, environ: dict[str, str]) -> None:
         self.process = subprocess.Popen(
@@ -114,12 +114,12 @@ class Program:
                 self.lines.append(line.rstrip())
 
     def finish(self, patience: float = PATIENCE) -> None:
-        """Wait for its end, and all it printed."""
+        """Wait for its end; return all output."""
         self.process.wait(patience)
         self._reader.join(patience)
 
     def signal(self, number: int) -> None:
-        """As a terminal does it: to all its processes."""
+        """Send a signal to all its processes, like a terminal."""
         os.killpg(self.process.pid, number)
 
 
@@ -129,9 +129,9 @@ class Walk:
     def __init__(self, page: Page, folder: Path) -> None:
         self.page = page
         self.folder = folder
-        #: The page's pids, and those of this walk.
+        #: The page's pids, mapped to those of this run.
         self.pids: dict[str, str] = {}
-        #: What each step has printed.
+        #: The output of each step.
         self.printed: list[list[str]] = []
         self._running: dict[str, Program] = {}
         commands = folder / ".bin"
@@ -162,9 +162,9 @@ class Walk:
             program.finish()
 
     def follow(self, *, compare: bool = True) -> None:
-        """Do what the page says, step by step.
+        """Perform the page's steps in order.
 
-        :raises AssertionError: if something else is printed than it says.
+        :raises AssertionError: if the output differs from the page.
         """
         for step in self.page.steps:
             lines = self._do(step, compare)
@@ -182,7 +182,7 @@ class Walk:
             program.finish()
             return program.lines[before:]
         if step.terminal in self._running:
-            # One can type again when what served there has ended, as after 'shared-rpc stop' in another terminal.
+            # The prompt is back when the server has ended, as after 'shared-rpc stop' in another terminal.
             self._running.pop(step.terminal).finish()
         command = re.sub(r"\b\d+\b", lambda number: self.pids.get(number[0], number[0]), step.typed)
         program = Program(command, self.folder, self._environ)
@@ -232,7 +232,7 @@ class Walk:
         return f"{self.page.path.name}, line {where}, $ {step.typed}\n  expected: {expected}\n  printed:\n    {shown}"
 
     def rewritten(self) -> str:
-        """The page with what was printed, where it has no ``…``."""
+        """Return the page with the actual output, except where it has ``…``."""
         text = self.page.text
         for step, lines in reversed(list(zip(self.page.steps, self.printed, strict=True))):
             if "…" not in step.expected:
@@ -248,7 +248,7 @@ def _pids(lines: Sequence[str]) -> list[str]:
 
 
 def main() -> None:
-    """Put what the commands of a page print into the page."""
+    """Write the output of the page's commands to the page."""
     path = Path(sys.argv[1])
     with tempfile.TemporaryDirectory() as folder, Walk(Page(path), Path(folder)) as walk:
         walk.follow(compare=False)

@@ -1,4 +1,4 @@
-"""A zygote of a test's own, and what its forks say of themselves."""
+"""A zygote for a single test, and the output of its forks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shared_rpc.zygote.process import WatchedProcess
 from shared_rpc.zygote.wire import GO, PADDING, Lost, ask, framed, receive, send
 from tests.kit.processes import PYTHONPATH
 
-#: A module that tells as JSON what ``tell`` of it returns.
+#: A module that prints the result of its function ``tell`` as JSON.
 TELL = """
     import json, sys
 
@@ -27,8 +27,8 @@ TELL = """
 """
 
 
-class Forkling:
-    """A fork: what it prints, and how it ends."""
+class Fork:
+    """A fork with its output and its end."""
 
     def __init__(self, process: WatchedProcess, output: int, errors: int) -> None:
         self.process = process
@@ -41,21 +41,21 @@ class Forkling:
         """The process id."""
         return self.process.pid
 
-    def told(self) -> Any:
-        """The next line of its standard output, as JSON."""
+    def read_message(self) -> Any:
+        """Return the next line of its standard output, as JSON."""
         line = self._output.readline()
         assert line, f"it ended with {self.process.wait(30)}: {self._errors.read().decode()}"
         return json.loads(line)
 
     def close(self) -> tuple[int, str]:
-        """Its exit code, as :attr:`subprocess.Popen.returncode`, and what it wrote to standard error."""
+        """Return its exit code, as :attr:`subprocess.Popen.returncode`, and its standard error."""
         self._closed = True
         with self._output, self._errors:
             errors = self._errors.read().decode()
             return self.process.wait(30), errors
 
     def end(self) -> None:
-        """Leave nothing of it."""
+        """End it, and close its pipes."""
         if not self._closed:
             self.process.kill()
             self.close()
@@ -85,7 +85,7 @@ class Zygote:
                 env=self.environ,
             )
         self.socket = ours
-        self._forks: list[Forkling] = []
+        self._forks: list[Fork] = []
 
     def write(self, module: str, code: str) -> Path:
         """Write a module."""
@@ -94,7 +94,7 @@ class Zygote:
         return path
 
     def ask(self, *modules: str, **options: Any) -> dict[str, Any]:
-        """Its answer to a preload."""
+        """Send a preload request, and return its answer."""
         send(self.socket, framed({"type": "Preload", "modules": modules, **options}))
         self.socket.settimeout(120)
         try:
@@ -103,12 +103,12 @@ class Zygote:
             raise AssertionError(f"the zygote has hung up: {self.errors()}") from None
 
     def errors(self) -> str:
-        """What it has written to standard error until its end."""
+        """Return its standard error up to its end."""
         assert self.process.stderr is not None
         return self.process.stderr.read().decode()
 
     def prepare(self, *modules: str, **options: Any) -> dict[str, Any]:
-        """Have it import modules, and be ready."""
+        """Make it import modules, and wait until it is ready."""
         answer = self.ask(*modules, **options)
         assert answer["type"] == "Ready", answer
         return answer
@@ -116,9 +116,9 @@ class Zygote:
     def begin(
         self, module: str, *words: str, fds: Sequence[int] = (), at: int = 50, **options: Any
     ) -> tuple[dict[str, Any], socket.socket, int, int]:
-        """Ask for a fork; the answer, the connection to its watcher, and the reading ends of its standard output and error.
+        """Request a fork; return the answer, the connection to its watcher, and the reading ends of its output and errors.
 
-        :param at: the number that the first of ``fds`` is to have: less ones may be those of libraries.
+        :param at: the number that the first of ``fds`` is to have: lower ones may be those of libraries.
         """
         output, output_end = os.pipe()
         errors, errors_end = os.pipe()
@@ -143,16 +143,16 @@ class Zygote:
             for fd in (nothing, folder, output_end, errors_end):
                 os.close(fd)
 
-    def fork(self, module: str, *words: str, fds: Sequence[int] = (), **options: Any) -> Forkling:
-        """A fork that runs a module."""
+    def fork(self, module: str, *words: str, fds: Sequence[int] = (), **options: Any) -> Fork:
+        """Fork a process that runs a module."""
         answer, watcher, output, errors = self.begin(module, *words, fds=fds, **options)
         assert answer["type"] == "Forked", answer
         watcher.sendall(GO)
-        self._forks.append(Forkling(WatchedProcess(answer["pid"], watcher), output, errors))
+        self._forks.append(Fork(WatchedProcess(answer["pid"], watcher), output, errors))
         return self._forks[-1]
 
     def refused(self, module: str, **options: Any) -> dict[str, Any]:
-        """The answer to a request that is refused."""
+        """Return the answer to a request that is refused."""
         answer, watcher, output, errors = self.begin(module, **options)
         watcher.close()
         os.close(output)
@@ -161,7 +161,7 @@ class Zygote:
         return answer
 
     def plain(self, module: str, *words: str) -> subprocess.CompletedProcess[str]:
-        """The same in a new process, as :class:`subprocess.Popen` starts it."""
+        """Run the same in a new process, as :class:`subprocess.Popen` starts it."""
         return subprocess.run(
             [sys.executable, *self.options, "-m", module, *words],
             stdin=subprocess.DEVNULL,
@@ -175,7 +175,7 @@ class Zygote:
         )
 
     def close(self) -> None:
-        """End it, and its forks."""
+        """End it and its forks."""
         for fork in self._forks:
             fork.end()
         self.socket.close()

@@ -1,4 +1,4 @@
-"""Check what is in the sdist and the wheel, built twice: ``python contents.py FIRST SECOND``, two folders with both."""
+"""Check the contents of sdist and wheel, built twice: ``python contents.py FIRST SECOND``, two folders with both."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import tarfile
 import zipfile
 from pathlib import Path
 
-#: What a wheel has beside the package, below its folder of metadata.
+#: Contents of a wheel besides the package, below its folder of metadata.
 _METADATA = {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE"}
 
 
 def check(first: Path, second: Path) -> None:
-    """Compare the two builds with each other and with the tree; what is wrong is an AssertionError."""
+    """Compare the two builds with each other and with the tree; a difference is an AssertionError."""
     names = sorted(path.name for path in first.iterdir())
     wheel, sdist = next(first.glob("*.whl")), next(first.glob("*.tar.gz"))
     assert sorted(path.name for path in second.iterdir()) == names == sorted([wheel.name, sdist.name]), names
@@ -44,7 +44,7 @@ def _check_sdist(files: set[str]) -> None:
 
 
 def _check_wheel(wheel: Path, package: set[str]) -> None:
-    """The wheel has the package, the mark of its types and its licence, and nothing else: no tests, no documentation."""
+    """The wheel has the package, its typing marker and its licence, and nothing else: no tests, no documentation."""
     metadata = f"{'-'.join(wheel.name.split('-')[:2])}.dist-info/"
     found = set(zipfile.ZipFile(wheel).namelist())
     expected = package | {metadata + name for name in _METADATA}

@@ -1,7 +1,7 @@
-"""What somebody does who has just installed the distribution: ``python first_contact.py BIN README``.
+"""The first steps with a new installation: ``python first_contact.py BIN README``.
 
 ``BIN`` is the folder of the environment's programs. The README's app, its first block of Python, is run from a directory with
-nothing else in it, in every role. Only the standard library is used here: the environment has what the distribution asks for.
+nothing else in it, in every role. This file uses the standard library only: the environment has just the dependencies.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LIMIT = 120
 
 
 def main(programs: Path, readme: Path) -> None:
-    """Run the commands, and print each with its time; an exit code or an output that is wrong is an AssertionError."""
+    """Run the commands, and print each with its time; a wrong exit code or output is an AssertionError."""
     block = re.search(r"^```python\n(.*?)^```$", readme.read_text(), re.DOTALL | re.MULTILINE)
     assert block is not None, f"{readme} has no block of Python"
     with tempfile.TemporaryDirectory() as place:
@@ -38,7 +38,7 @@ def main(programs: Path, readme: Path) -> None:
 
 
 class _Directory:
-    """An empty directory, and an environment in which nothing but the installed programs is found."""
+    """An empty directory, and an environment with the installed programs only."""
 
     def __init__(self, place: Path, programs: Path) -> None:
         self.work, runtime = place / "work", place / "run"
@@ -50,7 +50,7 @@ class _Directory:
         self._environ |= {"XDG_RUNTIME_DIR": str(runtime), "PATH": os.pathsep.join([str(programs), os.defpath])}
 
     def run(self, program: str, *arguments: str, role: str = "") -> str:
-        """Run a program to its end, which is a success, and return what it printed."""
+        """Run a program to its successful end, and return its output."""
         began = time.monotonic()
         ran = subprocess.run(
             [self._programs / program, *arguments],
@@ -68,7 +68,7 @@ class _Directory:
 
     @contextmanager
     def serving(self, program: str, *arguments: str, role: str = "") -> Iterator[list[str]]:
-        """Run a program that serves, from when it says so until SIGINT, and give the lines that it printed before."""
+        """Run a program that serves until SIGINT; yield the lines that it printed up to its readiness."""
         began = time.monotonic()
         with subprocess.Popen(
             [self._programs / program, *arguments],
@@ -108,7 +108,7 @@ def _begin(here: _Directory) -> None:
 
 
 def _roles(here: _Directory) -> None:
-    """Every process prints its role and a sum, which only those with the same weights have in common."""
+    """Every process prints its role and a sum, which is the same only with the same weights."""
     _result("local", here.run("python", "app.py").splitlines())
 
     with here.serving("python", "app.py", role="server") as lines:

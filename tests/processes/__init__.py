@@ -1,1 +1,1 @@
-"""Servers, brokers, workers and clients as processes, from within: kills, starts, wires, faults."""
+"""Servers, brokers, workers and clients as processes, seen from inside: kills, starts, frames, faults."""

@@ -1,4 +1,4 @@
-"""The client for coroutines, on asyncio and on trio: the blocking client's surface, many calls at once, and giving up."""
+"""The async client, on asyncio and on trio: the blocking client's surface, concurrent calls, and cancellation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("warm")]
 
 @pytest.fixture
 def server(provider: Provider, serve: Serve, go: threading.Event) -> Server:
-    """The endpoints of these tests."""
+    """A server of the endpoints of these tests."""
 
     provider.share("load", managed=True)(lambda size: torch.ones((size,)))
 
@@ -70,7 +70,7 @@ async def client(server: Server) -> AsyncIterator[AsyncClient]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait for another thread, beside a loop that goes on."""
+    """Wait for another thread while the loop runs."""
     await anyio.to_thread.run_sync(eventually, condition)
 
 
@@ -244,7 +244,7 @@ async def test_a_failing_callback_ends_the_wait(client: AsyncClient, server: Ser
 
 
 async def test_a_slow_callback_does_not_block_others(client: AsyncClient, server: Server, go: threading.Event) -> None:
-    """Its coroutine is not the reader then: the others get their answers meanwhile."""
+    """Its coroutine is not the reader then: the others get their answers in the meantime."""
     task_id = await client.submit("build", 2)
     in_callback, others_done = anyio.Event(), anyio.Event()
 

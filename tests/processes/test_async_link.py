@@ -1,4 +1,4 @@
-"""The connection of a client for coroutines, and what it has in common with that of a blocking one."""
+"""The connection of an async client, and its common behaviour with that of a blocking one."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from tests.kit.processes import eventually
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait for another thread, beside a loop that goes on."""
+    """Wait for another thread while the loop runs."""
     await anyio.to_thread.run_sync(eventually, condition)
 
 
 def surface(kind: type) -> dict[str, str]:
-    """The public methods of a class with their signatures, as if none were a coroutine and all handles of one class."""
+    """Return the public methods of a class with their signatures, without coroutines and with one class of handles."""
     found = {}
     for name, member in inspect.getmembers(kind):
         if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, property)):

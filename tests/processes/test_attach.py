@@ -1,4 +1,4 @@
-"""What another process gets: one memory with the server's, the same results bit for bit, and a life of its own."""
+"""Attached objects: the server's memory, the same results bit for bit, and independent state."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def provider(base_path: str, device: str) -> Provider:
 
 @pytest.fixture(scope="module")
 def interpreter() -> Iterator[Interpreter]:
-    """The other process; one for all tests that do not harm it."""
+    """The other process, common to all tests that do not harm it."""
     process = Interpreter({"HF_HUB_OFFLINE": "1"})
     yield process
     process.kill()
@@ -43,7 +43,7 @@ def interpreter() -> Iterator[Interpreter]:
 
 @pytest.fixture
 def process() -> Iterator[Callable[[], Interpreter]]:
-    """``process()`` starts a process that may come to harm."""
+    """``process()`` starts a process that a test may harm."""
     started: list[Interpreter] = []
 
     def start() -> Interpreter:
@@ -243,12 +243,12 @@ def test_killed_clients_leave_nothing(
         eventually(lambda: open_fds() <= descriptors, what="descriptors closed")
 
 
-#: What :func:`in_use` may differ by without a leak.
+#: Tolerance of :func:`in_use`, in bytes.
 SLACK = {"cpu": 0, "cuda": 1 << 20}
 
 
 def in_use(device: str) -> int:
-    """Bytes in use on the GPU, by whatever process; on the host, segments that this process has mapped."""
+    """Return the bytes in use on the GPU, by any process; on the host, the mapped segments of this process."""
     MAPPINGS.drain()
     if device == "cpu":
         return len(MAPPINGS)
@@ -258,7 +258,7 @@ def in_use(device: str) -> int:
 
 
 def settle(device: str) -> None:
-    """Wait until what was written on a GPU is there for other processes."""
+    """Wait until other processes can see writes to a GPU."""
     if device == "cuda":
         torch.cuda.synchronize()
 

@@ -1,4 +1,4 @@
-"""One client takes all that it can, and other clients are served: nothing that the broker keeps is lost."""
+"""One client exhausts all that it can while others are served: the broker loses no object."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Attack = Callable[[str], AbstractContextManager[list[Raw]]]
 
 
 class Served:
-    """A broker, a client that behaves, and what it holds."""
+    """A broker, a client that behaves, and its objects."""
 
     def __init__(self, app: BrokerApp) -> None:
         app.write(ENDPOINT)
@@ -52,12 +52,12 @@ class Served:
         self.before = self.resident()
 
     def resident(self) -> int:
-        """The broker's memory, at its highest since :meth:`forget`."""
+        """The broker's peak memory since :meth:`forget`."""
         status = Path(f"/proc/{self.broker.pid}/status").read_text()
         return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) << 10
 
     def check(self, bystander: Bystander) -> None:
-        """The bystander was served, and has what it had."""
+        """Check that the bystander was served, and still has its objects."""
         assert not bystander.errors
         assert bystander.worst < PATIENCE
         assert self.resident() - self.before < MEMORY

@@ -1,4 +1,4 @@
-"""Raw buffers between processes: memory that no endpoint made, on each device."""
+"""Raw buffers between processes: memory without an endpoint, on each device."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ PEER = """
 
 @pytest.fixture
 def shared(device: str, no_leaks: None, base_path: str) -> Provider:
-    """A script of whose endpoints one is given memory."""
+    """A script with an endpoint that accepts memory."""
     provider = Provider(base_path, device=device)
 
     provider.share("weights", managed=True)(lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8, device=device))
@@ -71,7 +71,7 @@ def shared(device: str, no_leaks: None, base_path: str) -> Provider:
 
 @pytest.fixture
 def server(shared: Provider) -> Iterator[Server]:
-    """Serves it."""
+    """A server of the script."""
     with Server(shared) as server:
         yield server
 
@@ -84,7 +84,7 @@ def client(server: Server, device: str, connect: Connect) -> Client:
 
 @pytest.fixture
 def limited(shared: Provider, device: str, connect: Connect) -> Iterator[Connect]:
-    """``limited(quota)`` is a client of a server with that quota on its device."""
+    """``limited(quota)`` returns a client of a server with that quota on its device."""
     servers = []
 
     def start(quota: float) -> Client:
@@ -107,7 +107,7 @@ def peer(server: Server, device: str, children: list[Child]) -> Child:
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch, go: threading.Event, begun: threading.Event) -> list[int]:
-    """Host memory that is not made before ``go``; the sizes that were asked for."""
+    """The sizes of requested host memory, whose allocation waits for ``go``."""
     create = MemfdBackend.create
     asked: list[int] = []
 
@@ -122,19 +122,19 @@ def slow(monkeypatch: pytest.MonkeyPatch, go: threading.Event, begun: threading.
 
 
 def size(device: str) -> int:
-    """What the smallest segment of a device takes, in bytes."""
+    """Return the size in bytes of a device's smallest segment."""
     return facts_of(device_id(device)).granularity
 
 
 def reason(client: Client, buffer_id: str) -> str:
-    """Why a buffer is not to be had."""
+    """Return the reason why a buffer is unavailable."""
     with pytest.raises(BufferNotFound) as caught:
         client.get_buffer(buffer_id)
     return caught.value.reason
 
 
 def used(client: Client | Provider, device: str = "cpu") -> int:
-    """Bytes of a device that the server's objects take."""
+    """Return the bytes of a device that the server's objects use."""
     (found,) = [entry["used"] for entry in client.list_devices() if entry["id"] == device_id(device)]
     return int(found)
 
@@ -334,7 +334,7 @@ def test_devices_are_listed(client: Client, device: str) -> None:
         client.free_buffer(buffer)
 
 
-# What cannot be asked for.
+# Refused requests.
 
 
 @on_the_host
@@ -392,7 +392,7 @@ def test_an_unmappable_buffer_is_freed(client: Client, monkeypatch: pytest.Monke
     assert client.get_server_info()["buffers"] == 0
     with client.create_buffer(100) as buffer, monkeypatch.context() as patch:
         patch.setattr(results, "decode_result", fail)
-        # One that is there already stays.
+        # An existing one stays.
         client._values.clear()
         with pytest.raises(CodecError):
             client.get_buffer(buffer.object_id)
@@ -498,7 +498,7 @@ def test_collected_handles_release_their_buffer(provider: Provider, device: str)
 
 
 def settle(device: str) -> None:
-    """Wait until what was written on a GPU is there for others."""
+    """Wait until other processes can see writes to a GPU."""
     if device == "cuda":
         torch.cuda.synchronize()
 

@@ -1,4 +1,4 @@
-"""What happens to a call: who runs it, who waits for it, what they get, and what is kept."""
+"""The life of a call: its run, its waiting callers, their results, and the cached object."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
 def together(count: int, call: Callable[[], object], server: Server, go: threading.Event) -> list[object]:
-    """What ``count`` callers of one run get, result or exception; the run goes on once all of them wait for it."""
+    """Return the results of ``count`` callers of one run, exceptions included; the run continues once all wait for it."""
     calls = server.info()["calls"]
 
     def attempt() -> object:
@@ -101,7 +101,7 @@ def test_a_leader_that_ends_badly_releases_its_followers(
 
 
 class Custom(Exception):
-    """Cannot be rebuilt from its arguments."""
+    """An exception that cannot be rebuilt from its arguments."""
 
     def __init__(self, name: str, *, where: str) -> None:
         super().__init__(f"{name} in {where}")
@@ -109,7 +109,7 @@ class Custom(Exception):
 
 
 class Locked(Exception):
-    """Cannot be pickled."""
+    """An exception that cannot be pickled."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -117,7 +117,7 @@ class Locked(Exception):
 
 
 class Sticky(Exception):
-    """Ends whoever pickles it."""
+    """An exception that ends a process that pickles it."""
 
     def __reduce__(self) -> str:
         raise SystemExit("pickled")

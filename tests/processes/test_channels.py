@@ -1,4 +1,4 @@
-"""Channels: what one process sends, the others receive, and all sides see the end of each."""
+"""Channels: each message reaches all receivers, and all sides detect the end of each other."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.kit.processes import Child, open_fds, python
 
 Run = Callable[..., Any]
 
-#: A process that opens the channel ``c``, and does what the body says with ``channel``.
+#: A process that opens the channel ``c``, and runs the body with ``channel``.
 PEER = """
     import os, sys, time, torch
     from shared_rpc import Client
@@ -41,7 +41,7 @@ PEER = """
     client = Client(device={device!r}, connect_timeout=5)
     channel = client.open_channel("c")
 """
-#: Bodies: one receives a message, and says so; the other one sends a message.
+#: Bodies: one receives a message, and prints a line; the other one sends a message.
 RECEIVES = """
     with channel.receive(timeout=20) as message:
         print("received", [name for name, _ in message], flush=True)
@@ -63,7 +63,7 @@ def provider(base_path: str, device: str) -> Provider:
 
 @pytest.fixture
 def client(no_leaks: None, serve: Serve, base_path: str, device: str) -> Iterator[Client]:
-    """A client of a server that runs."""
+    """A client of a running server."""
     serve()
     with Client(base_path, device=device, timeout=30, connect_timeout=0) as client:
         yield client
@@ -71,7 +71,7 @@ def client(no_leaks: None, serve: Serve, base_path: str, device: str) -> Iterato
 
 @pytest.fixture
 def peer(children: list[Child], device: str) -> Callable[..., Child]:
-    """``peer(body, …)`` runs bodies in a process of its own, which has opened the channel ``c``."""
+    """``peer(body, …)`` runs bodies in another process, which has opened the channel ``c``."""
 
     def start(*bodies: str) -> Child:
         child = python((PEER + "".join(bodies)).format(device=device))
@@ -82,7 +82,7 @@ def peer(children: list[Child], device: str) -> Callable[..., Child]:
 
 
 def samples(device: str) -> dict[str, torch.Tensor]:
-    """Tensors of many kinds."""
+    """Return tensors of many kinds."""
     generator = torch.Generator().manual_seed(1)
     values = {
         "matrix": torch.randn(30, 7, generator=generator),
@@ -125,7 +125,7 @@ def test_tensors_of_every_kind_arrive(device: str, client: Client, elsewhere: Ru
 
 
 def send_all(channel: TensorChannel, tensors: dict[str, torch.Tensor]) -> None:
-    """Three messages, and the end."""
+    """Send three messages, then close."""
     channel.send(tensors, {"step": 0})
     channel.send({})
     channel.send(tensors, [1, "two"])
@@ -275,7 +275,7 @@ def test_an_unread_message_is_skipped(client: Client) -> None:
     with client.create_channel("c", 4096) as channel, client.open_channel("c") as reader:
 
         def send() -> None:
-            with suppress(ChannelClosed):  # of the last message, most of which nobody receives
+            with suppress(ChannelClosed):  # of the last message, most of which is never received
                 for number in range(4):
                     channel.send({"large": torch.zeros(5000)}, number)
 

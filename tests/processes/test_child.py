@@ -1,4 +1,4 @@
-"""A child process, as a loop watches it, and the pauses before the next one."""
+"""A child process as an event loop watches it, and the delays before its successor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shared_rpc.execution.child import Backoff, Child
 
 @pytest.mark.parametrize(("command", "how"), [("exit 3", "exited with code 3"), ("kill -9 $$", "was killed by SIGKILL")])
 def test_exit_status_and_last_output_are_reported(command: str, how: str) -> None:
-    """Its code or signal, and what it wrote last, when its end is reported."""
+    """Its code or signal, and its last output, when its end is reported."""
 
     process = subprocess.Popen(["sh", "-c", f"echo last words >&2; {command}"], stderr=subprocess.PIPE, bufsize=0)
 

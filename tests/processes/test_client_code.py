@@ -39,7 +39,7 @@ with Client(socket_path=sys.argv[1], timeout=40.0) as client:
 
 
 def total(values: list[Any]) -> torch.Tensor:
-    """What the test's endpoint returns."""
+    """The value that the test's endpoint returns."""
     return torch.stack([value.sum() if isinstance(value, torch.Tensor) else torch.tensor(1.0) for value in values]).sum()
 
 

@@ -23,16 +23,16 @@ from tests.kit.processes import ROOT, links_of
 
 
 class Closes(list[tuple[int, str]]):
-    """The numbers that were closed, each with the thread's name."""
+    """The numbers of closed descriptors, each with the thread's name."""
 
     def threads(self, number: int) -> list[str]:
-        """The threads that closed one."""
+        """Return the threads that closed a descriptor."""
         return [thread for closed, thread in self if closed == number]
 
 
 @pytest.fixture
 def closes(monkeypatch: pytest.MonkeyPatch) -> Closes:
-    """What this process closes."""
+    """The descriptors that this process closes."""
     close, seen = os.close, Closes()
 
     def noted(number: int) -> None:
@@ -45,25 +45,25 @@ def closes(monkeypatch: pytest.MonkeyPatch) -> Closes:
 
 @pytest.fixture
 def spared() -> Iterator[None]:
-    """This thread is one that must not wait."""
+    """Mark this thread as one that must not wait."""
     with CLOSER.spare_this_thread():
         yield
 
 
 def close(nbytes: int) -> int:
-    """Make memory, and close its descriptor: the number that it had."""
+    """Make memory, and close its descriptor; return the descriptor's number."""
     with HOST.create(nbytes) as segment:
         return segment.fileno()
 
 
 def printed_by(program: str) -> str:
-    """Run a program in a process of its own: what it prints."""
+    """Run a program in another process; return its output."""
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
 
 
 def is_open(link: str) -> bool:
-    """Whether this process has a descriptor of what a link in /proc named."""
+    """Return whether this process has a descriptor of the target of a link in /proc."""
     return link in links_of()
 
 

@@ -44,14 +44,14 @@ on_gpus = pytest.mark.parametrize("devices", ["fake", CUDA], indirect=True)
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts that are copied in no time; a segment of other tests here is one of them."""
+    """Parts that are copied quickly; each is a segment of other tests here."""
     monkeypatch.setattr("shared_rpc.memory.copies.PART", PART)
     monkeypatch.setattr("shared_rpc.memory.file_parts.STEP", STEP)
 
 
 @pytest.fixture
 def fake() -> Iterator[fake_driver.Driver]:
-    """The driver of host memory, as the library's modules meet it."""
+    """The driver of host memory, as seen by the library's modules."""
     with fake_driver.installed() as state:
         yield state
 
@@ -75,7 +75,7 @@ def spill(tmp_path: Path) -> SpillDirectory:
 
 
 def create(device: str, nbytes: int) -> Segment:
-    """Make memory of a device that can be copied."""
+    """Make memory of a device whose memory can be copied."""
     return backend_for(device, *(["vmm"] if device != "cpu" else [])).create(nbytes)
 
 
@@ -83,7 +83,7 @@ def create(device: str, nbytes: int) -> Segment:
 def memory(devices: tuple[str, ...], spill: SpillDirectory) -> BlockingMemory:
     """The memory of a server of the first device."""
     made = BlockingMemory(DeviceMemory(devices[0]))
-    # What a driver opens for the first copy, and keeps, is there before a test counts.
+    # Resources that a driver keeps from the first copy on must exist before a test counts.
     for device in devices[:2]:
         with closing(create(device, 1)) as segment:
             for to in ("host", "file") if device != "cpu" else ("file",):
@@ -96,12 +96,12 @@ def memory(devices: tuple[str, ...], spill: SpillDirectory) -> BlockingMemory:
 
 @pytest.fixture
 def nothing_left(memory: BlockingMemory) -> Iterator[None]:
-    """Fails if descriptors or mappings remain. Request it before what opens them."""
+    """Fail if descriptors or mappings remain. Request it before fixtures that open any."""
 
     def known() -> dict[str, int]:
         gc.collect()
         settle()
-        return fake_driver.STATE.counts()  # of CUDA's driver nobody counts
+        return fake_driver.STATE.counts()  # those of CUDA's driver are not counted
 
     before, fds = known(), open_fds()
     yield
@@ -111,7 +111,7 @@ def nothing_left(memory: BlockingMemory) -> Iterator[None]:
 
 @pytest.fixture
 def filled(devices: tuple[str, ...], nothing_left: None) -> Iterator[Filled]:
-    """``filled(nbytes, access, number)`` is memory of a device with bytes that no other has."""
+    """``filled(nbytes, access, number)`` makes memory of a device with unique bytes."""
     with ExitStack() as stack:
 
         def filled(nbytes: int, access: str = "read_write", number: int = 0) -> Segment:
@@ -127,7 +127,7 @@ def filled(devices: tuple[str, ...], nothing_left: None) -> Iterator[Filled]:
 
 
 def digests_of(data: bytes) -> bytes:
-    """The digests of the parts, as the library has them."""
+    """Return the digests of the parts, in the library's format."""
     return b"".join(xxhash.xxh3_128_digest(data[start : start + PART]) for start in range(0, len(data), PART))
 
 
@@ -161,17 +161,17 @@ def test_copies_round_trip(memory: BlockingMemory, filled: Filled, spill: SpillD
 @pytest.mark.parametrize(("devices", "to"), WAYS, indirect=["devices"])
 def test_many_segments_are_copied(memory: BlockingMemory, filled: Filled, spill: SpillDirectory, to: str) -> None:
     """Each arrives intact, and progress counts the bytes of all."""
-    told: list[tuple[int, int]] = []
+    progress: list[tuple[int, int]] = []
     segments = [filled(2 * MIB * count) for count in (1, 3, 2, 1, 4)]
     total = sum(segment.info.nbytes for segment in segments)
-    copies = memory.lower(segments, to, spill, lambda done, of: told.append((done, of)))
+    copies = memory.lower(segments, to, spill, lambda done, of: progress.append((done, of)))
     infos = [segment.info.incarnation(number) for number, segment in enumerate(segments)]
     again = memory.raise_(copies, infos)
     assert [one.info for one in again] == infos
     assert [bytes_of(one) for one in again] == [bytes_of(one) for one in segments]
-    assert [of for _, of in told] == [total] * 5
-    assert [done for done, _ in told] == sorted({done for done, _ in told})
-    assert told[-1] == (total, total)
+    assert [of for _, of in progress] == [total] * 5
+    assert [done for done, _ in progress] == sorted({done for done, _ in progress})
+    assert progress[-1] == (total, total)
     for one in (*copies, *again):
         one.close()
 
@@ -350,7 +350,7 @@ def test_segments_of_several_devices_are_copied(
 
 
 def mapped(memory: BlockingMemory, count: int) -> None:
-    """Check how many copies are mapped, as soon as those that are closed are unmapped."""
+    """Check the number of mapped copies, once closed ones are unmapped."""
     eventually(lambda: len(memory.gpu_copies) <= count, what=f"{count} copies mapped")
     assert len(memory.gpu_copies) == count
 
@@ -463,7 +463,7 @@ COUNT = 12
 
 @pytest.fixture
 def file(tmp_path: Path) -> Iterator[int]:
-    """The descriptor of a file of :data:`COUNT` parts, each of its number."""
+    """A descriptor of a file of :data:`COUNT` parts, each filled with its number."""
     path = tmp_path / "file"
     path.write_bytes(b"".join(bytes([number]) * STEP for number in range(COUNT)))
     fd = os.open(path, os.O_RDONLY)
@@ -472,7 +472,7 @@ def file(tmp_path: Path) -> Iterator[int]:
 
 
 def readers() -> list[str]:
-    """The names of the threads that read."""
+    """Return the names of the reading threads."""
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("shared-rpc-reader")]
 
 

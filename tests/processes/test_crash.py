@@ -1,4 +1,4 @@
-"""Crashes of workers and of brokers: the runs of a worker fail, all else stays, and the next worker takes over."""
+"""Crashes of workers and of brokers: a worker's runs fail, everything else stays, and the next worker takes over."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ WITHOUT_ZYGOTE = "--no-preload"
 
 @pytest.fixture
 def app(broker_app: BrokerApp) -> BrokerApp:
-    """An app that is not served yet."""
+    """An app, not served yet."""
     return broker_app
 
 
-# What callers see.
+# Errors that callers receive.
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_memory_of_a_worker_killed_before_the_reply_is_freed(app: BrokerApp, tmp
     broker = app.start(WITHOUT_ZYGOTE)
     client = app.connect()
     client.call("model")
-    client.ping()  # what the last answer left open for a moment is closed
+    client.ping()  # descriptors that the last answer left open for a moment are closed
     fds = fds_of(broker.pid)
     trigger.touch()
     with pytest.raises(errors.WorkerCrashed, match="SIGKILL"):
@@ -247,7 +247,7 @@ def test_descriptors_of_a_partial_result_are_closed(app: BrokerApp, tmp_path: Pa
     client = app.connect()
     for number in range(300):
         client.call("one", number)
-    client.ping()  # what the last answer left open for a moment is closed
+    client.ping()  # descriptors that the last answer left open for a moment are closed
     fds = fds_of(broker.pid)
     trigger.touch()
     with pytest.raises(errors.WorkerCrashed, match="SIGKILL"):

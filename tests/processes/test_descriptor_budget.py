@@ -53,7 +53,7 @@ def served(request: pytest.FixtureRequest, broker_app: BrokerApp, children: list
 
 @pytest.fixture
 def client(served: Child, broker_app: BrokerApp) -> Iterator[Client]:
-    """A client of it."""
+    """A client of the server."""
     with broker_app.connect() as client:
         yield client
 
@@ -136,7 +136,7 @@ def test_excess_clients_are_refused(served: Child, client: Client, connect: Call
     others: list[Client] = []
     refused: errors.ServerBusy | None = None
     since = 0.0
-    # What makes room is given back by threads of the client, and of the server: it is full when it stays so.
+    # Threads of the client and of the server free descriptors: it is full when the number no longer changes.
     while refused is None or time.monotonic() - since < 1.0:
         others.append(connect(socket_path=client.socket_path))
         try:
@@ -149,8 +149,8 @@ def test_excess_clients_are_refused(served: Child, client: Client, connect: Call
                 others.pop().close()
                 time.sleep(0.02)
         assert len(others) < LIMIT
-    told = re.search(rf"nearly all of its {LIMIT} file descriptors open: (\d+) connections", str(refused))
-    assert told is not None and abs(int(told[1]) - len(others)) <= 3  # some that were refused may not have ended yet
+    counted = re.search(rf"nearly all of its {LIMIT} file descriptors open: (\d+) connections", str(refused))
+    assert counted is not None and abs(int(counted[1]) - len(others)) <= 3  # some that were refused may not have ended yet
     assert len(others) > LIMIT // 4  # cached results have at most half
     assert client.call("cached", 1)[0] == 1
     for other in others:

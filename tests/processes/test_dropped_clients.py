@@ -1,4 +1,4 @@
-"""Clients that are dropped without having been closed: the last reference ends the session, without the cyclic collector."""
+"""Clients that are dropped without a close: the last reference ends the session, without the cyclic collector."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.kit.processes import eventually, open_fds
 
 @pytest.fixture(autouse=True)
 def no_collector(no_leaks: None) -> Iterator[None]:
-    """Nothing but reference counts frees anything."""
+    """Only reference counts free objects."""
     gc.disable()
     yield
     gc.enable()
@@ -38,13 +38,13 @@ def server(no_collector: None, base_path: str, device: str) -> Iterator[Server]:
 
 @pytest.fixture
 def make(server: Server, base_path: str, device: str) -> Callable[[], Client]:
-    """Make a client, which is the caller's to drop."""
+    """Make a client, which the caller drops."""
     return lambda: Client(base_path, device=device, timeout=30.0)
 
 
 @pytest.fixture
 def make_async(server: Server, base_path: str, device: str) -> Callable[[], AsyncClient]:
-    """The same for coroutines."""
+    """Make an async client, which the caller drops."""
     return lambda: AsyncClient(base_path, device=device, timeout=30.0)
 
 

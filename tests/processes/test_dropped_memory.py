@@ -1,4 +1,4 @@
-"""The memory of dropped objects is freed beside the server's loop, which answers others meanwhile."""
+"""The memory of dropped objects is freed outside the server's loop, which answers other clients in the meantime."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ def weights(number):
 
 
 def invalidate(client: Client) -> None:
-    """The cache lets go of an object."""
+    """Drop an object from the cache."""
     client.call("weights", 1)
     client.invalidate_endpoint_cache("weights")
 
 
 def evict(client: Client) -> None:
-    """A later object needs the memory."""
+    """Make a later object need the memory."""
     client.call("weights", 1)
     client.call("weights", 2)
 
 
 def release(client: Client) -> None:
-    """The last holder of a buffer releases it."""
+    """Have the last holder of a buffer release it."""
     client.create_buffer(LARGE).release()
 
 
 def end_session(client: Client) -> None:
-    """The last holder of a buffer ends."""
+    """End the last holder of a buffer."""
     buffer = client.create_buffer(LARGE)
     client.close()
     del buffer
@@ -79,13 +79,13 @@ def test_a_broker_s_loop_closes_no_large_memory(
 
 
 def memory() -> set[str]:
-    """The large memory of which this process has descriptors."""
+    """Return the large memory that this process has descriptors of."""
     links = set()
     for number in os.listdir("/proc/self/fd"):
         try:
             link = os.readlink(f"/proc/self/fd/{number}")
             large = "memfd:shared-rpc-" in link and os.stat(f"/proc/self/fd/{number}").st_size == LARGE
-        except OSError:  # closed meanwhile
+        except OSError:  # closed in the meantime
             continue
         links |= {link} if large else set()
     return links

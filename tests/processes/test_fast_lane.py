@@ -1,4 +1,4 @@
-"""Calls whose arguments and results live no longer than their tensors: nothing overwritten, nothing left, whoever dies."""
+"""Pooled arguments and results live as long as their tensors: none is overwritten or leaked, whichever process dies."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SMALL = PoolOptions(initial=MIB, limit=8 * MIB)
 
 @pytest.fixture
 def kept() -> list[Any]:
-    """What the endpoints keep of their arguments, and of themselves: nothing yet."""
+    """The arguments that endpoints keep, empty at first."""
     return []
 
 
@@ -113,12 +113,12 @@ def client(server: Server) -> Iterator[Client]:
 
 
 def pools(server: Server) -> dict[str, int]:
-    """What the server says of its pools."""
+    """Return the server's state of its pools."""
     facts: dict[str, int] = server.info()["pools"]
     return facts
 
 
-# What comes back.
+# Results.
 
 
 def test_a_result_kept_for_long_is_not_overwritten(client: Client) -> None:
@@ -140,7 +140,7 @@ def test_pool_memory_is_reused(server: Server, client: Client) -> None:
         client.call("doubled", x)
     fds, *memory = open_fds(), pools(server)["nbytes"], len(MAPPINGS)
     assert tuple(memory) == before[1:]
-    assert fds <= before[0] + 2  # what is given back in the background may need a connection of its own
+    assert fds <= before[0] + 2  # returning chunks in the background may need a separate connection
 
 
 def test_an_unmappable_result_returns_its_chunk(server: Server, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,7 +328,7 @@ def test_endpoints_that_run_out_of_memory_fail(server: Server, client: Client) -
 
 
 def in_arena(info: SegmentInfo, **fields: Any) -> m.Call:
-    """A call with four floats in an arena."""
+    """Return a call with four floats in an arena."""
     table = TensorTable(("cpu",), (StorageEntry(0, 0, 16, 0, 1),), (TensorEntry(0, "float32", 0, (4,), (1,)),))
     raw = msgspec.Raw(msgspec.msgpack.encode(table))
     return m.Call("doubled", [encode(TensorRef(0))], table=raw, segments=[info], **fields)
@@ -339,7 +339,7 @@ INFO = SegmentInfo("mine", 4096, "cpu")
 
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
 class TestHostile:
-    """Only the session that lies is harmed by its lies."""
+    """Lies harm only the session that sends them."""
 
     @pytest.mark.parametrize("numbers", [[0], [1 << 62, -5], [7] * 10_000, []], ids=["zero", "absurd", "many", "none"])
     def test_returning_unknown_chunks_frees_nothing(self, server: Server, client: Client, numbers: list[int]) -> None:
@@ -417,14 +417,14 @@ class TestHostile:
 
 
 def spin() -> None:
-    """Some 50 ms of work for the current stream."""
+    """Queue some 50 ms of work on the current stream."""
     torch.cuda._sleep(100_000_000)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
 class TestStreamOrder:
-    """What was queued before is there; nothing waits for the whole device."""
+    """Earlier work is complete; nothing waits for the whole device."""
 
     @pytest.fixture
     def late(self, server: Server) -> None:
@@ -564,7 +564,7 @@ def test_failures_in_a_long_queue_do_not_recurse(
     assert {answer.code for answer in answers[1:] if isinstance(answer, m.Error)} == {"codec"}
 
 
-# An argument that comes back.
+# Arguments that are returned.
 
 
 @pytest.mark.parametrize("endpoint", ["echo", "echo_on_the_loop"])
@@ -579,7 +579,7 @@ def test_returned_arguments_are_copied(client: Client, device: str, endpoint: st
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
 class TestOnTheGpu:
-    """The loop is not held up, and streams are joined."""
+    """The loop is never blocked, and streams are joined."""
 
     @pytest.fixture
     def busy(self, server: Server, kept: list[Any]) -> None:
@@ -643,7 +643,7 @@ def shared(no_leaks: None, base_path: str, device: str) -> Provider:
 
 
 def share_a_segment(client: Client, endpoint: str) -> bool:
-    """Whether two results of an endpoint do."""
+    """Return whether two results of an endpoint share a segment."""
     with client.call(endpoint, 1) as one, client.call(endpoint, 2) as other:
         found = [MAPPINGS.find(handle.value.data_ptr()) for handle in (one, other)]
         return len({mapping.info.id for mapping, _ in filter(None, found)}) == 1

@@ -68,7 +68,7 @@ def client(server: Server) -> Iterator[Client]:
 
 
 def chunks(server: Server) -> int:
-    """Of results, in use."""
+    """Return the number of chunks of results in use."""
     return int(server.info()["pools"]["chunks"])
 
 

@@ -1,4 +1,4 @@
-"""Writes to host memory that is shared for reading: the message before the process ends by SIGSEGV."""
+"""Writes to host memory that is shared for reading: a message is printed before SIGSEGV ends the process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 #: A weight large enough for torch to write to it in several threads.
 SIDE = 2048
 
-#: What every child begins with: ``weight`` is read-only, and ``other`` is its own.
+#: The beginning of every child: ``weight`` is read-only, and ``other`` is private.
 BEGIN = """
 import ctypes, faulthandler, os, signal, sys, threading
 import torch
@@ -58,7 +58,7 @@ def server(provider: Provider, serve: Serve) -> Server:
 
 @pytest.fixture
 def run(server: Server, children: list[Child]) -> Callable[..., tuple[int, str, str]]:
-    """``run(code, before)`` runs code in a client: its exit code, what it printed, and what it said on standard error."""
+    """``run(code, before)`` runs code in a client; returns its exit code, its output, and its errors."""
 
     def run(code: str, before: str = "") -> tuple[int, str, str]:
         child = python(BEGIN.format(code=code, before=before))

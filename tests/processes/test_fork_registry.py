@@ -1,4 +1,4 @@
-"""The registry of forks: what runs around a fork and in the child, in which order, and how failures are reported."""
+"""The registry of forks: hooks around a fork and in the child, their order, and reports of failures."""
 
 from __future__ import annotations
 

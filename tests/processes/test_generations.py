@@ -1,4 +1,4 @@
-"""Generations: the next one is built while the present one is served, and takes its place in one step."""
+"""Generations: the next one is built while the present one is served, and replaces it atomically."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SIZES = (3, 1000, 50_000)
 
 
 class Builds:
-    """What an endpoint builds: tensors that say which build they are of. ``fails`` has the next one raise that."""
+    """The builds of an endpoint: tensors with the number of their build. ``fails`` makes the next one raise it."""
 
     def __init__(self) -> None:
         self.numbers = itertools.count(1)
@@ -44,7 +44,7 @@ class Builds:
         self.fails: Exception | None = None
 
     def build(self) -> dict[str, torch.Tensor]:
-        """The next one."""
+        """Make the next build."""
         if self.fails is not None:
             error, self.fails = self.fails, None
             raise error
@@ -54,12 +54,12 @@ class Builds:
 
 @pytest.fixture
 def builds() -> Builds:
-    """Counts them."""
+    """Counted builds."""
     return Builds()
 
 
 def number(value: dict[str, torch.Tensor]) -> float:
-    """The one build that all of a value is of."""
+    """Return the number of the one build that all of a value belongs to."""
     (found,) = {float(one) for tensor in value.values() for one in tensor.unique()}
     return found
 
@@ -173,7 +173,7 @@ def test_simultaneous_refreshes_join_one_build(app: App, builds: Builds, go: thr
 
 
 class Versions:
-    """An endpoint whose key leaves the version out. Each version is built when its turn has come, or fails."""
+    """An endpoint whose key ignores the version. Each version is built, or fails, when the test allows it."""
 
     def __init__(self, app: App) -> None:
         self.begun = {version: threading.Event() for version in range(4)}
@@ -181,7 +181,7 @@ class Versions:
         self.serving = app.share("serving", managed=True, cache_format_key="serving")(self.build)
 
     def build(self, version: int = 0) -> torch.Tensor:
-        """Waits for its turn."""
+        """Wait for permission, then build."""
         self.begun[version].set()
         assert self.go[version].wait(20)
         if version == 0:
@@ -191,7 +191,7 @@ class Versions:
 
 @pytest.fixture
 def versions(app: App) -> Iterator[Versions]:
-    """All of them have their turn in the end."""
+    """Versions that are all allowed at the end."""
     versions = Versions(app)
     yield versions
     for event in versions.go.values():
@@ -340,7 +340,7 @@ def test_old_memory_is_freed_with_its_last_holder(provider: Provider, serve: Ser
 
 # Under load.
 
-#: Five clients, each in a thread of its own.
+#: Five clients, each in a separate thread.
 READERS = """
     import threading
     import torch
@@ -387,12 +387,12 @@ def test_readers_see_whole_generations_during_refreshes(
     eventually(lambda: (server.info()["objects"], server.info()["leases"], server.info()["nbytes"]) == (1, 0, size))
 
 
-# Being told.
+# Notifications.
 
 
 @pytest.fixture
 def server(provider: Provider, serve: Serve, builds: Builds) -> Server:
-    """An endpoint that says which build it is of."""
+    """A server of an endpoint that returns the number of its build."""
 
     @provider.share(managed=True)
     def load(size: int = 1) -> torch.Tensor:
@@ -411,52 +411,52 @@ def test_callbacks_report_later_generations_in_every_role(app: App, builds: Buil
 
     load(5)
     load.refresh(5)
-    told: list[tuple[Generation, threading.Thread]] = []
-    subscription = app.provider.on_refresh(lambda made: told.append((made, threading.current_thread())))
+    calls: list[tuple[Generation, threading.Thread]] = []
+    subscription = app.provider.on_refresh(lambda made: calls.append((made, threading.current_thread())))
     load(1)
     load.refresh(2)
     expected = [load.refresh(1), load.refresh(2)]
-    eventually(lambda: len(told) == 2)
+    eventually(lambda: len(calls) == 2)
     load.invalidate(1)
     load(1)
-    eventually(lambda: len(told) == 3)
-    assert [made for made, _ in told[:2]] == expected
-    last, thread = told[2]
+    eventually(lambda: len(calls) == 3)
+    assert [made for made, _ in calls[:2]] == expected
+    last, thread = calls[2]
     assert (last.cache_key, last.generation, last.previous_id) == ("load(size=1)", 3, "")
-    assert {one for _, one in told} == {thread} != {threading.current_thread()}
+    assert {one for _, one in calls} == {thread} != {threading.current_thread()}
     assert thread.daemon and subscription.active
     subscription.close()
     subscription.close()
     thread.join(10)
     load.refresh(1)
-    assert (len(told), subscription.active, thread.is_alive()) == (3, False, False)
+    assert (len(calls), subscription.active, thread.is_alive()) == (3, False, False)
 
 
 def test_a_failing_callback_is_logged(client: Client, caplog: pytest.LogCaptureFixture) -> None:
     """With its generation; it and others are called with the next one."""
     client.call("load")
-    told: list[int] = []
+    calls: list[int] = []
 
     def fail(made: Generation) -> None:
-        told.append(-made.generation)
+        calls.append(-made.generation)
         raise ValueError("a callback of the test")
 
-    with client.on_refresh(fail), client.on_refresh(lambda made: told.append(made.generation)):
+    with client.on_refresh(fail), client.on_refresh(lambda made: calls.append(made.generation)):
         client.refresh("load")
         client.refresh("load")
-        eventually(lambda: len(told) == 4)
-    assert told == [-2, 2, -3, 3]
+        eventually(lambda: len(calls) == 4)
+    assert calls == [-2, 2, -3, 3]
     assert "a callback of on_refresh failed for generation 2 of load(size=1)" in caplog.text
     assert "ValueError: a callback of the test" in caplog.text
 
 
 def test_slow_readers_get_the_latest_of_each(server: Server, client: Client, connect: Connect) -> None:
     """The server buffers nothing for them."""
-    told: list[tuple[str, int]] = []
+    calls: list[tuple[str, int]] = []
     waits, goes = threading.Event(), threading.Event()
 
     def slow(made: Generation) -> None:
-        told.append((made.cache_key, made.generation))
+        calls.append((made.cache_key, made.generation))
         waits.set()
         assert goes.wait(30)
 
@@ -471,8 +471,8 @@ def test_slow_readers_get_the_latest_of_each(server: Server, client: Client, con
             client.refresh("load", 1)
         assert server.engine.ask(lambda core: len(core.generations._latest)) == 2
         goes.set()
-        eventually(lambda: len(told) == 3)
-    assert told == [("load(size=1)", 2), ("load(size=2)", 51), ("load(size=1)", 22)]
+        eventually(lambda: len(calls) == 3)
+    assert calls == [("load(size=1)", 2), ("load(size=2)", 51), ("load(size=1)", 22)]
 
 
 def test_the_news_is_bounded(client: Client, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -510,10 +510,10 @@ def test_the_end_of_the_server_is_reported(server: Server, client: Client, caplo
     assert "1 callbacks of on_refresh are not called any more, because the connection ended" in caplog.text
     server.start()
     client.call("load")
-    told: list[int] = []
-    with client.on_refresh(lambda made: told.append(made.generation)):
+    calls: list[int] = []
+    with client.on_refresh(lambda made: calls.append(made.generation)):
         client.refresh("load")
-        eventually(lambda: told == [2])
+        eventually(lambda: calls == [2])
     with pytest.raises(ConnectionClosed, match="has taken its place"):
         next(news)
 
@@ -564,12 +564,12 @@ async def test_coroutines_can_refresh(server: Server) -> None:
             assert (made.generation, await old.is_current()) == (2, False)
             async with await old.latest() as new:
                 assert (new.value.item(), new.generation, await new.is_current()) == (2, 2, True)
-        told: list[int] = []
-        with await client.on_refresh(lambda made: told.append(made.generation)):
+        calls: list[int] = []
+        with await client.on_refresh(lambda made: calls.append(made.generation)):
             await client.refresh("load")
-            while not told:
+            while not calls:
                 await client.ping()
-        assert (told, await old.is_current()) == ([3], False)
+        assert (calls, await old.is_current()) == ([3], False)
 
 
 @pytest.mark.anyio
@@ -626,11 +626,11 @@ def test_forked_children_have_no_subscriptions(server: Server, client: Client) -
     assert child.close()[0] == 0
 
 
-# Candidates: generations that are there, and nobody's until they are promoted.
+# Candidates: generations that exist, but are not current until they are promoted.
 
 
 class GatedBuilds:
-    """What an endpoint builds: a tensor with the number of its build, when it may."""
+    """The builds of an endpoint: tensors with the number of their build, made when the test allows it."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -638,7 +638,7 @@ class GatedBuilds:
         self.go.set()
 
     def build(self, size: int = 3) -> torch.Tensor:
-        """The next one."""
+        """Make the next build."""
         self.count += 1
         number = self.count
         assert self.go.wait(30)
@@ -647,7 +647,7 @@ class GatedBuilds:
 
 @pytest.fixture
 def gated() -> Iterator[GatedBuilds]:
-    """Counts them, and lets them go on at the end."""
+    """Counted builds, which are all allowed at the end."""
     gated = GatedBuilds()
     yield gated
     gated.go.set()
@@ -660,7 +660,7 @@ def load(app: App, gated: GatedBuilds) -> Any:
 
 
 def number_of(handle: Handle[torch.Tensor]) -> float:
-    """The build that a handle's value is of."""
+    """Return the build of a handle's value."""
     return float(handle.value[0])
 
 

@@ -1,4 +1,4 @@
-"""Hostile clients: whatever they send, the server serves the others, and keeps nothing of it."""
+"""Hostile clients: the server serves the others, and keeps nothing of what was sent."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ both_loops = pytest.mark.parametrize("loop", ["asyncio", "uvloop"], indirect=Tru
 def header(
     kind: int = 3, *, magic: bytes = b"sRPC", version: int = VERSION, fds: int = 0, body: int = 0, payload: int = 0
 ) -> bytes:
-    """Return a frame's header, with any of it wrong."""
+    """Return a frame's header, with any fields replaced."""
     return struct.pack("!4sBBHIIQ", magic, version, kind, fds, 1, body, payload)
 
 
@@ -154,7 +154,7 @@ def test_clients_that_hang_up_leave_nothing(server: Server, good: Client) -> Non
 
 
 def refused(raw: Raw) -> m.Error:
-    """Return the server's last word to a connection, after which it hangs up."""
+    """Return the server's last message to a connection before it disconnects."""
     while isinstance(error := raw.hear(), m.Pong):
         continue
     assert isinstance(error, m.Error), error
@@ -162,7 +162,7 @@ def refused(raw: Raw) -> m.Error:
     return error
 
 
-#: Bytes and the number of descriptors that come with them, and what the error says. For all rules see `unit/test_frames.py`.
+#: Bytes, the number of descriptors sent with them, and the error's text. For all rules see `unit/test_frames.py`.
 BROKEN: dict[str, tuple[bytes, int, str]] = {
     "http": (b"GET / HTTP/1.1\r\n\r\n" + bytes(20), 0, "not a shared_rpc frame: it begins with b'GET '"),
     "sizes": (header(body=0xFFFFFFFF, payload=1 << 63), 0, "announces 4294967295 + 9223372036854775808"),
@@ -290,7 +290,7 @@ def test_files_end_the_connection(server: Server, good: Client, flags: int, comp
     os.close(fd)
 
 
-# Requests that are refused; the connection goes on.
+# Requests that are refused; the connection stays open.
 
 
 def tensor_call(
@@ -327,7 +327,7 @@ def test_a_valid_call_is_accepted(server: Server, memory: int) -> None:
 
 
 class Sent(NamedTuple):
-    """A request, the codes of the error that it may get, and a part of the error's text."""
+    """A request, the codes of its possible errors, and a part of the error's text."""
 
     request: m.Message | bytes
     codes: str
@@ -351,7 +351,7 @@ NO_REQUESTS = (0, 2, 9, 99, 255)
 #: Bodies that no call can have.
 BODIES = (b"", b"\xc1", b"\x91" * 5000, b"\xdf\xff\xff\xff\xff", b"\x95" + b"\xc0" * 5)
 MALFORMED = {f"body {body[:5]!r}": _frame(8, body) for body in BODIES}
-#: Values that no client writes: they cannot be read, or refer to memory that did not come.
+#: Values that no client writes: malformed, or with references to memory that was not sent.
 VALUES = (Ext(99, b""), Ext(1, b"\xc1"), Ext(4, b"\x91\xff"), Ext(5, b"\x91\x00"), Ext(6, b"\x91\xa4load"), {1: 2})
 #: Ids of 7 MiB, which must not be sent back.
 LONG_IDS = (
@@ -373,7 +373,7 @@ LONG_LISTS = (
     t.Suspend([""] * 100_001),
     x.Adopt([""] * 1001),
 )
-#: Calls whose counts and sizes do not agree with what came.
+#: Calls whose counts and sizes disagree with the memory that was sent.
 MISMATCHED = {
     "segment without a descriptor": tensor_call(segments=2),
     "descriptor without a segment": tensor_call(segments=0),
@@ -396,7 +396,7 @@ NO_BUFFERS = (
     (m.CreateBuffer(True), "protocol"),
     (m.GetBuffer("z" * 100_000), "buffer-not-found"),
 )
-#: Tables from which a tensor would be made that leaves the memory with which it came.
+#: Tables that describe a tensor beyond the memory that was sent.
 UNFIT = [
     *(tensor_call(storage=StorageEntry(0, *place)) for place in ((4090, 16), (-16, 16), (16, -16), (1 << 62, 1 << 62))),
     *(tensor_call(storage=StorageEntry(7, 0, 16)), tensor_call(storage=StorageEntry(-1, 0, 0, 9))),
@@ -591,7 +591,7 @@ def test_releasing_without_a_lease_is_harmless(server: Server) -> None:
 
 
 def crowd(server: Server, stack: ExitStack, hello: bool) -> list[Raw]:
-    """Connections that stay until the stack is closed."""
+    """Make connections that are closed with the stack."""
     return [stack.enter_context(Raw(server.socket_path, hello=hello)) for _ in range(CROWD)]
 
 
@@ -741,7 +741,7 @@ _values = st.recursive(
 
 @st.composite
 def _frames(draw: st.DrawFn) -> bytes:
-    """A frame with a body of its own making, or one whose header lies."""
+    """Frames with arbitrary bodies, and frames whose headers lie."""
     body = draw(st.binary(max_size=40) | _values.map(msgspec.msgpack.encode))
     payload = draw(st.binary(max_size=20))
     lie = draw(st.sampled_from([0, 0, 0, 1, -1, 1000]))
@@ -773,7 +773,7 @@ def test_any_stream_ends_in_a_hangup(server: Server, memory: int, stream: list[t
     assert server.running
 
 
-# What the loop keeps.
+# State of the loop.
 
 
 def test_closed_connections_need_no_collection(server: Server) -> None:
@@ -791,7 +791,7 @@ def test_closed_connections_need_no_collection(server: Server) -> None:
 
 
 class _Loop:
-    """A loop whose kernel does not watch another descriptor."""
+    """A loop whose kernel refuses to watch further descriptors."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -865,7 +865,7 @@ def test_a_request_is_not_handled_in_the_context_of_an_endpoint(
 
 
 def connections() -> list[remote_module.RemoteClient]:
-    """Those of all servers of this process."""
+    """Return the connections of all servers of this process."""
     return [thing for thing in gc.get_objects() if type(thing) is remote_module.RemoteClient]
 
 
@@ -878,7 +878,7 @@ def test_returned_chunks_are_not_answered(server: Server) -> None:
 
 
 def record_header(**fields: Any) -> bytes:
-    """The header of a record of ``ones``, with any of it wrong."""
+    """Return the header of a record of ``ones``, with any fields replaced."""
     table = TensorTable(("cpu",), (StorageEntry(0, 0, 16),), (TensorEntry(0, "float32", 0, (4,), (1,)),))
     here = installed_versions()
     good: dict[str, Any] = {
@@ -925,7 +925,7 @@ def test_malformed_records_are_refused(server: Server, payload: bytes, code: str
             raw.say(message, 1, payload)
             answer = raw.hear(1)
             if isinstance(answer, m.Answer):
-                assert code == "capability"  # so much memory is refused when it is asked for
+                assert code == "capability"  # allocating this much memory is refused
                 continue
             assert isinstance(answer, m.Error)
             assert answer.code == "record" and len(answer.text) < 3000

@@ -1,6 +1,6 @@
 """Clients of a server that misbehaves: every call ends with an error, and leaves nothing open.
 
-What a connection does with each kind of answer is in `unit/test_exchange.py`.
+For a connection's reaction to each kind of answer, see `unit/test_exchange.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WELCOME = m.Welcome("server-1", "cpu")
 
 @pytest.fixture
 def impostor(no_leaks: None, base_path: str) -> Iterator[Callable[[Manners], None]]:
-    """``impostor(manners)`` listens where the server would, and calls ``manners`` with every connection."""
+    """``impostor(manners)`` listens in place of the server, and calls ``manners`` with every connection."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(f"{base_path}-cpu.sock")
     listener.listen()
@@ -58,7 +58,7 @@ def impostor(no_leaks: None, base_path: str) -> Iterator[Callable[[Manners], Non
 
 @pytest.fixture
 def client(impostor: object, connect: Callable[..., Client], monkeypatch: pytest.MonkeyPatch) -> Client:
-    """A client that does not wait long."""
+    """A client with a short timeout."""
     monkeypatch.setattr(link_module, "PROMPT", 0.5)
     return connect(timeout=0.5)
 
@@ -74,7 +74,7 @@ def hearing(then: Manners) -> Manners:
 
 
 def greeting(then: Manners) -> Manners:
-    """Behave until the handshake is done."""
+    """Complete the handshake correctly."""
 
     def welcome(raw: Raw) -> None:
         raw.say(WELCOME, 0)
@@ -84,7 +84,7 @@ def greeting(then: Manners) -> Manners:
 
 
 def replying(message: m.Message, payload: bytes = b"", fds: int = 0) -> Manners:
-    """Answer every request with that."""
+    """Answer every request with this message."""
 
     def manners(raw: Raw) -> None:
         while True:

@@ -1,4 +1,4 @@
-"""What connections hold of the process's descriptors and memory, and the connection that is ended for it."""
+"""Descriptors and memory that connections occupy in the process, and the connection that is closed to free some."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.kit.processes import open_fds
 
 
 class FakeConnection:
-    """A connection that holds what a test says."""
+    """A connection with the resources that a test sets."""
 
     def __init__(self, held_fds: int = 0) -> None:
         self.held_fds = held_fds
@@ -28,13 +28,13 @@ class FakeConnection:
         self.ended: list[str] = []
 
     def end(self, why: str) -> None:
-        """It is ended."""
+        """Record the end of the connection."""
         self.ended.append(why)
 
 
 @pytest.fixture
 def intake() -> Intake:
-    """The intake of a process with 1,600 descriptors, of which one connection is to hold 100."""
+    """The intake of a process with 1,600 descriptors, with a limit of 100 for each connection."""
     return Descriptors(lambda: 1600).intake
 
 

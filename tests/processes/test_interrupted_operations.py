@@ -1,6 +1,6 @@
 """Signal handlers that raise within the blocking client, as for Ctrl-C, an alarm or a soft time limit.
 
-What an interrupted operation had may stay until its client is closed. The process, the server and later operations are sound.
+Resources of an interrupted operation may stay until its client is closed. Process, server and later operations are unaffected.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def watcher(server: Child, base_path: str) -> Iterator[Client]:
 
 @pytest.fixture
 def client(server: Child, base_path: str) -> Iterator[Client]:
-    """A client that is interrupted."""
+    """A client whose operations are interrupted."""
     with Client(base_path, device="cpu", timeout=30.0) as client:
         yield client
 
@@ -110,7 +110,7 @@ def release(client: Client | Provider) -> None:
 
 
 def hold(client: Client | Provider) -> None:
-    """Attach to a cached object for a block."""
+    """Attach to a cached object for the duration of a block."""
     with client.call("kept") as handle:
         handle.get_object_info()
 
@@ -122,7 +122,7 @@ def copy_private(client: Client) -> None:
 
 
 def fail(client: Client) -> None:
-    """Get the error of an endpoint."""
+    """Receive an endpoint's error."""
     with suppress(ValueError):
         client.call("fails")
 
@@ -139,7 +139,7 @@ def task(client: Client) -> None:
 
 
 def buffer(client: Client) -> None:
-    """Create one, open it again, and free it."""
+    """Create a buffer, open it again, and free it."""
     with client.create_buffer(4096) as made, client.get_buffer(made.object_id) as again:
         again.value.fill_(3)
         assert made.value[-1] == 3
@@ -153,7 +153,7 @@ def update(client: Client) -> None:
 
 
 def suspension(client: Client) -> None:
-    """Suspend and resume, also as a block does."""
+    """Suspend and resume an object, also by a block."""
     with client.call("kept") as handle:
         handle.suspend()
         with handle.active() as value:
@@ -163,20 +163,20 @@ def suspension(client: Client) -> None:
 
 
 def record(client: Client) -> None:
-    """Export one, and adopt it as the next generation."""
+    """Export a record, and adopt it as the next generation."""
     with client.call("kept") as handle, client.export(handle) as exported, client.allocate(exported.header) as room:
         exported.segments[0].copy_to(room.segments[0])
         client.adopt(room)
 
 
 def adopt_copy(client: Client) -> None:
-    """Adopt one from elsewhere, into buffers of the operation."""
+    """Adopt a record from elsewhere, into buffers of the operation."""
     with client.call("normed") as handle, client.export(handle) as exported:
         client.adopt(exported)
 
 
 def candidate(client: Client) -> None:
-    """Prepare one, and promote it."""
+    """Prepare a candidate, and promote it."""
     with client.prepare("kept", 8) as prepared:
         client.promote(prepared)
 
@@ -203,7 +203,7 @@ OPERATIONS: dict[str, Callable[[Client], object]] = {
 
 
 def held(watcher: Client) -> dict[str, int]:
-    """Return what the server and this process hold while only the watcher is connected."""
+    """Return the resources of the server and of this process while only the watcher is connected."""
     MAPPINGS.drain()
     info = watcher.get_server_info()
     return {
@@ -218,7 +218,7 @@ def held(watcher: Client) -> dict[str, int]:
 
 
 def more(after: dict[str, int], before: dict[str, int]) -> dict[str, int]:
-    """Return what has increased, and by how much."""
+    """Return the resources that have increased, and their increase."""
     return {name: after[name] - before[name] for name in after if after[name] > before[name]}
 
 
@@ -233,7 +233,7 @@ def chosen(points: int) -> list[tuple[int, type[BaseException]]]:
 
 
 def interrupt(operation: Callable[[], object], point: int, kind: type[BaseException]) -> str:
-    """Interrupt an operation; return where. Ctrl-C is raised as it is."""
+    """Interrupt an operation; return the place. Ctrl-C raises KeyboardInterrupt."""
     with raising_handler(kind):
         place, raised = interrupted_at(point, operation)
     if place and kind is KeyboardInterrupt:
@@ -341,15 +341,15 @@ def test_interruptions_do_not_affect_other_threads(client: Client, watcher: Clie
 
 def test_interruptions_keep_subscriptions(client: Client, watcher: Client) -> None:
     """They have their own connection, and miss nothing."""
-    told: list[int] = []
+    seen: list[int] = []
     client.call("kept")
-    with client.on_refresh(lambda generation: told.append(generation.generation)) as subscription:
+    with client.on_refresh(lambda generation: seen.append(generation.generation)) as subscription:
         for point in (50, 100):
             with raising_handler(Interrupted):
                 interrupted_at(point, lambda: client.call("nothing"))
             client.ping()
             watcher.refresh("kept")
-        eventually(lambda: told == [2, 3])
+        eventually(lambda: seen == [2, 3])
         assert subscription.active
 
 

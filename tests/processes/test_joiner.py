@@ -1,4 +1,4 @@
-"""A server that joins a cluster keeps a process running for that, which ends with the server."""
+"""A server that joins a cluster keeps a process running for it, which ends with the server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.kit.processes import Child, eventually, links_of
 
 @pytest.fixture
 def faithless(tmp_path: Path) -> str:
-    """The command line of a joiner that goes on when its server has gone."""
+    """The command line of a joiner that outlives its server."""
     return command_of(tmp_path, FAITHLESS)
 
 
@@ -94,7 +94,7 @@ def test_a_joiner_ends_with_a_killed_script(base_path: str, faithless: str, chil
 
 
 def pipes_of(pid: int) -> set[str]:
-    """The pipes that a process has."""
+    """Return the pipes of a process."""
     return {link for link in links_of(pid) if link.startswith("pipe:")}
 
 

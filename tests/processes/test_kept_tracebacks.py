@@ -1,4 +1,4 @@
-"""Log collectors that keep exceptions with their tracebacks: frames of the library in them keep no memory."""
+"""Log collectors that keep exceptions with their tracebacks: frames of the library in them keep no memory alive."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.kit.processes import eventually
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
-#: What a log collector keeps.
+#: The contents of a log collector.
 COLLECTED: list[BaseException] = []
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_kept(no_leaks: None) -> Iterator[Callable[[], bool]]:
-    """Whether no memory of this test is mapped; the collector is empty before and after."""
+    """``nothing_is_kept()`` returns whether no memory of this test is mapped; the collector is empty before and after."""
     COLLECTED.clear()
     gc.collect()
     MAPPINGS.drain()
@@ -41,7 +41,7 @@ def nothing_is_kept(no_leaks: None) -> Iterator[Callable[[], bool]]:
 
 
 def collect() -> None:
-    """Do what libraries do with optional modules: try to import one, and log that it is missing."""
+    """Act like libraries with optional modules: try to import one, and log that it is missing."""
     try:
         import a_module_that_there_is_not  # noqa: F401
     except ImportError as error:
@@ -49,7 +49,7 @@ def collect() -> None:
 
 
 class Part:
-    """An attribute of a module. It collects when it is pickled, and when it is rebuilt."""
+    """An attribute of a module. It collects garbage when it is pickled, and when it is rebuilt."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         collect()
@@ -57,13 +57,13 @@ class Part:
 
 
 def make_part() -> Part:
-    """Rebuild it: foreign code, whose frame has nothing of the module."""
+    """Rebuild it: foreign code, whose frame has no reference to the module."""
     collect()
     return Part()
 
 
 def module_of(parts: int) -> torch.nn.Module:
-    """A module with such a part; with many others it is large enough for the garbage collector to be paused."""
+    """Return a module with such a part; with many others, it is large enough that the garbage collector is paused."""
     module = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(parts))
     module.part = Part()
     return module
@@ -78,7 +78,7 @@ class Broken(torch.nn.Linear):
 
 @pytest.fixture
 def server(provider: Provider, serve: Serve) -> Server:
-    """A server of models whose classes collect."""
+    """A server of models whose classes collect garbage."""
 
     provider.share("small", managed=True, cache=False)(lambda: module_of(1))
     provider.share("large", managed=True, cache=False)(lambda: module_of(60))

@@ -1,7 +1,7 @@
 """Each party of a move between tiers, killed at each of its steps: no object is lost, nothing leaks, the next call works.
 
-The tables have the steps at which a party has sent something, or has memory, that it had not before. A new step belongs there:
-the tests of the tables fail if a party has an effect between two of them.
+The tables list the steps before which a party has sent something, or allocated memory. Add new steps there: the tests of the
+tables fail if a party has an effect between two of them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SMALL, LARGE = 64 << 10, (64 << 20) + (64 << 10)
 
 
 def nbytes_for(step: str) -> int:
-    """Bytes of an object that is moved by way of a step."""
+    """Return the bytes of an object whose move includes a step."""
     return LARGE if "Steps.count" in step else SMALL
 
 
@@ -109,7 +109,7 @@ def numbers():
     return torch.arange(1 << 18)
 """
 
-#: What a client does next is a line on its standard input.
+#: Lines on standard input are a client's actions.
 CLIENT = """
 import sys
 from shared_rpc import Client
@@ -286,7 +286,7 @@ OF_BROKERS = {
     "RemoteCaller.reply": "shared_rpc.server.remote",
     **EFFECTS,
 }
-#: A service manager gets first the bytes, then the state that names them; then it drops what the state names no longer.
+#: A service manager first stores the bytes, then the state that names them; then it drops all that the state no longer names.
 STORING = [
     "before FdStore.keep",
     "before FdStore.keep, after Notifier.store",
@@ -334,7 +334,7 @@ def manager(broker_app: BrokerApp, tmp_path: Path, children: list[Child]) -> Ite
 
 
 def kinds(manager: ServiceManager) -> list[str]:
-    """Return the kinds of entries that a manager keeps, but for the state."""
+    """Return the kinds of entries that a manager keeps, except the state."""
     return sorted(name.partition("-")[0] for name in manager.names() if name != "state")
 
 
@@ -374,7 +374,7 @@ def test_killed_brokers_of_a_service_manager_keep_the_object(
     manager.expect(lambda: kinds(manager) == ["object", "segment"])
 
 
-#: The kernel frees all that a broker had, whatever it did: one step of each move is enough.
+#: The kernel frees all resources of a broker, whatever it did: one step of each move is enough.
 KILLED_BROKERS = [(*move, steps[-1]) for move, steps in BROKERING.items()]
 OTHER_BROKERS = [(*move, step) for move, steps in BROKERING.items() for step in steps[:-1]]
 
@@ -396,6 +396,6 @@ def test_killed_brokers_leave_nothing(
 
     eventually(lambda: not is_open())
     broker_app.start("--spill-dir", str(spill), WITHOUT_ZYGOTE)
-    assert subject.is_gone()
+    assert subject.is_dropped()
     assert memory_of(subject.pid) == 0
     check_subject(MovedBuffer(broker_app, device), move)

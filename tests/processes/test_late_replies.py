@@ -1,4 +1,4 @@
-"""Callers that give up: memory of replies that arrive later, and of requests that were not sent, is returned."""
+"""Callers that give up: the memory of late replies and of unsent requests is returned."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def server(no_leaks: None, base_path: str, go: threading.Event, begun: threading
 
 @contextmanager
 def deaf_from(server: Server, begun: threading.Event, go: threading.Event) -> Iterator[None]:
-    """Have the server read nothing from the beginning of an endpoint until its result was sent, at the end of the block."""
+    """Keep the server from reading from the beginning of an endpoint until its result was sent, at the end of the block."""
     engine = server.engine
     deaf: list[Any] = []
 
@@ -101,7 +101,7 @@ def chunks(server: Server) -> int:
 
 
 def transfer_of(client: Client | AsyncClient) -> ClientTransfer:
-    """Return the pools of its session."""
+    """Return the pools of the client's session."""
     session = client._known()
     assert session is not None
     return session.transfer
@@ -149,7 +149,7 @@ async def test_late_replies_to_coroutines_are_recognised(
         await client.ping()
         assert channel is not None and channel._exchanges.owed == {}
         await anyio.to_thread.run_sync(eventually, lambda: chunks(server) == 0 and server.info()["leases"] == 0)
-        while transfer.arguments.used > 1:  # what was in use then comes back with the next call
+        while transfer.arguments.used > 1:  # chunks that were in use then return with the next call
             assert (await client.call("doubled", torch.ones(4))).sum() == 8
         assert client._link is channel
 

@@ -1,4 +1,4 @@
-"""One connection that many threads share: who reads, who is woken, and what is left when they give up."""
+"""One connection shared by many threads: the reading thread, wakeups, and the state after callers give up."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def raw(ends: tuple[BlockingLink, Raw]) -> Raw:
 
 @pytest.fixture
 def ask(link: BlockingLink) -> Iterator[Callable[..., Future[Reply]]]:
-    """``ask(seconds)`` has another thread ask, and returns when it waits."""
+    """``ask(seconds)`` sends a request in another thread, and returns once that waits."""
     with ThreadPoolExecutor(8) as pool:
 
         def ask(seconds: float = 20.0, **options: Any) -> Future[Reply]:
@@ -139,7 +139,7 @@ def test_a_signal_handler_can_make_requests(raw: Raw, link: BlockingLink) -> Non
 
 
 def test_a_slow_callback_does_not_block_others(ask: Ask, raw: Raw, go: threading.Event) -> None:
-    """Its thread does not read meanwhile: the others get their answers."""
+    """Its thread does not read then: the others get their answers in the meantime."""
     slow, other = ask(on_event=lambda info: go.wait(20)), ask()
     raw.say(m.TaskUpdate(TaskInfo("t", "endpoint", TaskStatus.RUNNING, 0.0)), 1)
     raw.say(m.Pong(), 2)

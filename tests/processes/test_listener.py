@@ -1,4 +1,4 @@
-"""Where the socket lies: who may use it, and whose it is when two servers want it."""
+"""The listening socket: its directory, its permissions, and its owner when two servers compete for it."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ with Server(Provider(device="cpu")):
 
 @pytest.fixture
 def path(base_path: str) -> str:
-    """Where servers of this test listen."""
+    """The address of this test's servers."""
     return f"{base_path}-cpu.sock"
 
 
 @pytest.fixture
 def other_server(base_path: str, children: list[Child]) -> Child:
-    """A server in a process of its own."""
+    """A server in another process."""
     child = python(SERVER)
     children.append(child)
     child.expect("serving")
@@ -49,7 +49,7 @@ def other_server(base_path: str, children: list[Child]) -> Child:
 
 
 def mode(path: str | Path) -> int:
-    """The permissions of a file."""
+    """Return the permissions of a file."""
     return stat.S_IMODE(os.lstat(path).st_mode)
 
 
@@ -161,7 +161,7 @@ def test_stop_removes_only_the_own_socket(path: str, serve: Serve) -> None:
 
 
 def test_a_failed_start_leaves_no_socket(path: str, serve: Serve) -> None:
-    """No socket stays behind that nobody serves."""
+    """No unserved socket is left behind."""
     with pytest.raises(ConfigurationError, match="max_workers=-1"):
         serve(max_workers=-1)
     assert not os.path.lexists(path)

@@ -1,4 +1,4 @@
-"""Export descriptors and their server: how a maker of memory detects its last user, and users the end of its maker."""
+"""Export descriptors and their server: a maker of memory detects its last user, and users detect the end of the maker."""
 
 from __future__ import annotations
 
@@ -90,12 +90,12 @@ def received(listener: socket.socket) -> int:
 
 
 def is_set_soon(event: threading.Event) -> bool:
-    """Return whether it is set within what any machine needs."""
+    """Return whether the event is set within a time that suffices on any machine."""
     return event.wait(10.0)
 
 
 def stays_unset(event: threading.Event) -> bool:
-    """Return whether it is unset after the time in which the end of another descriptor is noticed."""
+    """Return whether the event is still unset after a time in which the end of another descriptor is detected."""
     other = threading.Event()
     os.close(liveness.issue(b"beside it", other.set))
     return is_set_soon(other) and not event.is_set()
@@ -368,7 +368,7 @@ def test_objects_end_with_the_process_that_made_their_memory(provider: Provider,
 
 @pytest.fixture
 def left() -> Iterator[tuple[bytes, int]]:
-    """A token for which the descriptor server hands out the reading end of a pipe, and the writing end."""
+    """A token for which the descriptor server sends the reading end of a pipe, and the writing end."""
     token = os.urandom(16)
     read, write = os.pipe()
     FD_SERVER.register(token, read)

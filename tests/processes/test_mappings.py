@@ -1,4 +1,4 @@
-"""Mappings where processes fork, have no GPU, or still compute with what is dropped; and what a model over them takes."""
+"""Mappings across forks, without a GPU, and under pending kernels when they are dropped; the cost of a model's mappings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client asks of a server that somebody watches: sessions, runs, counters, and one object to be dropped."""
+"""Requests of monitoring clients: sessions, runs, counters, and dropping an object."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.kit.raw import Raw
 
 
 def outcome_of(call: Callable[[], object]) -> object:
-    """What it returns, or raises."""
+    """Return its result, or its exception."""
     try:
         return call()
     except Exception as error:
@@ -55,7 +55,7 @@ def served(provider: Provider, serve: Serve, go: threading.Event) -> Server:
 def refreshing(
     served: Server, connect: Connect, go: threading.Event, threads: ThreadPoolExecutor
 ) -> tuple[Client, Future[Any]]:
-    """A client, and what comes of a refresh whose build has begun and waits for ``go``."""
+    """A client, and the outcome of a refresh whose build has begun and waits for ``go``."""
     client = connect()
     go.set()
     client.call("gated", 0)
@@ -149,7 +149,7 @@ def test_objects_are_invalidated_by_id(served: Server, connect: Connect) -> None
     anew = client.call("load", 1)
     assert anew.object_id != one.object_id
     assert client.call("load", 2).object_id == other.object_id
-    # What has taken its place is another object.
+    # Its successor is another object.
     assert client.invalidate_object(one.object_id) == 0
     assert client.call("load", 1).object_id == anew.object_id
 
@@ -179,7 +179,7 @@ def test_workers_have_a_device_and_restarts(broker_app: BrokerApp) -> None:
     eventually(lambda: restarts() == [(0, 0), (1, 1)], 40.0)
 
 
-# Which processes hold an object: of a broker, of a server in a process, and of a process that serves nobody.
+# Processes that hold an object: of a broker, of a server in a process, and of a process without a server.
 
 
 @pytest.fixture(params=["broker", "in-process"])
@@ -202,7 +202,7 @@ def client(
 
 @pytest.fixture
 def holder(client: Client, children: list[Child]) -> Iterator[Child]:
-    """Another process, which holds the object by two handles."""
+    """Another process with two handles of the object."""
     child = python(f"""
         from shared_rpc import Client
         client = Client(socket_path={client.socket_path!r})
@@ -263,11 +263,11 @@ def test_providers_list_their_own_holders(app: App) -> None:
     assert [(one["pid"], one["leases"]) for one in app.provider.holders(handle)] == [(os.getpid(), 1)]
 
 
-# Replies that are dicts: what servers answer has the keys of the types that describe it, no more and no fewer.
+# Replies that are dicts: they have exactly the keys of the types that describe them.
 
 
 def misfits(value: Any, kind: Any, place: str = "") -> list[str]:
-    """Where a value is not of a type, by keys from the outermost one on."""
+    """Return the places where a value has the wrong type, as lists of keys from the outermost one on."""
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
         return []
@@ -290,7 +290,7 @@ def misfits(value: Any, kind: Any, place: str = "") -> list[str]:
 
 
 def reply_to(path: str, request: m.Message) -> list[str]:
-    """Misfits of the answer to a request, as it is written on the wire: reading it as a message drops what is unknown."""
+    """Return the misfits of an answer as written on the wire: reading it as a message drops unknown fields."""
     with Raw(path) as raw:
         raw.say(request)
         frame = raw.hear_frame()

@@ -1,4 +1,4 @@
-"""Records: an object of one server becomes an object of another one, as if that had built it."""
+"""Records: an object of one server becomes an object of another one, as if built there."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ from tests.kit.processes import eventually
 
 
 class Site:
-    """A server with the endpoints that every site has, a client of it, and what it has built."""
+    """A server with the endpoints common to all sites, a client of it, and its builds."""
 
     def __init__(self, base_path: str, device: str, **options: Any) -> None:
         self.base_path = base_path
         self.built: list[str] = []
-        #: What :meth:`boxed` returns.
+        #: The result of :meth:`boxed`.
         self.box: Any = None
         self.provider = Provider(base_path, device=device)
         for name in ("all", "parameters"):
@@ -63,33 +63,33 @@ class Site:
         self.client = Client(base_path, device=device, timeout=30, connect_timeout=0)
 
     def named(self, name: str) -> Any:
-        """A payload of the kit."""
+        """Return a payload of the kit."""
         self.built.append(name)
         return PAYLOADS[name](self.device)
 
     def load(self, size: int = 4) -> nn.Module:
-        """A layer that says which build it is of."""
+        """Return a layer with the number of its build."""
         self.built.append(f"load {size}")
         layer = nn.Linear(size, size, device=self.device).requires_grad_(False)
         return layer.apply(lambda one: one.weight.fill_(len(self.built)))
 
     def other(self, size: int = 4) -> nn.Module:
-        """Another endpoint, with code of its own."""
+        """Another endpoint, with its own code."""
         raise AssertionError("this is never built")
 
     def model(self, size: int = 200) -> nn.Module:
-        """Something to write to disk."""
+        """A model to be written to disk."""
         self.built.append(f"model {size}")
         torch.manual_seed(size)
         return nn.Sequential(nn.Linear(size, size), nn.BatchNorm1d(size), Tied()).to(self.device).requires_grad_(False)
 
     def boxed(self) -> Any:
-        """What a test put there."""
+        """Return an object that a test has set."""
         self.built.append("boxed")
         return self.box
 
     def close(self) -> None:
-        """End both."""
+        """Close both."""
         self.box = None
         self.client.close()
         self.server.stop()
@@ -97,7 +97,7 @@ class Site:
 
 @pytest.fixture
 def sites(base_path: str, device: str, no_leaks: None) -> Iterator[Callable[..., Site]]:
-    """Makes servers with the same endpoints, as two hosts have them."""
+    """Makes servers with the same endpoints, like those of several hosts."""
     made: list[Site] = []
 
     def make(**options: Any) -> Site:
@@ -111,18 +111,18 @@ def sites(base_path: str, device: str, no_leaks: None) -> Iterator[Callable[...,
 
 @pytest.fixture
 def here(sites: Callable[..., Site]) -> Site:
-    """Where objects are built."""
+    """The site that builds objects."""
     return sites()
 
 
 @pytest.fixture
 def there(sites: Callable[..., Site], here: Site) -> Site:
-    """Where they are adopted."""
+    """The site that adopts objects."""
     return sites()
 
 
 def carried(client: Client, record: ExportedRecord) -> ExportedRecord:
-    """A allocated of a client with the bytes of a record, which went through a transport: its header as bytes, and memory."""
+    """Return memory allocated by a client, with a record's bytes, after transport: its header as bytes, and its segments."""
     allocated = client.allocate(RecordHeader.from_bytes(record.header.to_bytes()))
     for target, source in zip(allocated.segments, record.segments, strict=True):
         if record.header.device == "cpu":
@@ -133,14 +133,14 @@ def carried(client: Client, record: ExportedRecord) -> ExportedRecord:
 
 
 def adopted(here: Site, there: Site, endpoint: str, *args: Any) -> Generation:
-    """Take the result of a call from one site to another, through a allocated."""
+    """Adopt the result of a call from one site in another, through allocated memory."""
     here.client.call(endpoint, *args)
     (listed,) = [info for info in here.client.list_objects() if info["endpoint"] == endpoint]
     with here.client.export(listed["object_id"]) as record, carried(there.client, record) as allocated:
         return there.client.adopt(allocated)
 
 
-# What arrives.
+# Adopted objects.
 
 
 @pytest.mark.parametrize("spare", [True, False])
@@ -469,7 +469,7 @@ def test_every_role_adopts(here: Site, app: App, device: str) -> None:
 
 
 def test_the_local_role_cannot_export(base_path: str) -> None:
-    """Its results are not in shared memory: the error says so."""
+    """Its results are not in shared memory, as the error explains."""
     provider = Provider(base_path, execution_mode="local", device="cpu")
     provider.share("load", managed=True)(lambda: torch.ones(3))
     with provider.call("load") as handle, pytest.raises(CapabilityError, match=r"local role.*SHARED_TENSOR_ROLE=server"):
@@ -477,7 +477,7 @@ def test_the_local_role_cannot_export(base_path: str) -> None:
     provider.close()
 
 
-# Files of records: an object is on disk, and a server has it again without building it.
+# Files of records: an object is on disk, and a server imports it without building it.
 
 
 #: Bytes of a part in these tests.
@@ -526,7 +526,7 @@ def test_files_are_replaced_atomically(here: Site, there: Site, path: Path) -> N
 
 
 def read(path: Path) -> tuple[RecordHeader, Any]:
-    """What is in a file."""
+    """Return the contents of a file."""
     with FileRecord(path) as record:
         return record.header, record._layout
 
@@ -575,13 +575,13 @@ def test_invalid_files_are_refused(tmp_path: Path) -> None:
     other.write_text("not a record, but long enough to be read as one, were its beginning what it is not")
     other.chmod(0o600)
     os.mkfifo(tmp_path / "pipe")
-    for name, reason, told in (
+    for name, reason, message in (
         ("missing", "unreadable", "No such file"),
         (".", "unreadable", "no regular file"),
         ("pipe", "unreadable", "no regular file"),
         ("notes.txt", "malformed", "is no record: it begins with b'not a record"),
     ):
-        with pytest.raises(RecordError, match=told) as caught:
+        with pytest.raises(RecordError, match=message) as caught:
             FileRecord(tmp_path / name)
         assert caught.value.reason == reason
 
@@ -608,7 +608,7 @@ def test_files_of_other_users_are_refused(path: Path, monkeypatch: pytest.Monkey
 
 
 def rewritten(path: Path, **fields: Any) -> None:
-    """Give the header of a file other fields, and the digest that it has then."""
+    """Replace fields in the header of a file, and update its digest."""
     header, layout = read(path)
     data = path.read_bytes()
     encoded = msgspec.structs.replace(header, **fields).to_bytes()

@@ -1,4 +1,4 @@
-"""Arguments that lie in what the server shared: they are named, and nothing of them is copied or sent."""
+"""Arguments in memory that the server shared: they are sent by name, without a copy."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ client = Client(device=DEVICE)
 
 @pytest.fixture
 def shared(device: str, no_leaks: None, base_path: str) -> Iterator[Provider]:
-    """The server's script, served. Its endpoints tell where what they were given lies."""
+    """The server's script, served. Its endpoints return the places of their arguments."""
     provider = Provider(base_path, device=device)
 
     provider.share("weights", managed=True)(lambda size: torch.arange(float(size), device=device))
@@ -71,20 +71,20 @@ def shared(device: str, no_leaks: None, base_path: str) -> Iterator[Provider]:
 
 
 def busy(device: torch.device) -> None:
-    """Give a GPU something to do for a while, as a model would."""
+    """Occupy a GPU for a while, like a model."""
     if device.type == "cuda":
         torch.cuda._sleep(200_000_000)
 
 
 def own(provider: Provider, endpoint: str, *args: object) -> torch.Tensor:
-    """The server's own object."""
+    """Return the server's own object."""
     with provider.call(endpoint, *args) as handle:
         value: torch.Tensor = handle.value
         return value
 
 
 def client(children: list[Child], device: str, code: str) -> Child:
-    """A client process that runs ``code``, and tells how many bytes it copied."""
+    """Start a client process that runs ``code``, and reports the number of copied bytes."""
     child = python(CLIENT.replace("DEVICE", repr(device)) + code + "\nprint('copied', copied)\n")
     children.append(child)
     return child
@@ -211,14 +211,14 @@ with client.call("weights", 10) as handle, Client({base_path + "-other"!r}, devi
 
 
 def named(segment_id: str, kept: list[int], segments: int = 1, nbytes: int = 16) -> m.Call:
-    """A call of ``where`` with a tensor in a segment that is only named."""
+    """A call of ``where`` with a tensor in a segment that is sent by name."""
     infos = [SegmentInfo(segment_id, 4096, "cpu")] * segments
     table = TensorTable(("cpu",), (StorageEntry(0, 0, nbytes),), (TensorEntry(0, "float32", 0, (4,), (1,)),))
     return m.Call("where", [encode(TensorRef(0))], table=encoded(table), segments=infos, kept=kept)
 
 
 def encoded(table: TensorTable) -> msgspec.Raw:
-    """As a message carries it."""
+    """Return the encoding in a message."""
     return msgspec.Raw(msgspec.msgpack.encode(table))
 
 

@@ -1,4 +1,4 @@
-"""Clients whose connections broke, and whose objects went to other tiers before the next session had their leases."""
+"""Reconnected clients whose objects moved to other tiers before the next session renewed their leases."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CAPACITY = -(-SIZE * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
 #: Options of a server for one object, whose requests wait for capacity.
 EVICTS = f"--quota cpu={CAPACITY} --when-full evict --spill-dir {{}}"
 
-#: Adds one to what all have, and goes on to do so when told.
+#: Adds one to everything, and does so again on command.
 WRITER = """
 import sys
 from shared_rpc import Client
@@ -53,7 +53,7 @@ with Client(device="cpu") as client, client.call("load") as handle:
 
 
 def break_off(client: Client | AsyncClient) -> None:
-    """Have the connection of a client break: neither side has closed it on purpose."""
+    """Break the connection of a client, without a close on either side."""
     link = client._link
     assert link is not None, "the client is not connected"
     link._socket.sock.shutdown(socket.SHUT_RDWR)
@@ -61,7 +61,7 @@ def break_off(client: Client | AsyncClient) -> None:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrokerApp]:
-    """A server of another process, with capacity for two objects, which evicts to files when asked."""
+    """A server of another process, with capacity for two objects, which evicts to files on request."""
     options = ("--spill-dir", str(directory := tmp_path_factory.mktemp("served")), "--quota", f"cpu={2 * CAPACITY}")
     with module_broker(directory, APP, *options) as served:
         yield served
@@ -69,19 +69,19 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrokerApp]:
 
 @pytest.fixture
 def client(broker: BrokerApp) -> Client:
-    """A client of it, whose sessions are lost."""
+    """A client of it that loses its sessions."""
     return broker.connect()
 
 
 @pytest.fixture
 def other(broker: BrokerApp) -> Client:
-    """A client that moves objects, and has none."""
+    """A client that moves objects, and holds none."""
     return broker.connect()
 
 
 @pytest.fixture
 def writer(children: list[Child]) -> Callable[[], Child]:
-    """Starts a process that writes to the object, and is told when."""
+    """Starts a process that writes to the object on command."""
 
     def start() -> Child:
         children.append(python(WRITER))
@@ -91,7 +91,7 @@ def writer(children: list[Child]) -> Callable[[], Child]:
 
 
 def lose(other: Client, object_id: str, *clients: Client | AsyncClient) -> None:
-    """Break all connections of those who have an object, and wait until the server knows it."""
+    """Break all connections of the holders of an object, and wait until the server has detected it."""
     for client in clients:
         break_off(client)
     eventually(lambda: state(other, object_id)[1] == 0)
@@ -104,25 +104,25 @@ def evict(other: Client, object_id: str) -> None:
 
 
 def lose_and_evict(other: Client, handle: Handle[Any] | AsyncHandle[Any], client: Client | AsyncClient) -> None:
-    """Break the client's connection, and evict its object to a file meanwhile."""
+    """Break the client's connection, and evict its object to a file in the meantime."""
     lose(other, handle.object_id, client)
     evict(other, handle.object_id)
 
 
 def write(other: Client, *args: int) -> None:
-    """Add one to what all have of an object."""
+    """Add one to the contents of an object, for all its holders."""
     with other.call("load", *args) as theirs:
         theirs.value.add_(1)
 
 
 def state(other: Client, object_id: str) -> tuple[str, int, int]:
-    """Its tier, and how many sessions have it, and have it active."""
+    """Return an object's tier, and the numbers of sessions that hold it and that have it active."""
     info = other.get_object_info(object_id)
     return info["tier"], info["leases"], info["active"]
 
 
 def mapped(handle: Handle[Any]) -> list[str]:
-    """The ids of the segments that this process has mapped of an object."""
+    """Return the ids of an object's segments that this process has mapped."""
     return [mapping.info.id for mapping in MAPPINGS.of_objects({handle.object_id}).get(handle.object_id, [])]
 
 
@@ -291,7 +291,7 @@ async def test_renewals_wait_for_capacity_briefly(
 
 
 def outdated(client: Client, other: Client) -> Handle[torch.Tensor]:
-    """A handle that is suspended because its object had no capacity, which it has now."""
+    """A handle that was suspended because its object had no capacity, which it has now."""
     handle = client.call("load")
     lose_and_evict(other, handle, client)
     with other.create_buffer(2 * CAPACITY):
@@ -330,7 +330,7 @@ def test_memory_without_atomic_replacement_is_replaced_on_resumption(
     assert torch.equal(value, torch.arange(SIZE) + 1)
 
 
-# Handles that are suspended and resumed meanwhile.
+# Handles that are suspended and resumed between the sessions.
 
 
 def test_a_session_lost_during_a_resumption_is_renewed(client: Client, other: Client) -> None:

@@ -1,4 +1,4 @@
-"""What a client process holds, and how it all goes back, however the process ends."""
+"""Resources of a client process, all of which are returned however the process ends."""
 
 from __future__ import annotations
 
@@ -56,17 +56,17 @@ def shared(provider: Provider, go: threading.Event, begun: threading.Event) -> P
 
 @pytest.fixture
 def server(shared: Provider, serve: Serve) -> Server:
-    """Serves them."""
+    """A server of these endpoints."""
     return serve()
 
 
 def leases(server: Server) -> int:
-    """How many leases the server knows of."""
+    """Return the number of leases in the server."""
     return int(server.info()["leases"])
 
 
 def holders(client: Client) -> list[int]:
-    """The pids of all who hold something."""
+    """Return the pids of all holders."""
     return sorted(holder["pid"] for stored in client.list_objects() for holder in stored["holders"])
 
 
@@ -237,7 +237,7 @@ def test_a_timeout_keeps_the_session(
         patch.setattr(client, "_timeout", 0.2)
         with pytest.raises(DeadlineExceeded, match=r"slow\(\) took longer than its timeout") as caught:
             client.call("slow", 3)
-    assert isinstance(caught.value, TimeoutError)  # whoever knows Python's own exceptions need not know ours
+    assert isinstance(caught.value, TimeoutError)  # users of Python's own exceptions need not know ours
     assert begun.wait(10)
     assert not held.is_stale()
     assert (server.info()["sessions"], server.info()["connections"]) == (1, 1)

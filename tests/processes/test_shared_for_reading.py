@@ -1,4 +1,4 @@
-"""Memory that is shared with access="read" although some process could write to it before."""
+"""Memory that is shared with access="read" although a process had write access before."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_other_memory_is_not_copied(
 
 @pytest.fixture
 def server(provider: Provider, serve: Serve) -> Server:
-    """A server that returns what it is given."""
+    """A server that returns its arguments."""
     provider.share("given", access="read", cache=False)(lambda tensor: tensor)
     return serve()
 
@@ -119,7 +119,7 @@ def test_the_holder_of_a_buffer_cannot_change_the_result(server: Server, client:
 
 @pytest.fixture(params=["result", "argument's pool", "buffer", "restored"])
 def sent(request: pytest.FixtureRequest, published: Callable[..., Record]) -> Iterator[int]:
-    """A descriptor of memory that a client may write to, as it is sent."""
+    """A descriptor, as sent, of memory that a client may write to."""
     with ExitStack() as stack:
         if request.param == "result":
             yield published(torch.zeros(NBYTES)).segments[0].fileno()

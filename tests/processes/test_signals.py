@@ -1,4 +1,4 @@
-"""Servers end at a signal: whichever thread takes it, however many come, and whatever blocks the exit."""
+"""Signals end a server: in any thread, any number of them, and whatever blocks the exit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KINDS = ("server role", "in-process", "broker", "broker that loads")
 
 @pytest.fixture
 def app(broker_app: BrokerApp) -> BrokerApp:
-    """An app that is not served yet, with an endpoint that sends its own thread a signal."""
+    """An app, not served yet, with an endpoint that sends its own thread a signal."""
     broker_app.write("""
         import signal, threading
 
@@ -38,7 +38,7 @@ def app(broker_app: BrokerApp) -> BrokerApp:
 
 @pytest.fixture
 def forks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Children are forks, whatever the environment says: how they start does not matter here."""
+    """Start children as forks, whatever the environment: their start does not matter here."""
     if os.environ.get("SHARED_RPC_TESTS") != "fresh":
         yield
         return
@@ -75,7 +75,7 @@ def test_a_storm_of_signals_ends_every_server(kind: str, app: BrokerApp, childre
     numbers = [signal.SIGTERM, signal.SIGINT] + ([signal.SIGHUP] if kind.startswith("broker") else [])
     for _ in range(STORMS):
         server = begin(kind, app, children)
-        # SIGHUP reloads: another one asks for the end.
+        # SIGHUP reloads: another signal ends the process.
         storm = [chance.choice(numbers) for _ in range(chance.randint(0, 2))] + [chance.choice(numbers[:2])]
         chance.shuffle(storm)
         waits = [chance.choice([0.0, chance.uniform(0, 0.3)])] + [
@@ -203,7 +203,7 @@ each_end = pytest.mark.parametrize(
 
 
 def leave(app: BrokerApp, kind: str, which: str, code: str) -> list[str]:
-    """Have a server's process start a thread or register a callback with the function ``left``; return the options for that."""
+    """Make a server's process start a thread or register a callback with the function ``left``; return the options for that."""
     code += LEAVES[which].format(what="left")
     if kind != "broker":
         app.write(code)

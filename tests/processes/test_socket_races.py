@@ -1,4 +1,4 @@
-"""Sockets that several servers want at once."""
+"""Races of several servers for one socket."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.kit.apps import at_once
 
 @pytest.fixture
 def path(base_path: str) -> str:
-    """Where servers of this test listen."""
+    """The address of this test's servers."""
     return f"{base_path}-cpu.sock"
 
 

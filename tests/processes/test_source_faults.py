@@ -1,4 +1,4 @@
-"""Sources of records that are killed with misses of their server: callers get their objects all the same."""
+"""Sources of records are killed with pending misses of their server: callers still get their objects."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SLOW = """
 
 @pytest.fixture
 def app(broker_app: BrokerApp) -> BrokerApp:
-    """An app that is not served yet."""
+    """An app, not served yet."""
     broker_app.write(SLOW)
     return broker_app
 
@@ -53,7 +53,7 @@ Start = Callable[[], Child]
 
 @pytest.fixture
 def start_source(app: BrokerApp, children: list[Child], tmp_path: Path) -> Start:
-    """Start a source in a process of its own."""
+    """``start_source()`` starts a source in another process."""
     file = tmp_path / "source.py"
     file.write_text(SOURCE)
 

@@ -1,4 +1,4 @@
-"""Base paths directly in a sticky directory such as /tmp, where every user may make files of those names."""
+"""Base paths directly in a sticky directory such as /tmp, where every user may create files of those names."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
 NOBODY = 65534
 
-#: Another user's program. What it imports it imports before, for that user may not read where the interpreter lies.
+#: Another user's program. All imports come before the change of user, who may be unable to read the interpreter's files.
 STRANGER = """
 import os, socket, sys
 {before}
@@ -58,7 +58,7 @@ while True:
 
 @pytest.fixture
 def sticky(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A directory as /tmp is; base paths of this process and of its children lie in it."""
+    """A directory like /tmp, with the base paths of this process and of its children."""
     directory = Path(tempfile.mkdtemp())
     directory.chmod(0o1777)
     monkeypatch.setenv("SHARED_TENSOR_BASE_PATH", f"{directory}/s")
@@ -70,7 +70,7 @@ def sticky(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def path(sticky: Path) -> str:
-    """Where servers of this test listen."""
+    """The address of this test's servers."""
     return f"{sticky}/s-cpu.sock"
 
 
@@ -88,7 +88,7 @@ def stranger(path: str, children: list[Child]) -> Callable[..., Child]:
 
 @pytest.fixture
 def squatter(stranger: Callable[..., Child]) -> Child:
-    """Another user's program that listens where servers of this test would."""
+    """Another user's program that listens at the address of this test's servers."""
     child = stranger(LISTENING.format(backlog=5))
     child.expect("listening")
     return child
@@ -96,7 +96,7 @@ def squatter(stranger: Callable[..., Child]) -> Child:
 
 @pytest.fixture
 def everybody_is_a_stranger(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel says of each server that it is another user's, without another user."""
+    """Make the kernel report another user for each server, without another user."""
     monkeypatch.setattr(link_module, "peer_of", lambda sock: Peer(4711, os.geteuid() + 1, 0))
 
 
@@ -110,12 +110,12 @@ def server() -> Server:
 
 
 def client(**options: float) -> Client:
-    """A client there that does not wait for a server."""
+    """Make a client there that does not wait for a server."""
     return Client(device="cpu", **{"connect_timeout": 0.0, "timeout": 30.0, **options})
 
 
 def ping(kind: str, **options: float) -> None:
-    """Ask a server there, by a client of that kind."""
+    """Ping a server there, by a client of that kind."""
 
     async def ask() -> None:
         async with AsyncClient(device="cpu", **options) as other:
@@ -174,13 +174,13 @@ def test_a_sticky_directory_of_a_third_user_is_refused(sticky: Path) -> None:
         server().start()
 
 
-# Somebody else listens.
+# Another user's listener.
 
 
 @needs_root
 @pytest.mark.parametrize("kind", ["blocking", *deep("asyncio")])
 def test_clients_send_nothing_to_a_squatter(path: str, squatter: Child, kind: str) -> None:
-    """One that listens there first: the error comes at once, and names it and the remedies."""
+    """If another user's process listens first, the error is immediate, and names it and the remedies."""
     text = rf"{path} belongs to uid {NOBODY}, not to you \(uid 0\): it is pid {squatter.pid}; choose another base_path"
     with pytest.raises(ConnectError, match=text):
         ping(kind, connect_timeout=600.0)
@@ -295,10 +295,10 @@ def test_other_users_sockets_are_not_listed(sticky: Path, path: str, stranger: C
     for code in (elsewhere, LISTENING.format(backlog=5)):
         stranger(code).expect("listening")
     Path(f"{sticky}/theirs-cpu.sock.lock").touch()
-    told: list[str] = []
-    with live_servers(None, told.append) as found:
+    warnings: list[str] = []
+    with live_servers(None, warnings.append) as found:
         assert found == []
-    assert len(told) == 1 and f"the server at {path} belongs to uid {NOBODY}" in told[0]
+    assert len(warnings) == 1 and f"the server at {path} belongs to uid {NOBODY}" in warnings[0]
 
 
 # Files that are in the way.
@@ -362,7 +362,7 @@ def test_links_of_another_user_are_refused(sticky: Path, path: str) -> None:
 
 
 def test_links_of_this_user_are_followed(sticky: Path, path: str) -> None:
-    """Whoever made it knows where it leads."""
+    """Their maker knows the target."""
     os.symlink(f"{sticky}/other.sock", path)
     with Server(Provider(device="cpu"), socket_path=f"{sticky}/other.sock"), client() as mine:
         mine.ping()

@@ -1,4 +1,4 @@
-"""How a server ends, asked or killed, and what those who wait for it see."""
+"""The end of a server, on request or by SIGKILL, as seen by its waiting clients."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STOPPED = r"the server \(pid \d+\) was stopped before the call ended"
 
 @pytest.fixture
 def hold(provider: Provider, go: threading.Event, begun: threading.Event) -> Callable[[int], torch.Tensor]:
-    """An endpoint that does not end before the test does."""
+    """An endpoint that does not end before the test."""
 
     @provider.share(cache=False)
     def hold(number: int) -> torch.Tensor:
@@ -42,7 +42,7 @@ def hold(provider: Provider, go: threading.Event, begun: threading.Event) -> Cal
 
 
 def stop(server: Server, seconds: float = 10.0) -> None:
-    """Stop it: it waits for nobody who takes longer than this."""
+    """Stop it, and check that this takes less than the given time."""
     begin = time.monotonic()
     server.stop()
     assert time.monotonic() - begin < seconds
@@ -109,7 +109,7 @@ def test_requests_during_the_stop_are_answered(provider: Provider, serve: Serve)
 
 
 def test_unread_replies_do_not_delay_the_stop(provider: Provider, serve: Serve) -> None:
-    """Replies that nobody takes do not hold up the end."""
+    """Replies that are never read do not hold up the end."""
     server = serve()
     with Raw(server.socket_path) as raw:
         raw.sock.settimeout(0.1)

@@ -1,4 +1,4 @@
-"""Clients of a stopped server, as under a debugger: how long they wait, and what they do later."""
+"""Clients of a stopped server, as under a debugger: the limits of their waits, and their later calls."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def start(no_leaks: None, tmp_path: Path, children: list[Child]) -> Callable[[st
 
 @pytest.fixture
 def connect(tmp_path: Path) -> Iterator[Callable[..., Client]]:
-    """``connect(name)`` makes a client of that server; it is closed at the end."""
+    """``connect(name)`` makes a client of that server, which is closed at the end."""
     made: list[Client] = []
 
     def connect(name: str, **options: Any) -> Client:
@@ -59,7 +59,7 @@ def connect(tmp_path: Path) -> Iterator[Callable[..., Client]]:
 
 
 def leases(client: Client) -> int:
-    """The leases on objects of a server."""
+    """Return the leases on objects of a server."""
     return client.get_server_info()["leases"]
 
 
@@ -93,7 +93,7 @@ def test_client_timeouts_hold(
 
 
 def test_coroutine_timeouts_hold(start: Callable[[str], Child], connect: Callable[..., Client], tmp_path: Path) -> None:
-    """A handle dropped meanwhile is released when the server continues."""
+    """A handle dropped in the meantime is released when the server continues."""
     server, watcher = start("stopped"), connect("stopped")
 
     async def main() -> None:

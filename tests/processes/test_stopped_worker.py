@@ -1,4 +1,4 @@
-"""A worker that does not read because it is stopped: what the broker queues for it is limited, and dropped with its callers."""
+"""A worker that does not read because it is stopped: the broker's queue for it is limited, and dropped with its callers."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from tests.kit.brokers import BrokerApp, fds_of, is_running, worker_pids
 from tests.kit.deep import deep
 from tests.kit.processes import Child, eventually, python, sigstop
 
-#: More than a socket takes that nobody reads.
+#: More than the capacity of a socket that is not read.
 LARGE = "x" * 4_000_000
 
 
 @pytest.fixture
 def app(broker_app: BrokerApp) -> BrokerApp:
-    """An app that is not served yet."""
+    """An app, not served yet."""
     return broker_app
 
 
 @pytest.fixture
 def stop(app: BrokerApp) -> Iterator[Callable[[], int]]:
-    """``stop()`` stops the first worker and fills its socket; its process id."""
+    """``stop()`` stops the first worker and fills its socket; returns its process id."""
     stopped: list[int] = []
 
     def make() -> int:
@@ -65,7 +65,7 @@ def stop(app: BrokerApp) -> Iterator[Callable[[], int]]:
 
 
 def anonymous(pid: int) -> int:
-    """Bytes of memory that a process has for itself."""
+    """Return the bytes of private memory of a process."""
     with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as rollup:
         sizes = dict(line.split(":") for line in rollup.read().splitlines()[1:])
     return int(sizes["Anonymous"].split()[0]) << 10
@@ -189,7 +189,7 @@ def test_calls_beyond_the_limit_fail_at_once(app: BrokerApp, stop: Callable[[], 
 
 
 def run(*, nbytes: int = 0, segments: int = 0) -> Run[None]:
-    """Return a run whose arguments have so many bytes and descriptors."""
+    """Return a run whose arguments have this many bytes and descriptors."""
     arguments = Arguments(segments=cast("list[Segment]", [None] * segments), nbytes=nbytes)
     return Run(EndpointSpec("f"), None, arguments)
 

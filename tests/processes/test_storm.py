@@ -106,20 +106,20 @@ CLIENT = """
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.whole_gpu])])
 def device(request: pytest.FixtureRequest) -> str:
-    """Where the memory is."""
+    """The device of the memory."""
     kind: str = request.param
     return kind
 
 
 def in_use() -> int:
-    """Bytes of the GPU that any process has, once this process has its context."""
+    """Return the bytes in use on the GPU, by any process, once this process has its context."""
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()
     return total - free
 
 
 def kill(client: Child) -> None:
-    """SIGKILL to a client that has seen nothing wrong until then."""
+    """Send SIGKILL to a client that has detected no error until then."""
     client.process.send_signal(signal.SIGKILL)
     assert client.close() == (-signal.SIGKILL, "")
 
@@ -157,7 +157,7 @@ def test_kills_at_random_instants(broker_app: BrokerApp, children: list[Child], 
     assert killed > seconds / 5
     for client in clients[1:]:
         kill(client)
-    # One client goes on; what is held is its own, and what is cached.
+    # One client continues; only its objects are held, besides the cached ones.
     eventually(lambda: watching.get_server_info()["sessions"] == 2, what="dead clients have no session")
     eventually(lambda: all(one["endpoint"] in ("numbered", "load") or one["leases"] for one in watching.list_objects()))
     workers = worker_pids(watching)

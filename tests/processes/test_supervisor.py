@@ -1,4 +1,4 @@
-"""The supervisor alone, with workers that a test makes load, fail and end when it wants."""
+"""The supervisor alone, with workers that load, fail and end on the test's command."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from shared_rpc.server import sweeper
 
 
 class FakeWorker:
-    """What the supervisor knows of a worker, without a process."""
+    """A worker as the supervisor sees it, without a process."""
 
     def __init__(
         self,
@@ -58,26 +58,26 @@ class FakeWorker:
         self._handlers, self._ended = handlers, ended
 
     def load(self) -> None:
-        """It has imported the app."""
+        """Report that the app is imported."""
         self._handlers[w.Loaded](self, w.Loaded(), Frame(0, 0, b""))
 
     def kill(self, why: str) -> None:
-        """It ends."""
+        """End it."""
         if self.state != "ended":
             self.state, self.condemned = "ended", why
             self._ended(self)
 
     def hang_up(self) -> None:
-        """It is to end by itself, and does at once."""
+        """End it at once, as requested."""
         self.kill("")
 
     def crash(self) -> WorkerCrashed:
-        """How it ended."""
+        """Return the description of its end."""
         return WorkerCrashed(f"worker {self.number} has ended")
 
 
 async def turns(condition: Callable[[], bool]) -> None:
-    """Let the loop go on until a condition is true: the caller sees it in the very next turn."""
+    """Run the loop until a condition is true: the caller sees it in the very next turn."""
     for _ in range(1_000_000):
         if condition():
             return
@@ -86,7 +86,7 @@ async def turns(condition: Callable[[], bool]) -> None:
 
 
 class Stage:
-    """A supervisor, all workers that it has made so far, and what there is to watch them."""
+    """A supervisor, all its workers so far, and the means to observe them."""
 
     def __init__(self, count: int) -> None:
         self.workers: list[Any] = []
@@ -95,7 +95,7 @@ class Stage:
         self.supervisor = Supervisor(WorkerCommand("app"), count, self.zygote, {}, *[lambda *_: None] * 3)
 
     def make(self, *arguments: Any) -> Any:
-        """A worker, in place of a process."""
+        """Make a worker without a process."""
         self.workers.append(FakeWorker(*arguments))
         return self.workers[-1]
 
@@ -106,20 +106,20 @@ class Stage:
         task.add_done_callback(self._tasks.discard)
 
     async def made(self, count: int) -> Any:
-        """The latest worker, once there are so many."""
+        """Wait for this many workers; return the latest one."""
         await turns(lambda: len(self.workers) >= count)
         return self.workers[-1]
 
 
 @pytest.fixture
 def workers() -> int:
-    """How many workers there are."""
+    """The number of workers."""
     return 1
 
 
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch, workers: int) -> Stage:
-    """A supervisor that was not started."""
+    """A supervisor, not started yet."""
     stage = Stage(workers)
     monkeypatch.setattr(supervisor_module, "Worker", stage.make)
     return stage
@@ -181,7 +181,7 @@ async def test_failed_process_starts_are_retried(stage: Stage, monkeypatch: pyte
     full = [OSError(24, "Too many open files")]
 
     async def begin(number: int) -> None:
-        if number == 1:  # the first one has loaded meanwhile
+        if number == 1:  # the first one has loaded in the meantime
             stage.workers[0].load()
             if full:
                 raise full.pop()
@@ -198,7 +198,7 @@ async def test_a_failed_later_reload_fails_an_earlier_one(loaded: Stage) -> None
     first = asyncio.create_task(loaded.supervisor.reload())
     new = await loaded.made(2)
     new.load()
-    second = asyncio.create_task(loaded.supervisor.reload())  # asked for before the first one has been told
+    second = asyncio.create_task(loaded.supervisor.reload())  # requested before the first one has been reported
     broken = await loaded.made(3)
     broken.kill("its code is broken")
     for reload in (first, second):
@@ -235,8 +235,8 @@ async def test_a_later_reload_stops_an_earlier_one_before_its_workers(loaded: St
 @pytest.mark.asyncio
 async def test_forks_ended_by_a_later_reload_do_not_count_as_failures(loaded: Stage) -> None:
     """The zygote only counts those that end by themselves."""
-    told: list[bool] = []
-    loaded.zygote.ended = lambda loaded, by_signal: told.append(loaded)  # type: ignore[method-assign]
+    failures: list[bool] = []
+    loaded.zygote.ended = lambda loaded, by_signal: failures.append(loaded)  # type: ignore[method-assign]
     earlier = asyncio.create_task(loaded.supervisor.reload())
     first = await loaded.made(2)
     first.forked = True
@@ -244,12 +244,12 @@ async def test_forks_ended_by_a_later_reload_do_not_count_as_failures(loaded: St
     second = await loaded.made(3)
     second.forked = True
     await turns(lambda: first.state == "ended" and not loaded._tasks)
-    assert told == []
+    assert failures == []
     second.kill("it cannot load the app")
     for reload in (earlier, later):
         with pytest.raises(WorkerCrashed):
             await reload
-    assert told == [False]
+    assert failures == [False]
 
 
 @pytest.mark.asyncio
@@ -288,7 +288,7 @@ def test_failing_tasks_end_alone(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.fixture
 def zygote(monkeypatch: pytest.MonkeyPatch) -> WorkerZygote:
-    """A zygote that is to import nothing, as soon as it is watched."""
+    """A zygote without imports, from the start of its watch on."""
     monkeypatch.setattr(zygote_module, "_SETTLE", 0.0)
     found = WorkerZygote(WorkerCommand("app"))
     found.learn(w.Imports([], [], [], [], {}), forked=False)
@@ -296,7 +296,7 @@ def zygote(monkeypatch: pytest.MonkeyPatch) -> WorkerZygote:
 
 
 async def zygote_ready(zygote: WorkerZygote, earlier: int = 0) -> int:
-    """The pid of the zygote, once there is one in place of an earlier one."""
+    """Wait for a zygote other than an earlier one; return its pid."""
     await turns(lambda: zygote.info().get("pid", earlier) != earlier)
     return zygote.info()["pid"]
 

@@ -1,4 +1,4 @@
-"""Suspended handles: memory that a process gives up for a while and has back at its address, evicted meanwhile or not."""
+"""Suspended handles: a process releases memory and later resumes it at its address, evicted in between or not."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tests.kit.suspending import APP, SIZE, has_numbers
 
 
 def rights_of(tensor: torch.Tensor) -> str:
-    """How the kernel has a tensor's memory mapped."""
+    """Return the kernel's access flags of a tensor's mapping."""
     return rights(tensor.untyped_storage().data_ptr())
 
 
 def is_mapped(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's memory may be read."""
+    """Return whether a tensor's memory can be read."""
     return rights_of(tensor).startswith("r")
 
 
@@ -45,7 +45,7 @@ def load(app: App) -> Callable[[], Handle[torch.Tensor]]:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrokerApp]:
-    """A server of another process, which evicts to files; this one has its objects mapped as any client has."""
+    """A server in another process, which evicts to files; this process maps its objects like any client."""
     with module_broker(directory := tmp_path_factory.mktemp("served"), APP, "--spill-dir", str(directory)) as served:
         yield served
 
@@ -57,7 +57,7 @@ def client(broker: BrokerApp) -> Client:
 
 
 def active(handle: Handle[Any]) -> int:
-    """How many sessions have the object of a handle active, as the server has it."""
+    """Return the number of sessions that have a handle's object active, according to the server."""
     return handle.get_object_info()["active"]
 
 
@@ -65,7 +65,7 @@ def active(handle: Handle[Any]) -> int:
 
 
 def test_the_value_is_available_again_after_resume(load: Callable[[], Handle[torch.Tensor]]) -> None:
-    """Meanwhile access raises, and the server counts no active session."""
+    """In between, access raises, and the server counts no active session."""
     handle = load()
     value = handle.value
     assert (handle.suspended, active(handle)) == (False, 1)
@@ -320,7 +320,7 @@ def test_forked_children_cannot_use_a_suspended_object(broker: BrokerApp, childr
 
 @pytest.fixture
 def async_client(broker: BrokerApp) -> Iterator[AsyncClient]:
-    """A client for coroutines, which the test closes."""
+    """An async client, which the test closes."""
     yield AsyncClient(broker.base_path, device="cpu", timeout=30.0)
 
 
@@ -382,7 +382,7 @@ def test_accesses_to_suspended_memory_end_only_the_process(broker: BrokerApp, cl
     assert has_numbers(handle.value)
 
 
-# Objects that are evicted meanwhile: other memory comes to the same addresses.
+# Objects that are evicted in the meantime: other memory is mapped at the same addresses.
 
 
 def evict(client: Client, target: str) -> None:
@@ -471,7 +471,7 @@ def test_tensors_of_another_object_share_the_resumed_memory(client: Client) -> N
 
 @pytest.fixture
 def server(provider: Provider, serve: Serve, tmp_path: Path) -> Callable[[], Server]:
-    """A server of this process, which evicts to files."""
+    """A server in this process, which evicts to files."""
     provider.share("load", managed=True)(lambda: torch.arange(SIZE))
     return serve(spill_dir=tmp_path)
 

@@ -1,4 +1,4 @@
-"""Tasks, in every role: submitted, watched, waited for, cancelled and fetched."""
+"""Tasks, in every role: submitted, watched, awaited, cancelled and fetched."""
 
 from __future__ import annotations
 
@@ -45,40 +45,40 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 
 T = TypeVar("T")
 
-#: For what is about waiters in the process that runs the endpoints.
+#: For questions about waiters in the process that runs the endpoints.
 in_process = pytest.mark.parametrize("app", ["local", "server"], indirect=True)
 
 
 def ask(app: App, question: Callable[[Core], T]) -> T:
-    """``question(core)``, of the core that runs the endpoints."""
+    """Call ``question(core)`` with the core that runs the endpoints."""
     runtime = app.owner._runtime()
     assert isinstance(runtime, LoopbackRuntime)
     return runtime._engine.ask(question)
 
 
 def watchers(app: App) -> int:
-    """How many wait for tasks."""
+    """Return the number of callers that wait for tasks."""
     return ask(app, lambda core: sum(len(task.watchers) for task in core.tasks.table))
 
 
 def leases(app: App) -> int:
-    """How many leases there are, those of tasks included."""
+    """Return the number of leases, including those of tasks."""
     return ask(app, lambda core: len(core.leases))
 
 
 def objects(app: App) -> int:
-    """How many objects are kept."""
+    """Return the number of stored objects."""
     return ask(app, lambda core: len(core.objects))
 
 
 def status(app: App, task_id: str) -> tuple[str, bool]:
-    """A task's status, and whether it was asked to stop."""
+    """Return a task's status, and whether its cancellation was requested."""
     info = app.provider.get_task_status(task_id)
     return info.status.value, info.cancel_requested
 
 
 def share_held(app: App, go: threading.Event, begun: threading.Event, **options: Any) -> list[int]:
-    """Share ``held(number)``, which sets ``begun`` and waits for ``go``; the numbers it ran with."""
+    """Share ``held(number)``, which sets ``begun`` and waits for ``go``; return the numbers of its runs."""
     ran: list[int] = []
 
     @app.share(**options)
@@ -92,7 +92,7 @@ def share_held(app: App, go: threading.Event, begun: threading.Event, **options:
 
 
 def share_looking(app: App, begun: threading.Event) -> None:
-    """Share ``looking()``, which goes on until it is asked to stop."""
+    """Share ``looking()``, which runs until its cancellation is requested."""
 
     @app.share(cache=False)
     def looking() -> torch.Tensor:
@@ -138,14 +138,14 @@ def test_execute_submits_and_waits(app: App, go: threading.Event, begun: threadi
     assert begun.wait(10) and status(app, task_id) == ("running", False)
     with pytest.raises(DeadlineExceeded):
         app.provider.execute("held", 5, timeout=0.05)
-    told: list[str] = []
+    reports: list[str] = []
 
     def callback(info: TaskInfo) -> None:
-        told.append(info.status)
+        reports.append(info.status)
         go.set()
 
     assert app.provider.execute("held", 5, timeout=10, callback=callback).tolist() == [5, 5]
-    assert (told[0], told[-1]) == ("running", "completed")
+    assert (reports[0], reports[-1]) == ("running", "completed")
     assert app.provider.execute("held", number=4).tolist() == [4, 4]
 
 
@@ -162,9 +162,9 @@ def test_tasks_of_cached_results_end_at_once(app: App) -> None:
     info = app.provider.get_task_status(app.provider.submit("ones"))
     assert (info.status, info.started_at) == ("completed", None)
     assert info.finished_at is not None and info.finished_at >= info.created_at
-    told: list[TaskInfo] = []
-    assert shares_memory(app.provider.wait_for_task(info.task_id, 10, told.append), cached)
-    assert told == [info]
+    reports: list[TaskInfo] = []
+    assert shares_memory(app.provider.wait_for_task(info.task_id, 10, reports.append), cached)
+    assert reports == [info]
     assert built == [1]
 
 
@@ -220,11 +220,11 @@ def test_callbacks_report_every_change_in_order(app: App, go: threading.Event, b
             progress(step + 1, 3, f"step {step + 1}")
         return torch.ones(steps)
 
-    told: list[tuple[str, Progress | None]] = []
+    reports: list[tuple[str, Progress | None]] = []
     threads = set()
 
     def callback(info: TaskInfo) -> None:
-        told.append((info.status.value, info.progress))
+        reports.append((info.status.value, info.progress))
         threads.add(threading.get_ident())
         go.set()
 
@@ -233,7 +233,7 @@ def test_callbacks_report_every_change_in_order(app: App, go: threading.Event, b
     task_id = app.provider.submit("work", 4)
     assert app.provider.wait_for_task(task_id, 10, callback).tolist() == [1, 1, 1, 1]
     steps = [Progress(float(step), 3.0, f"step {step}") for step in (1, 2, 3)]
-    assert told == [
+    assert reports == [
         ("pending", None),
         ("running", None),
         *(("running", step) for step in steps),
@@ -244,7 +244,7 @@ def test_callbacks_report_every_change_in_order(app: App, go: threading.Event, b
 
 
 class Stop(Exception):
-    """What a callback raises that has seen enough."""
+    """Raised by a callback to end the wait."""
 
 
 def test_a_failing_callback_ends_the_wait(app: App, go: threading.Event, begun: threading.Event) -> None:
@@ -535,19 +535,19 @@ def test_library_errors_fail_tasks(app: App) -> None:
         raise {"device": CapabilityError("not here"), "cancelled": TaskCancelled()}[error]
 
     for argument, kind in (("device", CapabilityError), ("cancelled", TaskCancelled)):
-        task_id, told = app.provider.submit("load", argument), list[TaskInfo]()
+        task_id, reports = app.provider.submit("load", argument), list[TaskInfo]()
         with pytest.raises(kind):
-            app.provider.wait_for_task(task_id, 10, told.append)
-        assert told[-1] == app.provider.get_task_status(task_id)
-        assert (told[-1].status, told[-1].error_type) == ("failed", kind.__name__)
+            app.provider.wait_for_task(task_id, 10, reports.append)
+        assert reports[-1] == app.provider.get_task_status(task_id)
+        assert (reports[-1].status, reports[-1].error_type) == ("failed", kind.__name__)
 
 
 class Big:
-    """Something whose memory is worth being looked after."""
+    """An object whose memory must be released."""
 
 
 class Full(Exception):
-    """An exception that has something in hand."""
+    """An exception that refers to such an object."""
 
     def __init__(self, text: str, thing: object = None) -> None:
         super().__init__(text)
@@ -603,16 +603,16 @@ def test_cancelled_pending_tasks_never_run(app: App, go: threading.Event, begun:
     ran = share_held(app, go, begun, concurrency="serialized")
     first, second, third = (app.provider.submit("held", number) for number in (1, 2, 3))
     assert begun.wait(10)
-    told: list[TaskInfo] = []
+    reports: list[TaskInfo] = []
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(app.provider.wait_for_task, second, 10, told.append)
+        waiting = pool.submit(app.provider.wait_for_task, second, 10, reports.append)
         eventually(lambda: watchers(app) == 1)
         assert app.provider.cancel_task(second) is True
         for attempt in (waiting.result, lambda: app.provider.get_task_result(second)):
             with pytest.raises(TaskCancelled, match=f"task {second} of 'held' was cancelled") as caught:
                 attempt()
             assert caught.value.reason == "cancelled"
-    assert [(info.status.value, info.cancel_requested) for info in told] == [("pending", False), ("cancelled", True)]
+    assert [(info.status.value, info.cancel_requested) for info in reports] == [("pending", False), ("cancelled", True)]
     info = app.provider.get_task_status(second)
     assert (info.status, info.started_at, info.error_type, info.object_id) == ("cancelled", None, None, None)
     assert info.finished_at is not None
@@ -627,15 +627,15 @@ def test_cancelled_running_tasks_stop(app: App, begun: threading.Event) -> None:
     share_looking(app, begun)
     task_id = app.provider.submit("looking")
     assert begun.wait(10)
-    told: list[TaskInfo] = []
+    reports: list[TaskInfo] = []
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(app.provider.wait_for_task, task_id, 10, told.append)
+        waiting = pool.submit(app.provider.wait_for_task, task_id, 10, reports.append)
         eventually(lambda: watchers(app) == 1)
         assert app.provider.cancel_task(task_id) is True
         with pytest.raises(TaskCancelled, match="the task was cancelled") as caught:
             waiting.result(10)
     assert caught.value.reason == "cancelled"
-    assert [(info.status.value, info.cancel_requested) for info in told] == [
+    assert [(info.status.value, info.cancel_requested) for info in reports] == [
         ("running", False),
         ("running", True),
         ("cancelled", True),
@@ -651,17 +651,17 @@ def test_endpoints_that_do_not_poll_run_on(app: App, go: threading.Event, begun:
     ran = share_held(app, go, begun)
     task_id = app.provider.submit("held", 5)
     assert begun.wait(10)
-    told: list[tuple[str, bool]] = []
+    reports: list[tuple[str, bool]] = []
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(
-            app.provider.wait_for_task, task_id, 10, lambda info: told.append((info.status.value, info.cancel_requested))
+            app.provider.wait_for_task, task_id, 10, lambda info: reports.append((info.status.value, info.cancel_requested))
         )
         eventually(lambda: watchers(app) == 1)
         assert [app.provider.cancel_task(task_id) for _ in range(3)] == [True] * 3
         assert status(app, task_id) == ("running", True)
         go.set()
         result = waiting.result(10)
-    assert told == [("running", False), ("running", True), ("completed", True)]
+    assert reports == [("running", False), ("running", True), ("completed", True)]
     assert result.tolist() == [5, 5]
     assert not shares_memory(app.provider.call("held", 5), result)
     assert ran == [5, 5]
@@ -752,7 +752,7 @@ def test_async_endpoints_are_cancelled_at_their_await(app: App, begun: threading
 
 
 class Heavy(torch.nn.Module):
-    """A module that takes its time to be rebuilt."""
+    """A module that is slow to rebuild."""
 
     begun = threading.Event()
     go = threading.Event()
@@ -963,7 +963,7 @@ client = Client(device="cpu", connect_timeout=10)
 
 @pytest.fixture
 def ran() -> list[int]:
-    """The numbers that endpoints ran with."""
+    """The arguments of the endpoints' runs."""
     return []
 
 
@@ -990,23 +990,23 @@ def shared(provider: Provider, go: threading.Event, begun: threading.Event, ran:
 
 @pytest.fixture
 def server(shared: Provider, serve: Serve) -> Server:
-    """Serves them."""
+    """A server of these endpoints."""
     return serve()
 
 
 def watchers_of(server: Server) -> int:
-    """How many wait for tasks."""
+    """Return the number of callers that wait for tasks."""
     return server.engine.ask(lambda core: sum(len(task.watchers) for task in core.tasks.table))
 
 
 def kept(server: Server) -> tuple[int, int]:
-    """How many objects and leases there are."""
+    """Return the numbers of objects and leases."""
     info = server.info()
     return info["objects"], info["leases"]
 
 
 def statuses(client: Client) -> list[str]:
-    """Of all tasks, in the order they were submitted."""
+    """Return the statuses of all tasks, in the order of their submission."""
     return [info.status.value for info in client.list_tasks()]
 
 
@@ -1062,7 +1062,7 @@ def test_killed_waiters_do_not_stop_their_task(
 
 
 def account(server: Server) -> dict[str, int]:
-    """All that those who wait could cost, or leave behind."""
+    """Return all resources that waiting callers could occupy, or leave behind."""
     info = server.info()
     held = {name: info[name] for name in ("connections", "sessions", "leases", "running", "objects", "nbytes")}
     return {**held, "watchers": watchers_of(server), "fds": open_fds(), "threads": len(os.listdir("/proc/self/task"))}
@@ -1133,18 +1133,18 @@ def test_slow_readers_miss_progress_only(provider: Provider, serve: Serve, conne
 
         assert client.wait_for_task(task_id, 20, callback) == 1
         assert done == list(range(count))
-        told, results = Counter[int](), set[int]()
+        reports, results = Counter[int](), set[int]()
         while len(results) < waits:
             frame = silent.hear_frame()
             frame.close()
             assert frame.request_id not in results
             if frame.kind == NUMBERS[m.TaskUpdate]:
-                told[frame.request_id] += 1
+                reports[frame.request_id] += 1
             else:
                 assert frame.kind == NUMBERS[m.Result]
                 results.add(frame.request_id)
         # About a megabyte in the server, and what the kernel takes: half a kilobyte for each.
-        assert waits < told.total() < count * waits // 2
+        assert waits < reports.total() < count * waits // 2
         assert isinstance(silent.ask(m.GetTask(task_id), 1000), m.TaskIs)
 
 

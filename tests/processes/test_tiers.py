@@ -1,4 +1,4 @@
-"""Tiers as a server keeps them: suspended leases, objects that are evicted and restored, and who waits for them."""
+"""Tiers of a server: suspended leases, objects that are evicted and restored, and calls that wait for them."""
 
 from __future__ import annotations
 
@@ -61,19 +61,19 @@ def shared(provider: Provider) -> Provider:
 
 @pytest.fixture
 def server(shared: Provider, serve: Serve, tmp_path: Path) -> Server:
-    """Serves them, with a directory for files."""
+    """A server of these endpoints, with a directory for files."""
     return serve(spill_dir=tmp_path)
 
 
 @pytest.fixture
 def raw(server: Server) -> Iterator[Raw]:
-    """A session that says what a test wants said."""
+    """A session that sends arbitrary messages."""
     with Raw(server.socket_path) as end:
         yield end
 
 
 def held(raw: Raw, client: Client, size: int = 4) -> str:
-    """An object that the raw session has a lease on, and nobody else."""
+    """Return an object on which only the raw session has a lease."""
     with client.call("model", size) as handle:
         object_id = handle.object_id
         assert raw.ask(m.Hold([object_id])) == m.Held([object_id])
@@ -149,7 +149,7 @@ def test_only_holders_can_resume(raw: Raw, client: Client) -> None:
 
 
 class Gate:
-    """Holds up the copying of bytes, and counts it."""
+    """Blocks copies of bytes, and counts them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         self.calls = 0
@@ -167,7 +167,7 @@ class Gate:
 
 @pytest.fixture
 def lowering(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    """Holds up copies to a lower tier."""
+    """Blocks copies to a lower tier."""
     gate = Gate(monkeypatch, "lower")
     yield gate
     gate.open.set()
@@ -175,7 +175,7 @@ def lowering(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 @pytest.fixture
 def raising(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    """Holds up restores."""
+    """Blocks restores."""
     gate = Gate(monkeypatch, "raise_")
     yield gate
     gate.open.set()
@@ -313,7 +313,7 @@ def test_a_missing_directory_fails_the_start(shared: Provider, serve: Serve, tmp
 
 
 def test_a_call_during_an_eviction_cancels_it(client: Client, lowering: Gate) -> None:
-    """Even if its handle is released before the copy is complete: the process may have written meanwhile."""
+    """Even if its handle is released before the copy is complete: the process may have written in the meantime."""
     client.call("model", 4).release()
     with ThreadPoolExecutor(1) as pool:
         evicted = pool.submit(client.evict, "model")
@@ -361,7 +361,7 @@ def test_copies_can_be_made_at_the_build(client: Client, lowering: Gate) -> None
 
 
 def buffer_of_two(client: Client, raw: Raw) -> tuple[str, str]:
-    """A kept buffer of sevens that the raw session has as well: its id, and that of its segment."""
+    """Return the ids of a buffer of sevens, also held by the raw session, and of its segment."""
     with client.create_buffer(4096, keep=True) as handle:
         handle.value.fill_(7)
         object_id = handle.object_id
@@ -467,7 +467,7 @@ def test_restored_objects_are_arguments_by_reference(client: Client) -> None:
 
 
 def test_coroutines_on_the_servers_loop_cannot_wait_for_a_restore(server: Server, shared: Provider, client: Client) -> None:
-    """The loop restores the object: the error says to wait in a thread."""
+    """The loop restores the object: the error suggests waiting in a thread."""
     with client.call("model", 10) as handle:
         ticket = handle.ticket()
     client.evict(handle.object_id)
@@ -555,7 +555,7 @@ def test_objects_dropped_during_a_restore_are_built_again(client: Client, connec
         with called.result() as handle:
             assert handle.object_id != object_id
             assert handle.value.sum() == 45
-        with contextlib.suppress(StaleHandleError):  # it came after the end
+        with contextlib.suppress(StaleHandleError):  # it arrived after the end
             assert restored.result() == []
     assert [info["object_id"] for info in client.list_objects()] == [handle.object_id]
     assert client.get_server_info()["copies"] == {}

@@ -1,4 +1,4 @@
-"""Servers whose devices are full: requests that wait for capacity, in order, and say who has it when their time is over."""
+"""Servers whose devices are full: requests wait for capacity in order, and time out with a list of its holders."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.kit.apps import Connect
 from tests.kit.processes import eventually
 from tests.kit.raw import HoldingSession
 
-#: The device first: what its driver opens once is no leak.
+#: The device first: resources that its driver opens once are no leak.
 pytestmark = pytest.mark.usefixtures("device", "no_leaks")
 
 #: Seconds of a request that is to wait in vain.
@@ -31,19 +31,19 @@ SHORTLY = 1.0
 
 @pytest.fixture
 def unit(device: str) -> int:
-    """The bytes of the smallest segment of the device."""
+    """The size in bytes of the device's smallest segment."""
     return facts_of(device_id(device)).granularity
 
 
 @pytest.fixture
 def builds() -> list[int]:
-    """The numbers of the models that were built."""
+    """The numbers of the built models."""
     return []
 
 
 @pytest.fixture
 def shared(base_path: str, device: str, builds: list[int]) -> Provider:
-    """Models of as many bytes as is asked for."""
+    """Models of the requested size in bytes."""
     provider = Provider(base_path, device=device)
 
     def build(number: int, nbytes: int) -> torch.Tensor:
@@ -60,28 +60,28 @@ def shared(base_path: str, device: str, builds: list[int]) -> Provider:
 
 
 class Full:
-    """A server whose device is full soon, its clients, and requests that wait for capacity."""
+    """A server whose device is soon full, its clients, and requests that wait for capacity."""
 
     def __init__(self, shared: Provider, unit: int, connect: Connect, threads: ThreadPoolExecutor, stack: ExitStack) -> None:
         self.device = device_id(str(shared.device))
         self._shared, self._unit, self._connect, self._threads, self._stack = shared, unit, connect, threads, stack
 
     def start(self, units: int, clients: int = 1, **options: Any) -> list[Client]:
-        """Serve with capacity for so many of the smallest segments; some clients."""
+        """Serve with capacity for this many of the smallest segments; make some clients."""
         options = {"quotas": {self.device: units * self._unit}, "when_full": "evict", **options}
         self.server = self._stack.enter_context(Server(self._shared, **options))
         return [self.client() for _ in range(clients)]
 
     def client(self, **options: Any) -> Client:
-        """One more."""
+        """Make a client."""
         return self._connect(device=self._shared.device, **options)
 
     def session(self) -> HoldingSession:
-        """A session that says what a test wants said."""
+        """Make a session that sends arbitrary messages."""
         return self._stack.enter_context(HoldingSession(self.server.socket_path))
 
     def waiting(self) -> int:
-        """How many requests wait for capacity."""
+        """Return the number of requests that wait for capacity."""
         return self.server.engine.ask(lambda core: len(core.capacity))
 
     def ask(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
@@ -93,14 +93,14 @@ class Full:
         return answer
 
     def used(self) -> int:
-        """The bytes of the device that objects take, or that are set aside for them."""
+        """Return the bytes of the device that objects use, or that are reserved for them."""
         with self.client() as client:
             return next(info["used"] for info in client.list_devices() if info["id"] == self.device)
 
 
 @pytest.fixture
 def full(shared: Provider, unit: int, connect: Connect, threads: ThreadPoolExecutor) -> Iterator[Full]:
-    """A server that is not started yet."""
+    """A server, not started yet."""
     with ExitStack() as stack:
         yield Full(shared, unit, connect, threads, stack)
 
@@ -177,7 +177,7 @@ def test_builds_that_wait_for_capacity_can_be_abandoned(full: Full, unit: int) -
 
 
 def test_failing_builds_release_their_reservation(full: Full, shared: Provider, unit: int) -> None:
-    """What was set aside for it."""
+    """The reserved memory is available again."""
     good = [True]
 
     @shared.share(managed=True)
@@ -294,12 +294,12 @@ def test_impossible_options_are_refused(full: Full, options: dict[str, Any], tex
 
 
 def tier_of(client: Client, object_id: str) -> str:
-    """Where an object is."""
+    """Return the tier of an object."""
     return client.get_object_info(object_id)["tier"]
 
 
 def made(client: Client, number: int, nbytes: int, endpoint: str = "model") -> str:
-    """The id of a cached model that nobody holds."""
+    """Return the id of a cached model without holders."""
     with client.call(endpoint, number, nbytes) as handle:
         return str(handle.object_id)
 
@@ -437,7 +437,7 @@ def test_abandoned_results_do_not_wait(
         with full.client(timeout=SHORTLY) as caller, pytest.raises(DeadlineExceeded):
             caller.call("slow", 2, unit)
         assert begun.is_set()
-        eventually(lambda: full.server.info()["connections"] == 1)  # the server knows that the caller gave up
+        eventually(lambda: full.server.info()["connections"] == 1)  # the server has detected that the caller gave up
         go.set()
         eventually(lambda: holder.get_server_info()["running"] == 0)
         assert full.waiting() == 0 and full.used() == unit

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[WorkerHost, Raw]]:
-    """A worker that serves nothing, and the broker's end of the connection."""
+    """A worker without endpoints, and the broker's end of the connection."""
     monkeypatch.setattr(MAPPINGS, "keeps", MAPPINGS.keeps)  # a worker's process keeps mappings
     mine, theirs = socket.socketpair()
     host = WorkerHost(theirs.detach(), ServeOptions(), 0)

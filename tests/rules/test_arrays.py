@@ -1,4 +1,4 @@
-"""Arrays beside tensors: they lie in memory that all share, until one writes to them; what everyone copies is counted."""
+"""Arrays beside tensors: they are in shared memory, copied on the first write; copies in each process are counted."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ LARGE = 1 << 18
 
 
 def beside_a_tensor(device: str, *arrays: Any) -> State:
-    """An object with arrays, and a tensor that makes it a result."""
+    """An object with arrays, and a tensor that makes it shareable."""
     return State(1, {"tensor": torch.ones(3, device=device), "arrays": list(arrays)})
 
 
 def arrays_of(value: Any) -> Any:
-    """The arrays of such an object."""
+    """Return the arrays of such an object."""
     return value.moments["arrays"]
 
 
@@ -175,7 +175,7 @@ def test_copy_on_write_is_only_for_the_host(no_leaks: None, monkeypatch: pytest.
 
 
 def dynamic(kind: torch.dtype) -> nn.Module:
-    """A module whose weights are packed for this processor."""
+    """Return a module whose weights are packed for this processor."""
     from torch.ao.quantization import quantize_dynamic
 
     return quantize_dynamic(nn.Sequential(nn.Linear(256, 256), nn.LSTM(256, 64)), {nn.Linear, nn.LSTM}, dtype=kind)

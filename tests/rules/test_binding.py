@@ -1,4 +1,4 @@
-"""Operations as methods: what a class that was bound to them has, and what it tells of itself."""
+"""Operations as methods: the attributes, signatures and docs of a bound class."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEFINED = {
 
 
 class Recorder(BlockingMethods):
-    """A driver that does work, and has no server."""
+    """A driver that records operations, without a server."""
 
     def _run(self, operation: Operation[T]) -> T:
         return drive(operation, lambda step: step.function())
@@ -40,14 +40,14 @@ class Sums:
 
     @lending
     def lend(ctx: Context, name: str) -> Steps[Leased[bytes]]:
-        """Lend what has a name."""
+        """Lend a named value."""
         yield Work(name.encode)
         return Leased()
 
 
 @bound
 class Calculator(Recorder, Sums):
-    """A class that has them."""
+    """A class bound to them."""
 
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient, Provider])
@@ -55,12 +55,12 @@ def test_a_class_has_every_operation(kind: type) -> None:
     """As a method with the parameters and the docstring of its definition; a coroutine only in the client for coroutines."""
     for name, body in DEFINED.items():
         if kind is Provider and name == "list_endpoints":
-            continue  # those of this process, whatever a server has
+            continue  # those of this process, independent of a server
         method = getattr(kind, name)
         assert inspect.iscoroutinefunction(method) == (kind is AsyncClient), name
-        told, defined = inspect.signature(method), inspect.signature(body)
-        assert list(told.parameters) == ["self", *list(defined.parameters)[1:]]
-        assert [each.default for each in told.parameters.values()] == [each.default for each in defined.parameters.values()]
+        shown, defined = inspect.signature(method), inspect.signature(body)
+        assert list(shown.parameters) == ["self", *list(defined.parameters)[1:]]
+        assert [each.default for each in shown.parameters.values()] == [each.default for each in defined.parameters.values()]
         assert (method.__doc__, method.__name__, method.__qualname__) == (body.__doc__, name, f"{kind.__name__}.{name}")
 
 

@@ -1,4 +1,4 @@
-"""The rules of raw buffers and quotas, without sockets or devices; the clock is the test's."""
+"""The rules of raw buffers and quotas, without sockets or devices; the test sets the clock."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shared_rpc.server.state.buffers import BufferTable
 from shared_rpc.server.state.objects import StoredObject
 from tests.rules.test_store import Shelf, record_of
 
-#: What a device of these tests has, in bytes.
+#: The capacity of these tests' device, in bytes.
 TOTAL = 10_000
 
 
@@ -42,16 +42,16 @@ class Buffers(Shelf):
         nbytes: int = 100,
         linger: float = 0.0,
     ) -> StoredObject:
-        """A new buffer that a session holds."""
+        """Make a new buffer that a session holds."""
         return self.table.add(session, record_of(name, nbytes=nbytes), ttl, max_accesses, linger=linger)
 
     def end(self, session: str, stored: StoredObject) -> float | None:
-        """The end of a session's lease, as a server has it; the seconds that the buffer lingers."""
+        """End a session's lease, like a server; return the seconds that the buffer lingers."""
         self.release(session, stored)
         return self.table.settle(stored.object_id)
 
     def reason(self, stored: StoredObject | str) -> str:
-        """Why a buffer is not to be had."""
+        """Return the reason why a buffer is unavailable."""
         with pytest.raises(BufferNotFound) as caught:
             self.table.get("z", stored if isinstance(stored, str) else stored.object_id)
         return caught.value.reason

@@ -1,4 +1,4 @@
-"""The rules of capacity: whose turn it is, and what gives way. Nothing is copied here; the clock is the test's."""
+"""The rules of capacity: the order of requests, and the choice of evictions. Nothing is copied; the test sets the clock."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ PLACES: tuple[Tier, ...] = ("device", "host", "file")
 
 
 def segment(info: SegmentInfo) -> Segment:
-    """A segment with a descriptor of its own."""
+    """Return a segment with its own descriptor."""
     return Segment.owning(info, os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC))
 
 
 class Move:
-    """A move of the model, which ends when the test says so."""
+    """A move of the model, which ends on the test's command."""
 
     def __init__(self, group: Sequence[StoredObject], to: Tier) -> None:
         self.group, self.to = list(group), to
@@ -63,7 +63,7 @@ class Ask:
 
 
 class World(Shelf):
-    """Objects, a mover whose moves end when the test says so, and their capacity. A session is a letter."""
+    """Objects, a mover whose moves end on the test's command, and their capacity. A session is a letter."""
 
     def __init__(self, limits: dict[str, int], host_limit: int | None = None, **options: Any) -> None:
         super().__init__()
@@ -105,20 +105,20 @@ class World(Shelf):
         return sorted(self.leases.active(stored.object_id))
 
     def is_moving(self, stored: StoredObject) -> bool:
-        """Return whether a move has it."""
+        """Return whether it is being moved."""
         return bool(self.direction(stored))
 
     def direction(self, stored: StoredObject) -> Literal["up", "down", ""]:
-        """Return where it goes."""
+        """Return the direction of its move."""
         return next((move.direction for move in self.moves if stored in move.group), "")
 
     def below(self, group: Sequence[StoredObject]) -> tuple[Below, ...]:
-        """Return those that the test has given it."""
+        """Return its copies, as set by the test."""
         tiers = self.tiers.get(group[0].object_id, ("host", "file"))
         return tuple(to for to in tiers if PLACES.index(to) > PLACES.index(group[0].tier))
 
     def frees(self) -> Counter[str]:
-        """Return what the moves free."""
+        """Return the bytes that the moves will free."""
         return sum((move.frees for move in self.moves), Counter())
 
     def begin_eviction(self, group: Sequence[StoredObject], to: Below) -> None:
@@ -166,14 +166,14 @@ class World(Shelf):
         move.over.set()
         self.capacity.changed()
 
-    # What happens.
+    # Actions.
 
     def infos(self, group: Sequence[StoredObject]) -> list[SegmentInfo]:
-        """The segments of a group, each once."""
+        """Return the segments of a group, each once."""
         return list({one.info.id: one.info for stored in group for one in stored.record.segments}.values())
 
     def turn(self, do: Callable[[], Any] = lambda: None) -> Any:
-        """Do something on the loop, and all that follows from it."""
+        """Perform an action on the loop, and everything that follows from it."""
 
         async def play() -> Any:
             done = do()
@@ -194,7 +194,7 @@ class World(Shelf):
         ready: bool = False,
         pinned: bool = False,
     ) -> StoredObject:
-        """An object that lies somewhere."""
+        """Add an object in a given tier."""
         self.clock.time += 1.0
         segments = [segment(SegmentInfo(f"{name}-{device}", nbytes, device)) for device, nbytes in sizes.items()]
         record = Record(b"", EMPTY_TABLE, segments, sum(sizes.values()))
@@ -215,7 +215,7 @@ class World(Shelf):
             self.store.copies.add(one.info, LowerCopy(segment(one.info), tier))
 
     def ask(self, session: str, stored: StoredObject | None = None, *, first: bool = False, **sizes: int) -> Ask:
-        """A session wants an object, or capacity: ``cpu=10, gpu=20``."""
+        """Request an object for a session, or capacity: ``cpu=10, gpu=20``."""
         named = {{"gpu": GPU}.get(device, device): nbytes for device, nbytes in sizes.items()}
         ask = Ask(session, named, stored)
         self.asked.append(ask)
@@ -235,7 +235,7 @@ class World(Shelf):
         return ask
 
     async def use(self, ask: Ask, stored: StoredObject) -> None:
-        """Have an object on its devices, and use it."""
+        """Bring an object to its devices, and use it."""
         reservation = await self.capacity.reserve_for(ask, stored)
         ask.granted = True
         move = next((move for move in self.moves if stored in move.group), None)
@@ -252,29 +252,29 @@ class World(Shelf):
             self.leases.grant(ask.session, stored.object_id)
 
     def leave(self, ask: Ask) -> None:
-        """A deadline passes, or memory that was made is an object's."""
+        """Withdraw a request at its deadline, or release reserved memory to the object made of it."""
         self.asked.remove(ask)
         self.turn(ask.task.cancel)
 
     def suspend(self, session: str, stored: StoredObject) -> None:
-        """A session uses an object no more."""
+        """Suspend an object in a session."""
         self.clock.time += 1.0
         stored.last_accessed_at = self.clock.time
         self.turn(lambda: (self.leases.suspend(session, stored.object_id), self.capacity.changed()))
 
     def end(self, move: Move | None = None, error: str = "") -> None:
-        """A move ends, the first one by default."""
+        """End a move, the first one by default."""
         move = move or self.moves[0]
         move.error = error
         self.turn(move.ends.set)
 
     def expire(self) -> float | None:
-        """The sweeper comes by."""
+        """Run the sweeper."""
         return self.turn(self.capacity.expire)
 
     @property
     def going(self) -> list[tuple[list[str | None], str]]:
-        """The moves under way, by keys."""
+        """The pending moves, by keys."""
         return [(move.names, move.to) for move in self.moves]
 
 
@@ -605,7 +605,7 @@ def test_host_memory_of_a_waiting_move_is_not_taken(worlds: Callable[..., World]
 
 
 def shared(world: World, *keys: str, **holders: str) -> list[StoredObject]:
-    """Objects over a hundred bytes, each with a hundred of its own."""
+    """Return objects over a hundred common bytes, each with a hundred of its own."""
     found = []
     for key in keys:
         found.append(world.add(key, "shared", f"own of {key}", holders=holders.get(key, "")))
@@ -642,7 +642,7 @@ def test_records_need_only_additional_memory(world: World) -> None:
         record.close()
 
 
-# Whatever happens.
+# Any order of actions.
 
 NAMES = st.sampled_from([f"o{number}" for number in range(6)])
 SESSIONS = st.sampled_from("abcd")
@@ -653,33 +653,33 @@ T = TypeVar("T")
 
 
 def one_of(found: Sequence[T], number: int) -> T:
-    """Choose by a number that a rule has drawn."""
+    """Choose an item by a number drawn by a rule."""
     return found[number % len(found)]
 
 
 class CapacityModel(RuleBasedStateMachine):
-    """Capacity whose mover is slow, fails, and whose sessions come and go in any order."""
+    """Capacity with a slow mover that may fail, and sessions that begin and end in any order."""
 
     world: World
 
     @initialize(gpu=st.integers(30, 120), cpu=st.integers(30, 120), host=st.none() | st.integers(0, 150))
     def start(self, gpu: int, cpu: int, host: int | None) -> None:
-        """Empty devices."""
+        """Start with empty devices."""
         self.host = host
         self.world = World({GPU: gpu, CPU: cpu}, host)
 
     def thing(self, name: str) -> StoredObject | None:
-        """The object of a name."""
+        """Return the object of a name."""
         return next((stored for stored in self.world.store if stored.cache_key == name), None)
 
     @property
     def making(self) -> list[Ask]:
-        """Requests for memory that were granted."""
+        """Granted requests for memory."""
         return [ask for ask in self.world.asked if ask.granted and ask.stored is None]
 
     @property
     def waiting(self) -> list[Ask]:
-        """Requests in the queue."""
+        """Queued requests."""
         return [ask for ask in self.world.asked if not ask.granted and ask.error is None]
 
     @property
@@ -689,19 +689,19 @@ class CapacityModel(RuleBasedStateMachine):
 
     @rule(session=SESSIONS, sizes=SIZES)
     def ask_for_memory(self, session: str, sizes: dict[str, int]) -> None:
-        """A buffer, or a result."""
+        """Request memory for a buffer, or a result."""
         self.world.ask(session, **sizes)
 
     @rule(session=SESSIONS, name=NAMES)
     def ask_for_an_object(self, session: str, name: str) -> None:
-        """One that the session does not use yet."""
+        """Request an object that the session does not use yet."""
         stored = self.thing(name)
         if stored is not None and session not in self.world.users(stored):
             self.world.ask(session, stored)
 
     @rule(name=NAMES, sizes=SIZES, below=BELOW, pinned=st.sampled_from([False, False, False, True]))
     def recover_an_earlier_one(self, name: str, sizes: dict[str, int], below: tuple[Below, ...], pinned: bool) -> None:
-        """An object that lies below from the beginning."""
+        """Add an object that is in a lower tier from the beginning."""
         fits = below[-1:] != ("host",) or self.host is None or self.world.capacity.used(HOST) + sum(sizes.values()) <= self.host
         if self.thing(name) is None and below and fits:
             named = {{"gpu": GPU}.get(device, device): nbytes for device, nbytes in sizes.items()}
@@ -717,7 +717,7 @@ class CapacityModel(RuleBasedStateMachine):
         fails=st.booleans(),
     )
     def make(self, number: int, name: str, holder: str, below: tuple[Below, ...], pinned: bool, fails: bool) -> None:
-        """Memory that was reserved becomes an object, or its maker failed."""
+        """Make an object of reserved memory, or fail to."""
         ask = one_of(self.making, number)
         if self.thing(name) is None and not fails:
             self.world.put(name, ask.sizes, below=below, pinned=pinned, active=holder)
@@ -726,32 +726,32 @@ class CapacityModel(RuleBasedStateMachine):
     @precondition(lambda self: self.used)
     @rule(number=st.integers(0, 9))
     def suspend(self, number: int) -> None:
-        """A session uses an object no more."""
+        """Suspend an object in a session."""
         stored = one_of(self.used, number)
         self.world.suspend(self.world.users(stored)[0], stored)
 
     @precondition(lambda self: self.waiting)
     @rule(number=st.integers(0, 9))
     def leave(self, number: int) -> None:
-        """A deadline passes."""
+        """Withdraw a request at its deadline."""
         self.world.leave(one_of(self.waiting, number))
 
     @precondition(lambda self: any(move.begun or move.direction == "up" for move in self.world.moves))
     @rule(number=st.integers(0, 9), fails=st.sampled_from([False, False, True]))
     def end_a_move(self, number: int, fails: bool) -> None:
-        """The bytes are where they were to go, or a disk was full."""
+        """End a move, successfully or for lack of space."""
         begun = [move for move in self.world.moves if move.begun or move.direction == "up"]
         self.world.end(one_of(begun, number), "no space left on device" if fails else "")
 
     @rule(seconds=st.sampled_from([1.0, 6.0]))
     def tick(self, seconds: float) -> None:
-        """Time passes, and the sweeper comes by."""
+        """Let time pass, and run the sweeper."""
         self.world.clock.time += seconds
         self.world.expire()
 
     @invariant()
     def quotas_are_kept(self) -> None:
-        """By what is there and what is reserved, on the devices and on the host."""
+        """The sums of used and reserved bytes are within the quotas, on the devices and on the host."""
         if not hasattr(self, "world"):
             return
         for device, limit in self.world.limits.items():
@@ -760,7 +760,7 @@ class CapacityModel(RuleBasedStateMachine):
 
     @invariant()
     def no_request_waits_for_nothing(self) -> None:
-        """The first in the queue lacks memory, or waits until its object has left."""
+        """The first request in the queue lacks memory, or waits for the eviction of its own object."""
         if not hasattr(self, "world") or not self.waiting:
             return
         world, first = self.world, self.waiting[0]
@@ -778,12 +778,12 @@ class CapacityModel(RuleBasedStateMachine):
 
     @invariant()
     def no_request_is_lost(self) -> None:
-        """What waits is in the queue."""
+        """Every waiting request is in the queue."""
         if hasattr(self, "world"):
             assert len(self.world.capacity) == len(self.waiting)
 
     def teardown(self) -> None:
-        """Where all sessions suspend what they use, and moves end well, every request is served."""
+        """Once all sessions have suspended their objects, and moves have succeeded, every request is served."""
         if not hasattr(self, "world"):
             return
         world = self.world

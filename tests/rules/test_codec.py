@@ -1,6 +1,6 @@
-"""A value taken apart and rebuilt in one process: what comes back is what it was, and what cannot is refused by name.
+"""Values encoded and rebuilt in one process: the result equals the original, and refusals name the part.
 
-All attributes of many kinds of values are compared in `test_modes.py`; here is what they share, and what torch does not keep.
+`test_modes.py` compares all attributes of many kinds of values; here are sharing, and attributes that torch does not keep.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ DTYPES = sorted(
 
 
 def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether both lie at one address with one layout."""
+    """Return whether both have the same address and layout."""
     return (one.data_ptr(), one.shape, one.stride()) == (other.data_ptr(), other.shape, other.stride())
 
 
@@ -342,7 +342,7 @@ def test_parametrisations_can_be_removed(device: str, rebuilt: Rebuilt) -> None:
 
 
 def test_modules_with_their_own_pickling_are_followed(device: str, rebuilt: Rebuilt) -> None:
-    """A class that says how it is pickled is obeyed."""
+    """A class that defines its pickling is obeyed."""
     value = _Careful(device)
     result = rebuilt(value)
     assert (result.restored, result.cache) == (True, None)
@@ -363,7 +363,7 @@ class _Careful(nn.Module):
         self.restored = True
 
 
-# Autograd's thread for the GPU begins without a context: if cuBLAS is the first that it calls, torch sets one, and says so.
+# Autograd's thread for the GPU begins without a context: if its first call is cuBLAS, torch sets one, with a warning.
 @pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context")
 def test_shared_parameters_can_be_trained(device: str, rebuilt: Rebuilt) -> None:
     """An optimiser steps the shared weights; gradients are private to each process."""
@@ -436,7 +436,7 @@ def test_records_count_each_storage_once(published: Callable[..., Record], devic
     assert len(record.skeleton) < 4000
 
 
-# Refusals: each with the path to what is wrong, and nothing left behind.
+# Refusals: each has the path to the part, and leaves nothing behind.
 
 
 def test_standard_output_and_loggers_are_pickled_by_name(

@@ -1,4 +1,4 @@
-"""Runs of coroutines on a loop, apart from any server: how they end, and in which context."""
+"""Runs of coroutines on a loop, without a server: their ends, and their contexts."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.kit.processes import eventually
 
 @pytest.fixture
 def ended() -> list[Any]:
-    """The outcomes, in the order of their ends."""
+    """The outcomes, in order of completion."""
     return []
 
 
 def run_of_nobody() -> RunContext:
-    """A run that nobody asks of."""
+    """A run without waiting callers."""
     return RunContext(frozenset(), lambda progress: None)
 
 
@@ -139,7 +139,7 @@ async def test_coroutines_are_cancelled_until_they_end(ended: list[Any]) -> None
 
 
 class _Result:
-    """What a job returns, with a record that counts how often it is closed."""
+    """A job's result, whose record counts its closes."""
 
     def __init__(self) -> None:
         self.record = self

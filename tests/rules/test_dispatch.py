@@ -1,4 +1,4 @@
-"""Runs between broker and workers, message by message: what crosses on the way is not lost."""
+"""Runs between broker and workers, message by message: no message that crosses another one is lost."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KEY, SESSION = "provider", "session"
 
 
 class Peer:
-    """A worker that does nothing by itself: what it was sent, and what the dispatcher keeps of it."""
+    """A passive worker, with the messages that it was sent, and the dispatcher's state of it."""
 
     state = "ready"
     congested = False
@@ -41,7 +41,7 @@ class Peer:
         self.arenas: dict[str, set[str]] = {}
 
     def serves(self, key: str, endpoint: str) -> bool:
-        """It has everything."""
+        """Whether the worker has loaded the app."""
         return True
 
     def send(
@@ -56,13 +56,13 @@ class Peer:
         self.sent.append((message, number))
 
     def last(self, kind: type[Message]) -> Any:
-        """The last message, which is of that kind."""
+        """Return the last message, which must be of that kind."""
         assert isinstance(self.sent[-1][0], kind)
         return self.sent[-1][0]
 
 
 class Setting:
-    """A dispatcher, its workers, and what became of runs."""
+    """A dispatcher, its workers, and the outcomes of runs."""
 
     def __init__(self) -> None:
         self.peers = [Peer()]
@@ -73,15 +73,15 @@ class Setting:
         self.begun = 0
 
     def workers(self) -> list[Worker]:
-        """All of them."""
+        """All workers."""
         return cast("list[Worker]", self.peers)
 
     def start(self, *chunks: int) -> Run[Any]:
-        """A run with chunks of the client's in its arguments."""
+        """Start a run with chunks of the client's in its arguments."""
         return self.start_with(Arguments(chunks=list(chunks), pooled=self.transfer.lent(chunks)), session=SESSION)
 
     def start_with(self, arguments: Arguments, session: str, **options: bool) -> Run[Any]:
-        """A run that a test has put together."""
+        """Start a run made by the test."""
         run: Run[Any] = Run(EndpointSpec("f"), None, arguments, session=session, **{"pooled": True, **options})
         self.executor.start(run, self)
         return run
@@ -100,7 +100,7 @@ class Setting:
     out_of_memory = progressed
 
     def said(self, message: Message, number: int, fds: list[int] | None = None) -> None:
-        """A worker says something about a run."""
+        """Deliver a worker's message about a run."""
         frame = Frame(0, number, b"", b"", fds or [])
         self.peers[0].requests.take(message, frame)
         frame.close()

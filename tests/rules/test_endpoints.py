@@ -1,4 +1,4 @@
-"""What an endpoint takes, which calls are one call, and what is refused when it is shared."""
+"""Parameters of endpoints, equality of calls, and refusals when an endpoint is registered."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shared_rpc.protocol.values import DtypeRef, SkeletonRef, TensorRef
 
 
 def key_of(spec: EndpointSpec, *args: Any, **kwargs: Any) -> str | None:
-    """The key of a call with lowered arguments."""
+    """Return the key of a call with lowered arguments."""
     return cache_key(spec, bind(spec, args, kwargs))
 
 
@@ -83,7 +83,7 @@ def test_calls_bind_like_the_function(function: Callable[..., Any], one: Any, ot
 
 
 def _exact(value: Any) -> str:
-    """A value with its types; a dict in one order."""
+    """Return a value with its types; dicts in one order."""
     return repr(sorted(value.items())) if isinstance(value, dict) else repr(value)
 
 
@@ -225,8 +225,8 @@ def test_templates_with_memory_are_refused(template: str) -> None:
     with pytest.raises(CapabilityError) as caught:
         key_of(spec, TensorRef(0), z=[SkeletonRef(0)])
     name = next(name for name in ("more", "z", "x") if f"{{{name}}}" in template)
-    for told in ("endpoint 'f'", repr(template), f"names {name!r}, which is a tensor or module", "leave it out"):
-        assert told in str(caught.value)
+    for part in ("endpoint 'f'", repr(template), f"names {name!r}, which is a tensor or module", "leave it out"):
+        assert part in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -394,7 +394,7 @@ def test_recursive_calls_of_serialized_endpoints_are_refused() -> None:
 
 
 def compiled(source: str) -> EndpointSpec:
-    """The spec of the function ``f`` that a piece of source defines."""
+    """Return the spec of the function ``f`` defined by a source text."""
     names: dict[str, Any] = {}
     exec(compile(source, "app.py", "exec"), names)
     return describe(names["f"])

@@ -1,4 +1,4 @@
-"""The exception tree: what its docstring draws, what travels, and what is raised on the other side."""
+"""The exception tree: the drawing in its docstring, the fields that are sent, and the errors on the other side."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from shared_rpc.protocol.messages import Error
 
 
 def tree(root: type[SharedRPCError]) -> list[type[SharedRPCError]]:
-    """A class and all below it."""
+    """Return a class and all its subclasses."""
     return [root, *(found for child in root.__subclasses__() for found in tree(child))]
 
 
@@ -51,12 +51,12 @@ SPECIMENS = {
 
 
 def specimen(kind: type[SharedRPCError]) -> SharedRPCError:
-    """An error of that class with everything it can carry."""
+    """Return an error of that class with every attribute that it can have."""
     return SPECIMENS.get(kind) or kind(f"a {kind.__name__} at /run/s.sock")
 
 
 def travelled(error: BaseException) -> Exception:
-    """The error as the other side raises it."""
+    """Return the error as raised on the other side."""
     kind, body = encode_message(Error(*to_wire(error)))
     message = decode_message(Frame(kind, 1, body))
     assert isinstance(message, Error)
@@ -123,7 +123,7 @@ def test_texts_that_are_not_unicode_are_escaped(error: Exception, text: str) -> 
 
 
 class Unprintable(Exception):
-    """Fails at telling what it is."""
+    """An exception whose description fails."""
 
     def __str__(self) -> str:
         raise RuntimeError("no text")

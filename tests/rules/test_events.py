@@ -1,4 +1,4 @@
-"""Hooks of a process: each is called with every event, and none harms others or whoever emits."""
+"""Hooks of a process: each is called with every event, and a failing one affects neither others nor the emitter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EVENT = i.SessionOpened(session="s", pid=1)
 
 @pytest.fixture
 def hooks() -> i.Hooks:
-    """Those of no process."""
+    """Hooks that belong to no process."""
     return i.Hooks()
 
 

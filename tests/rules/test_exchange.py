@@ -1,6 +1,6 @@
-"""The exchanges of a connection, without one: whatever arrives, in whatever pieces and order, and wherever it ends.
+"""The exchanges of a connection, without one: input in any pieces, in any order, cut anywhere.
 
-Descriptors are real: every one that came is handed out or closed.
+Descriptors are real: each received one is returned or closed.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 
 
 def result(object_id: str, *, managed: bool = False) -> m.Result:
-    """A result without memory."""
+    """Return a result without memory."""
     return m.Result(msgspec.Raw(EMPTY_TABLE), [], object_id=object_id, managed=managed)
 
 
 def changed(done: int) -> m.TaskUpdate:
-    """What is told of a task."""
+    """Return a task's notification."""
     return m.TaskUpdate(TaskInfo("t", "endpoint", TaskStatus.RUNNING, float(done)))
 
 
@@ -47,7 +47,7 @@ KNOWN = m.Error(DeadlineExceeded.code, "nobody waits")
 
 
 class Connection:
-    """A driver that neither waits nor talks: what would be sent is in :meth:`sent`, and what comes is what a test feeds."""
+    """A driver without I/O: :meth:`sent` returns its output, and the test feeds its input."""
 
     def __init__(self) -> None:
         self.buffers = FrameBuffers()
@@ -55,7 +55,7 @@ class Connection:
         self._written = FrameDecoder()
 
     def write(self, limit: int | None = None) -> None:
-        """Have what is queued go out, or the first bytes of it."""
+        """Take all queued output, or its first bytes."""
         while self.buffers._outbox and (limit is None or limit > 0):
             data, _ = self.buffers._outbox[0]
             part = data[:limit] if limit is not None else data
@@ -65,7 +65,7 @@ class Connection:
             self.buffers._note()
 
     def sent(self) -> list[tuple[int, m.Message]]:
-        """What has gone out since the last look, with the requests' numbers."""
+        """Return the output since the last call, with the requests' numbers."""
         self.write()
         messages = []
         while (frame := self._written.next_frame()) is not None:
@@ -73,7 +73,7 @@ class Connection:
         return messages
 
     def come(self, message: m.Message, number: int, fds: int = 0) -> list[Exchange]:
-        """Have a frame arrive."""
+        """Feed a frame."""
         self.buffers.feed(frame_of(message, number, fds=fds), [new_fd() for _ in range(fds)])
         return self.exchanges.deliver()
 
@@ -82,27 +82,27 @@ class Connection:
         return self.exchanges.begin(Request(message or m.Ping(), "a question", **options))
 
     def close(self) -> None:
-        """Hang up."""
+        """Disconnect."""
         self.buffers.close()
 
 
 @pytest.fixture
 def connection() -> Iterator[Connection]:
-    """A connection after which nothing is left open."""
+    """A connection, which must leave nothing open."""
     with nothing_leaks():
         connection = Connection()
         yield connection
         connection.close()
 
 
-# Whatever comes, however it comes.
+# Any input, in any pieces.
 
 
 @dataclass
 class Plan:
-    """An exchange: what it is told, what its answer brings, and when its asker leaves, in arrivals after its beginning."""
+    """An exchange: its notifications, the memory of its answer, and the arrival after which its caller gives up."""
 
-    told: int
+    early: int
     fds: int
     managed: bool
     withdraws: int | None
@@ -119,7 +119,7 @@ class Plan:
 moments = st.none() | st.integers(0, 8)
 plans = st.builds(
     Plan,
-    told=st.integers(0, 3),
+    early=st.integers(0, 3),
     fds=st.integers(0, 3),
     managed=st.booleans(),
     withdraws=moments,
@@ -128,18 +128,18 @@ plans = st.builds(
 
 
 def begin_all(connection: Connection, chosen: list[Plan]) -> None:
-    """Ask, and have the server's frames ready."""
+    """Begin all exchanges, and prepare the server's frames."""
     for plan in chosen:
         plan.exchange = connection.ask()
         plan.number = plan.exchange.number
-        plan.frames = [(frame_of(changed(done), plan.number), 0) for done in range(plan.told)]
+        plan.frames = [(frame_of(changed(done), plan.number), 0) for done in range(plan.early)]
         plan.frames.append(
             (frame_of(result(f"object {plan.number}", managed=plan.managed), plan.number, fds=plan.fds), plan.fds)
         )
 
 
 def arrivals(data: st.DataObject, chosen: list[Plan], end: int | None = None) -> list[tuple[bytes, list[int]]]:
-    """The pieces in which the frames of all arrive, up to an end: any order between exchanges, any cuts."""
+    """Draw the pieces in which all frames arrive, up to an end: any order between exchanges, any cuts."""
     left = [list(plan.frames) for plan in chosen]
     stream, offsets = b"", []
     while any(left):
@@ -158,7 +158,7 @@ def arrivals(data: st.DataObject, chosen: list[Plan], end: int | None = None) ->
 
 
 def go_on(connection: Connection, plan: Plan, moment: int) -> None:
-    """What the asker does after an arrival."""
+    """Act like the caller after an arrival."""
     exchange = plan.exchange
     assert exchange is not None
     if plan.left or plan.reply is not None:
@@ -193,7 +193,7 @@ def test_any_chunking_and_order_is_handled(chosen: list[Plan], data: st.DataObje
                 assert len(plan.reply.frame.fds) == plan.fds
                 plan.reply.frame.close()
             assert plan.heard == list(range(len(plan.heard)))
-            assert len(plan.heard) == plan.told or plan.left or plan.withdraws is not None
+            assert len(plan.heard) == plan.early or plan.left or plan.withdraws is not None
         given_back = [message.object_ids for _, message in connection.sent() if isinstance(message, m.Release)]
         assert sorted(given_back) == sorted([f"object {plan.number}"] for plan in chosen if plan.managed and plan.left)
         assert not connection.exchanges.pending and not connection.exchanges.owed
@@ -232,7 +232,7 @@ def test_an_end_at_any_byte_is_handled(chosen: list[Plan], end: int, data: st.Da
 
 @pytest.mark.parametrize("number", [0, 1, 77])
 def test_the_first_frame_answers_the_handshake(connection: Connection, number: int) -> None:
-    """Whatever its number; requests have numbers of their own."""
+    """Whatever its number; requests have separate numbers."""
     greeting = connection.exchanges.greet()
     assert connection.sent() == [(0, m.Hello())]
     connection.come(m.Welcome("s", "cpu"), number)
@@ -339,7 +339,7 @@ def test_unreadable_late_answers_are_closed() -> None:
 
 
 def test_second_answers_are_closed(connection: Connection) -> None:
-    """It is nobody's, and is closed."""
+    """A second answer has no receiver, and is closed."""
     exchange = connection.ask()
     connection.come(m.Pong(), 1)
     connection.come(m.Pong(), 1, fds=2)
@@ -391,12 +391,12 @@ def test_the_servers_reason_reaches_all_requests(connection: Connection) -> None
     """Each gets its own exception, as do later requests."""
     exchanges = [connection.ask(), connection.ask()]
     connection.come(m.Error("protocol", "the last word"), 0)
-    told = []
+    early = []
     for ask in (*(lambda exchange=exchange: connection.exchanges.reply(exchange) for exchange in exchanges), connection.ask):
         with pytest.raises(ProtocolError, match="the last word") as caught:
             ask()
-        told.append(caught.value)
-    assert len(set(map(id, told))) == 3
+        early.append(caught.value)
+    assert len(set(map(id, early))) == 3
 
 
 def test_the_first_reason_counts(connection: Connection) -> None:

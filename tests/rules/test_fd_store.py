@@ -1,4 +1,4 @@
-"""What a service manager has while a broker tells it of a move: a broker that begins after any message has the objects."""
+"""A service manager's store during a move: a broker that starts after any message has all objects."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OBJECTS = ["0" * 24, "1" * 24, "2" * 24]
 
 
 class Moving:
-    """Objects of a GPU's memory and of the host's, and the messages that tell a service manager where they are."""
+    """Objects of a GPU's memory and of the host's, and the messages that describe their tiers to a service manager."""
 
     def __init__(self, directory: Path, stack: ExitStack) -> None:
         self._spill = SpillDirectory(str(directory))
@@ -49,7 +49,7 @@ class Moving:
         self.entries: list[tuple[str, int]] = []
         #: The names that were stored.
         self.stored: list[str] = []
-        #: Called when the service manager has been told something.
+        #: Called after each message to the service manager.
         self.check: Callable[[], None] = lambda: None
         self._notify = notifier.notify
         notifier.notify = self._tell  # type: ignore[method-assign]
@@ -76,12 +76,12 @@ class Moving:
         return LowerCopy(self._made(SegmentInfo(name, 4096, "cpu", mechanism=mechanism)), tier, str(number).encode())
 
     def put(self, tier: Tier, number: int) -> None:
-        """Keep them in a tier, with the incarnations of that number, and let the turn end."""
+        """Store them in a tier, with the incarnations of that number, and end the turn."""
         self.keep(tier, number)
         self.end_turn()
 
     def keep(self, tier: Tier, number: int) -> None:
-        """Keep them in a tier, with the incarnations of that number."""
+        """Store them in a tier, with the incarnations of that number."""
         infos = {name: segment.info.incarnation(number) for name, segment in self._segments.items()}
         made = {"gpu": self._made(infos["gpu"]), "host": self._segments["host"]}
         copies = {info.id: [self._copy(name, tier, number)] for name, info in infos.items()} if tier != "device" else {}
@@ -95,7 +95,7 @@ class Moving:
             self.store.keep("key", stored, "", None, copies)
 
     def end_turn(self) -> None:
-        """Write what has changed."""
+        """Send the changes."""
         due, self._due[:] = list(self._due), []
         for write in due:
             write()
@@ -116,7 +116,7 @@ class Moving:
             yield dict(line.split("=", 1) for line in data.decode().split("\n")), fds
 
     def recovered(self) -> list[dict[str, bytes]]:
-        """What a broker has that begins now: the bytes of the objects, by their segments' names."""
+        """Return the bytes that a broker would recover now, by the names of their segments."""
         store = FdStore(Notifier(), soon=self._due.append)
         core = Mock()
         store.recover([Passed(name, os.dup(fd)) for name, fd in self.entries], lambda serve, server_id: core)
@@ -134,7 +134,7 @@ class Moving:
 
 @pytest.fixture
 def moving(tmp_path: Path) -> Iterator[Moving]:
-    """Objects of which nothing was told."""
+    """Objects before any message."""
     with ExitStack() as stack:
         moving = Moving(tmp_path, stack)
         yield moving

@@ -1,4 +1,4 @@
-"""A test lies in the folder that says what must run for it."""
+"""Each test is in the folder of the processes that it needs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ PUBLIC = {
     for path in Path(ROOT, "shared_rpc").rglob("*.py")
     if "\n__all__ = " in path.read_text()
 }
-#: What takes a process, or a thread with a server.
+#: Modules that start a process, or a thread with a server.
 RUNNING = {"subprocess", "multiprocessing", "shared_rpc.Server"}
 
 
 def imported(folder: str) -> Iterator[tuple[str, str]]:
-    """The files of a folder, each with a name that it imports: of a module, or of something in one."""
+    """Yield the files of a folder, each with a name that it imports: of a module, or of an attribute of one."""
     for path in Path(ROOT, "tests", folder).glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
@@ -29,7 +29,7 @@ def imported(folder: str) -> Iterator[tuple[str, str]]:
 
 
 def test_the_api_is_tested_by_public_names_and_the_kit() -> None:
-    """What these tests show is what users can write."""
+    """These tests show what users can write."""
     ours = [(path, name) for path, name in imported("api") if name.startswith("shared_rpc")]
     assert ours and [(path, name) for path, name in ours if not {name, name.rpartition(".")[0]} & PUBLIC] == []
 

@@ -1,4 +1,4 @@
-"""Frames out of bytes and descriptors, however these arrive. The descriptors are real, and are counted."""
+"""Frames from bytes and descriptors in any pieces. The descriptors are real, and are counted."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.kit.descriptors import new_fd, nothing_leaks
 
 @dataclass
 class Plan:
-    """A frame to be sent; its ``fds`` descriptors go with the pieces of it that begin at ``cuts``."""
+    """A frame to be sent; its ``fds`` descriptors are attached to the pieces of it that begin at ``cuts``."""
 
     kind: int
     request_id: int
@@ -42,7 +42,7 @@ class Plan:
     cuts: list[int] = field(default_factory=list)
 
     def encode(self) -> bytes:
-        """Its bytes."""
+        """Return its bytes."""
         return b"".join(encode_frame(self.kind, self.request_id, self.body, self.payload, self.fds))
 
 
@@ -58,14 +58,14 @@ plans = st.builds(
 
 
 def file_of(fd: int) -> int:
-    """What a descriptor is of, whatever its number."""
+    """Return a descriptor's file, whatever its number."""
     return os.fstat(fd).st_ino
 
 
 def header(
     *, magic: bytes = b"sRPC", version: int = VERSION, kind: int = 3, fds: int = 0, body: int = 0, payload: int = 0
 ) -> bytes:
-    """A header as the docstring of the module lays it out."""
+    """Return a header in the format of the module's docstring."""
     return struct.pack("!4sBBHIIQ", magic, version, kind, fds, 7, body, payload)
 
 
@@ -178,7 +178,7 @@ def test_invalid_headers_are_refused_at_once(first: bytes, message: str) -> None
 
 
 def test_frames_at_the_limits_are_accepted() -> None:
-    """The limits are what a frame may have, not one byte less."""
+    """The limits are those of frames, not one byte less."""
     decoder = FrameDecoder(Limits(body=100, payload=200))
     decoder.feed(header(body=100, payload=200) + bytes(300))
     frame = decoder.next_frame()
@@ -199,7 +199,7 @@ def test_mismatched_descriptors_are_refused(announced: int, cut: int) -> None:
 
 @pytest.fixture
 def many_files() -> Iterator[None]:
-    """This process may open some thousand files."""
+    """Raise this process's limit of open files to some thousands."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     yield

@@ -1,4 +1,4 @@
-"""Hooks on the other side: none takes another one's place, and handles that came still remove theirs."""
+"""Module hooks on the other side: none replaces another one, and handles that were sent still remove theirs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 class Registering(nn.Linear):
-    """A module that registers a hook whenever it is unpickled."""
+    """A module that registers a hook on each unpickling."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -39,7 +39,7 @@ class Registering(nn.Linear):
 
 
 class Keeping:
-    """An object with hooks of its own, as libraries have beside torch's."""
+    """An object with custom hooks, as some libraries have besides torch's."""
 
     def __init__(self) -> None:
         self.listeners: OrderedDict[int, Any] = OrderedDict()
@@ -88,7 +88,7 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[Any, Any], RemovableHandle],
 
 @pytest.fixture
 def rebuilt_module(published: Callable[..., Record], device: str, counted: Callable[[int], None]) -> Rebuilt:
-    """What a process that has registered no hook gets of a module."""
+    """A module as rebuilt in a process that has registered no hook."""
 
     def rebuild(value: nn.Module) -> Any:
         record = published(value.to(device))

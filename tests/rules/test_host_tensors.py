@@ -1,4 +1,4 @@
-"""Results with tensors on the host beside those of a GPU: where they may be, and how they come back."""
+"""Results with tensors on the host beside those of a GPU: their placement, and their device when rebuilt."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_other_host_tensors_are_refused(make: Callable[[], Any], path: str) -> N
 
 @pytest.mark.parametrize(
     "lower",
-    # What is sent waits for the GPU.
+    # Sending waits for the GPU.
     [
         pytest.param(lambda *call: encode_arguments(*call).close(), id="sent", marks=pytest.mark.gpu),
         pytest.param(lower_arguments, id="within a process"),

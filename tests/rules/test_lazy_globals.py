@@ -1,4 +1,4 @@
-"""Lazy objects and modules in an app: none of them is evaluated to load or to serve it."""
+"""Lazy objects and modules in an app: loading or serving it evaluates none of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shared_rpc.zygote.imports import Files, is_installed, shadowed
 
 
 class Lazy:
-    """A proxy as Django's ``settings`` before ``configure()``: reading anything through it evaluates it, which fails."""
+    """A proxy like Django's ``settings`` before ``configure()``: reading any attribute evaluates it, which fails."""
 
     def __getattribute__(self, name: str) -> Any:
         raise RuntimeError(f"evaluated for {name}")
@@ -33,7 +33,7 @@ class Lazy:
 
 
 class LazyModule(ModuleType):
-    """A module that is imported when an attribute of it is read, as ``importlib.util.LazyLoader`` makes them."""
+    """A module that is imported on the first read of an attribute, like those of ``importlib.util.LazyLoader``."""
 
     def __getattribute__(self, name: str) -> Any:
         raise ImportError(f"imported for {name}")
@@ -41,7 +41,7 @@ class LazyModule(ModuleType):
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A module of the person's, with a file, a provider and lazy globals."""
+    """A user's module with a file, a provider and lazy globals."""
     path = tmp_path / "lazy_app.py"
     path.write_text("")
     spec = importlib.util.spec_from_file_location("lazy_app", path)
@@ -95,7 +95,7 @@ def test_code_of_packages_and_of_the_interpreter_is_installed(path: str) -> None
 
 @pytest.fixture
 def folders() -> Iterator[None]:
-    """What the rule has found in ``sys.path`` is found again, before the test and after it."""
+    """Clear the rule's cache of ``sys.path``, before the test and after it."""
     imports._folders.cache_clear()
     yield
     imports._folders.cache_clear()

@@ -1,4 +1,4 @@
-"""Lines of a log, as text and as JSON: nothing in them looks like another line."""
+"""Log lines as text and as JSON: no content can imitate another line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def stream() -> Iterator[io.StringIO]:
 
 
 def record(message: str = "hello", **fields: Any) -> logging.LogRecord:
-    """One record, as a handler gets it."""
+    """Return a record as a handler receives it."""
     made = logging.makeLogRecord(
         {"name": "app", "levelname": "INFO", "levelno": 20, "msg": message, "created": 0.5, "msecs": 500}
     )

@@ -1,4 +1,4 @@
-"""Mappings: one for each segment, shared by all who use it, undone after the last of them; and where blocks are laid."""
+"""Mappings: one for each segment, shared by all users, undone after the last; and the placement of blocks."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ MakeSegments = Callable[[int], list[Segment]]
 
 
 class User:
-    """Something that lives over mapped memory."""
+    """A user of mapped memory."""
 
 
 class Device(MemfdBackend):
-    """Host memory that notes what is done to it and by whom, and that may be as busy as a GPU."""
+    """Host memory that records operations and their threads, and that may be as busy as a GPU."""
 
     def __init__(self) -> None:
         self.unmaps_in_background = True
@@ -41,24 +41,24 @@ class Device(MemfdBackend):
         self.log: list[tuple[str, threading.Thread]] = []
 
     def synchronize(self) -> bool:
-        """Whether the device could be waited for."""
+        """Return whether waiting for the device succeeded."""
         self.log.append(("synchronize", threading.current_thread()))
         return self.idle
 
     def unmap(self, address: int, nbytes: int, done: list[int] | None = None) -> None:
-        """Unmap, and note it."""
+        """Unmap, and record it."""
         self.log.append(("unmap", threading.current_thread()))
         super().unmap(address, nbytes, done)
 
     @property
     def events(self) -> list[str]:
-        """What was done, in order."""
+        """The operations, in order."""
         return [event for event, _ in self.log]
 
 
 @pytest.fixture
 def table() -> MappingTable:
-    """A table of its own, so that nothing else is in it."""
+    """An empty table."""
     return MappingTable()
 
 
@@ -79,7 +79,7 @@ def segments() -> Iterator[Callable[[int], list[Segment]]]:
 
 @pytest.fixture
 def finalizer_held() -> Iterator[threading.Event]:
-    """The finaliser thread is kept busy until the event is set."""
+    """Block the finaliser thread until the event is set."""
     free, held = threading.Event(), threading.Event()
     FINALIZER.start()
     FINALIZER.submit(lambda: (held.set(), free.wait(30)))
@@ -89,14 +89,14 @@ def finalizer_held() -> Iterator[threading.Event]:
 
 
 def let_finalizer_work() -> None:
-    """Return when the finaliser thread has done all that was submitted so far."""
+    """Wait until the finaliser thread has run all jobs submitted so far."""
     done = threading.Event()
     FINALIZER.submit(done.set, after=0.05)  # host memory lingers before it is unmapped
     assert done.wait(10)
 
 
 def mapped() -> list[str]:
-    """The segment id of every host mapping of this process, as the kernel lists them."""
+    """Return the segment id of every host mapping of this process, from the kernel's list."""
     with open("/proc/self/maps") as maps:
         return re.findall(r"memfd:shared-rpc-(\w+)", maps.read())
 
@@ -246,7 +246,7 @@ def test_a_failed_attach_keeps_other_mappings(table: MappingTable, segments: Mak
 
 
 class Equal(User):
-    """A user that compares equal to others and has no hash, as storages do."""
+    """A user that compares equal to others and is unhashable, like storages."""
 
     def __eq__(self, other: object) -> bool:
         return True
@@ -421,7 +421,7 @@ def test_defaults_suit_a_gpu() -> None:
 
 @pytest.mark.parametrize("device", ["tpu", "", "cuda:x", "cuda:-1", "auto:0", "gpu-1234", "CPU"])
 def test_unknown_device_is_a_configuration_error(device: str) -> None:
-    """The error shows what was given and what is allowed."""
+    """The error shows the given value and the permitted ones."""
     with pytest.raises(ConfigurationError, match=re.escape(f"device={device!r}") + ".*'cuda:<index>'"):
         device_id(device)
 
@@ -448,7 +448,7 @@ def test_attaching_needs_no_descriptor(no_leaks: None, table: MappingTable, segm
 
 @pytest.mark.gpu
 def test_devices_where_a_gpu_is_visible() -> None:
-    """``auto`` and ``cuda`` are the current GPU's UUID; an index too high is an error that says how many there are."""
+    """``auto`` and ``cuda`` are the current GPU's UUID; for an index that is too high, the error has the number of GPUs."""
     import torch
 
     from shared_rpc.memory.backends.cuda import visible_gpus

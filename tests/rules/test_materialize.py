@@ -1,4 +1,4 @@
-"""A user's own class around shared tensors: by name, with no memory taken, and nothing left without memory."""
+"""A user's own class around shared tensors: assigned by name, without allocations, and complete."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 
 class Rotary(nn.Module):
-    """Keeps tables that it computes, as attention layers do: in buffers that are not persistent, and in plain attributes."""
+    """Keeps computed tables, like attention layers: in buffers that are not persistent, and in plain attributes."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Net(nn.Module):
 
 
 class Owner(nn.Module):
-    """Parameters in the order that a checkpoint of another library might have them."""
+    """Parameters in the order of another library's checkpoint."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Owner(nn.Module):
 
 
 def all_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and all buffers by name."""
+    """Return parameters and all buffers by name."""
     return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
 
 
@@ -189,7 +189,7 @@ def test_constructors_may_transform_weights(make: Callable[[], nn.Module], shape
 
 
 class Asks(nn.Module):
-    """Does something to a weight in its constructor."""
+    """Operates on a weight in its constructor."""
 
     def __init__(self, ask: Callable[[Any], object]) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ class Asks(nn.Module):
 def test_reading_values_in_the_constructor_is_refused(ask: Callable[[Any], object], expected: str) -> None:
     """There are none, and the error has the place of the access or reference, and the remedy."""
     source = nn.Linear(2, 2)
-    kept = []  # what nobody keeps is no model
+    kept = []  # an unreferenced module is no model
     with pytest.raises(CapabilityError, match=expected), materialize(source, rename={"*": "layer.*"}):
         kept.append(Asks(ask))
 
@@ -269,7 +269,7 @@ def test_a_parameter_registered_twice_is_tied() -> None:
 
 
 def test_tied_weights_with_two_sources_are_refused() -> None:
-    """They cannot both be had."""
+    """The sources exclude each other."""
     source = {"embed.weight": torch.ones(7, 4), "head.weight": torch.ones(7, 4)}
     expected = r"embed\.weight and head\.weight are one tensor in the model, and two in the source"
     with pytest.raises(StateMismatchError, match=expected), materialize(source):
@@ -307,11 +307,11 @@ def test_models_built_under_inference_mode_can_be_trained() -> None:
     assert not model[0].cos.is_inference()
 
 
-# What constructors do with tensors.
+# Operations of constructors on tensors.
 
 
 class Loading(nn.Module):
-    """Takes a table from a file, as models with word vectors do."""
+    """Loads a table from a file, like models with word vectors."""
 
     def __init__(self, load: Any) -> None:
         super().__init__()
@@ -320,7 +320,7 @@ class Loading(nn.Module):
         self.register_buffer("norms", vectors.norm(dim=1), persistent=False)
         self.plain = vectors[1].clone()
         self.layer = nn.Linear(3, 2, bias=False)
-        with pytest.warns(UserWarning, match="no-op"):  # torch says what is the case
+        with pytest.warns(UserWarning, match="no-op"):  # torch explains the cause
             self.layer.load_state_dict({"weight": vectors})
 
 
@@ -611,7 +611,7 @@ def test_a_block_without_a_model_is_an_error() -> None:
         pass
 
 
-# What is left.
+# Leftovers.
 
 
 def test_parameters_left_without_memory_are_errors() -> None:
@@ -633,7 +633,7 @@ def test_exceptions_in_the_block_propagate() -> None:
 
 
 def test_other_threads_are_unaffected() -> None:
-    """They build models with memory meanwhile, and other blocks with other sources."""
+    """In the meantime they build models with memory, and other blocks with other sources."""
     sources = [nn.Linear(2, 2) for _ in range(4)]
     barrier = threading.Barrier(5)
 

@@ -1,4 +1,4 @@
-"""Messages: what one side writes the other reads, and what nobody writes is refused as such."""
+"""Messages: each side reads what the other writes, and refuses anything else."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from shared_rpc.protocol.records import SegmentInfo
 
 
 def below(kind: type[Message]) -> list[type[Message]]:
-    """All classes below one."""
+    """Return all subclasses of a class."""
     return [found for child in kind.__subclasses__() for found in (child, *below(child))]
 
 
-#: What no message is alone: the fields that several share.
+#: All messages, without the structs of their common fields.
 KINDS = [kind for kind in below(Message) if kind not in (m.RecordBody, m.Query)]
 numbers = st.integers(-(2**63), 2**64 - 1)
 plain: st.SearchStrategy[Any] = st.recursive(
@@ -38,7 +38,7 @@ plain: st.SearchStrategy[Any] = st.recursive(
 
 
 def values_of(annotation: Any) -> st.SearchStrategy[Any]:
-    """Values of a field. A field of a new type is added here."""
+    """Generate values of a field. Add new field types here."""
     if annotation in PLAIN:
         return PLAIN[annotation]
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
@@ -64,7 +64,7 @@ def values_of(annotation: Any) -> st.SearchStrategy[Any]:
 
 
 def structs(kind: type[Any]) -> st.SearchStrategy[Any]:
-    """Instances of a struct, every field filled in."""
+    """Generate instances of a struct, with every field set."""
     return st.builds(kind, **{field.name: values_of(field.type) for field in msgspec.structs.fields(kind)})
 
 
@@ -81,18 +81,18 @@ PLAIN: dict[Any, st.SearchStrategy[Any]] = {
 
 
 def frame_of(message: Message) -> Frame:
-    """The message as it travels."""
+    """Return a message's frame."""
     kind, body = encode_message(message)
     return Frame(kind, 1, body)
 
 
 def comparable(message: Message) -> Any:
-    """All fields; memory views as their bytes."""
+    """Return all fields, with memory views as bytes."""
     return [type(message), *(bytes(v) if isinstance(v, msgspec.Raw) else v for v in msgspec.structs.astuple(message))]
 
 
 def any_message() -> st.SearchStrategy[Message]:
-    """An instance of any message."""
+    """Generate instances of any message."""
     return st.sampled_from(KINDS).flatmap(structs)
 
 
@@ -173,7 +173,7 @@ def test_fields_of_another_type_are_refused(kind: type[Message], data: st.DataOb
     """No field is converted."""
     number, body = encode_message(data.draw(structs(kind)))
     for index, field in enumerate(msgspec.structs.fields(kind)):
-        if field.type is msgspec.Raw:  # which is decoded by whoever reads it
+        if field.type is msgspec.Raw:  # which the reader decodes
             continue
         items = msgspec.msgpack.decode(body)
         items[index] = msgspec.msgpack.Ext(100, b"")

@@ -1,4 +1,4 @@
-"""Publishing and rebuilding under torch's modes: what comes is what would come without them."""
+"""Publishing and rebuilding under torch's modes: the result is the same as without them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.kit.comparing import describe, differences
 from tests.kit.modes import MODES
 from tests.kit.subjects import SUBJECTS, quietly
 
-#: Values whose rebuilding calls torch in ways of its own.
+#: Values whose rebuilding makes unusual calls of torch.
 VALUES = {
     **{name: subject.make for name, subject in SUBJECTS.items() if subject.on == ("cpu", "cuda") and "compiled" not in name},
     "sparse": lambda device: _holding(torch.eye(3, device=device).to_sparse()),

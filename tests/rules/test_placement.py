@@ -44,7 +44,7 @@ def small_segments(monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def ids(record: Record) -> list[str]:
-    """The segments of a record."""
+    """Return the segments of a record."""
     return [segment.info.id for segment in record.segments]
 
 
@@ -122,7 +122,7 @@ def test_originals_are_freed_before_the_next_segment(
     assert alive == [3, 2, 1]
 
 
-# What lies in a segment already.
+# Values in segments already.
 
 
 def test_a_part_of_a_published_value_is_not_copied(device: str, published: Published) -> None:
@@ -245,7 +245,7 @@ def test_memory_is_spread_over_segments(device: str, small_segments: int, publis
 
 @pytest.fixture
 def full_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Segment]]:
-    """A host that has memory for two segments only."""
+    """A host with memory for only two segments."""
     made: list[Segment] = []
 
     class Full(MemfdBackend):
@@ -298,7 +298,7 @@ def test_arguments_without_capacity_leave_nothing(no_leaks: None, small_segments
 # On a GPU.
 
 
-#: Publishes 4 GiB in a process whose allocator and context hold nothing else's: what is free before, at least, then, at last.
+#: Publishes 4 GiB in a process with no other allocations; prints free bytes before, at least, then, at last.
 PUBLISHING = """
 import threading
 from contextlib import closing

@@ -1,4 +1,4 @@
-"""Pools and borrowing, within one process: who has which bytes, and when they are free again."""
+"""Pools and borrowing within one process: the user of each byte, and the time when it is free again."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def pool() -> Iterator[Pool]:
 
 
 class TestPool:
-    """Taking and giving back."""
+    """Allocating and freeing chunks."""
 
     def test_released_chunks_are_reused(self, pool: Pool) -> None:
         """A thousand rounds use only the first arena."""
@@ -138,11 +138,11 @@ class TestPool:
 
 
 class TestBorrower:
-    """What tells that a chunk is free."""
+    """Detecting that a chunk is free."""
 
     @pytest.fixture
     def references(self) -> ChunkReferences:
-        """One that tells nobody."""
+        """References without a callback."""
         return ChunkReferences(lambda: None)
 
     @staticmethod
@@ -182,11 +182,11 @@ class TestBorrower:
 
     def test_the_end_of_a_chunk_is_reported(self, pool: Pool) -> None:
         """There may be waiters for the memory."""
-        told: list[int] = []
-        references = ChunkReferences(lambda: told.append(1))
+        calls: list[int] = []
+        references = ChunkReferences(lambda: calls.append(1))
         (chunk,) = pool.acquire("cpu", [16], "a test")
         storage = self._storage()
         references.acquire(chunk.number, 16, chunk.arena.mapping, [storage])
-        assert told == []
+        assert calls == []
         del storage
-        assert told == [1]
+        assert calls == [1]

@@ -1,4 +1,4 @@
-"""Which memory of a result is shared where that is the memory of its parameters, and what copies of the rest are."""
+"""The part of a result that is shared where only parameters are, and the copies of the rest."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from tests.kit.interpreter import bits
 from tests.kit.models import Everything, Labelled, Scaled, Slotted, State, Tied
 
 Published = Callable[..., Record]
-#: What a value has, by the name of its place.
+#: The tensors of a value, by the names of their places.
 Tensors = dict[str, torch.Tensor]
 
 
 def attach(record: Record) -> Any:
-    """The value, as one more process would have it."""
+    """Return the value as another process would get it."""
     return decode_result(record.skeleton, record.table, record.segments)
 
 
 def digests(tensors: Tensors) -> dict[str, str]:
-    """The bits of each."""
+    """Return the digest of each tensor's bits."""
     return {place: bits(tensor) for place, tensor in tensors.items()}
 
 
 class Wide(nn.Parameter):
-    """A parameter of a class of its own, without anything else."""
+    """A parameter subclass without further state."""
 
 
 class Opaque(torch.Tensor):
-    """A wrapper subclass that does not say which tensors it wraps."""
+    """A wrapper subclass that does not declare its inner tensors."""
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> Opaque:
@@ -56,18 +56,18 @@ class Opaque(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Detach, and nothing else."""
+        """Support detaching only."""
         assert function is torch.ops.aten.detach.default
         return Opaque(args[0].held["inner"])
 
 
 def everything(device: str) -> tuple[Any, Callable[[Any], Tensors], set[str]]:
-    """Tensors in every place, one of them a parameter."""
+    """A value with tensors in every place, one of them a parameter."""
     return Everything(device), Everything.tensors, {"parameter"}
 
 
 def tied(device: str) -> tuple[Any, Callable[[Any], Tensors], set[str]]:
-    """One weight in two places, a view of it as a buffer, and another buffer."""
+    """A weight in two places, a view of it as a buffer, and another buffer."""
     model = Tied(device)
     model.register_buffer("row", model.embed.weight.detach()[2])
     model.register_buffer("mean", torch.ones(4, device=device))
@@ -98,7 +98,7 @@ def containers(device: str) -> tuple[Any, Callable[[Any], Tensors], set[str]]:
 
 
 def subclasses(device: str) -> tuple[Any, Callable[[Any], Tensors], set[str]]:
-    """Parameters of classes of their own, one with attributes, and a plain one with an attribute."""
+    """Parameters of subclasses, one with attributes, and a plain one with an attribute."""
     labelled = Labelled(torch.ones(3, device=device))
     labelled.label, labelled.scale = "eight bits", torch.full((3,), 2.0, device=device)
     marked = nn.Parameter(torch.ones(3, device=device))
@@ -112,7 +112,7 @@ def subclasses(device: str) -> tuple[Any, Callable[[Any], Tensors], set[str]]:
 
 
 def wrappers(device: str) -> tuple[Any, Callable[[Any], Tensors], set[str]]:
-    """Wrapper subclasses as quantisation libraries have them, as a parameter and as a buffer, one in the other too."""
+    """Wrapper subclasses like those of quantisation libraries, as a parameter and as a buffer, one nested in the other."""
 
     def scaled(value: float) -> Scaled:
         return Scaled(torch.full((3,), value, device=device), torch.ones(3, device=device))
@@ -139,7 +139,7 @@ def wrappers(device: str) -> tuple[Any, Callable[[Any], Tensors], set[str]]:
 
 
 def sparse(device: str) -> tuple[Any, Callable[[Any], Tensors], set[str]]:
-    """Sparse tensors, as a parameter and as none."""
+    """Sparse tensors, one of them a parameter."""
     value = torch.eye(3, device=device).to_sparse()
     other = (2 * torch.eye(3, device=device)).to_sparse()
     return (
@@ -154,7 +154,7 @@ def sparse(device: str) -> tuple[Any, Callable[[Any], Tensors], set[str]]:
 
 
 def jagged(device: str) -> tuple[Any, Callable[[Any], Tensors], set[str]]:
-    """Nested tensors, as a parameter and as none."""
+    """Nested tensors, one of them a parameter."""
 
     def nested(value: float) -> torch.Tensor:
         rows = [torch.full((length,), float(value), device=device) for length in (2, 3)]
@@ -169,7 +169,7 @@ def jagged(device: str) -> tuple[Any, Callable[[Any], Tensors], set[str]]:
 
 
 def overlapping(device: str) -> tuple[Any, Callable[[Any], Tensors], set[str]]:
-    """Storages that overlap: what a parameter uses no byte of is private, and two are over one copy."""
+    """Overlapping storages: one without a byte of a parameter is private, and two share one copy."""
     if device == "cpu":
         first, second = torch.from_numpy(numpy.zeros(64, numpy.float32)), torch.from_numpy(numpy.ones(64, numpy.float32))
         ones, twos = (torch.from_numpy(tensor.numpy()[3:40]) for tensor in (first, second))
@@ -207,7 +207,7 @@ def test_parameters_are_shared_and_other_tensors_are_copied(
     own, (one, other) = tensors_of(value), (tensors_of(attach(record)) for _ in range(2))
     assert before == digests(own) == digests(one) == digests(other)
     lies = {place: len({tensors[place].data_ptr() for tensors in (own, one, other)}) for tensors in (own,) for place in tensors}
-    if access == "read":  # the maker writes to what others only read: that are two mappings
+    if access == "read":  # the maker writes to memory that others only read: these are two mappings
         lies = {place: count - 1 if place in shared else count for place, count in lies.items()}
     assert lies == {place: 1 if place in shared else 3 for place in own}
 
@@ -358,7 +358,7 @@ def test_attached_objects_can_be_copied_and_published(device: str, published: Pu
     assert again.weight.data_ptr() != one.weight.data_ptr() == itself.weight.data_ptr()
 
 
-# What goes wrong.
+# Failures.
 
 
 def test_a_lack_of_memory_for_private_tensors_is_reported(

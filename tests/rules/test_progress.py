@@ -1,4 +1,4 @@
-"""Progress that an endpoint reports: by hand, and by bars, each of which belongs to the run that it was made in."""
+"""Progress that an endpoint reports: directly, and by progress bars, each of which belongs to the run that made it."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from shared_rpc.protocol.tasks import Progress
 
 
 @pytest.fixture
-def told() -> Iterator[list[Progress]]:
-    """What the run reports that the test is in."""
-    told: list[Progress] = []
-    token = CURRENT_RUN.set(RunContext(frozenset(), told.append))
-    yield told
+def reports() -> Iterator[list[Progress]]:
+    """The reports of the run that contains the test."""
+    reports: list[Progress] = []
+    token = CURRENT_RUN.set(RunContext(frozenset(), reports.append))
+    yield reports
     CURRENT_RUN.reset(token)
 
 
 def silent(*args: Any, **kwargs: Any) -> ProgressBar:
-    """A bar that draws nothing."""
+    """Return a bar that draws nothing."""
     return ProgressBar(*args, file=io.StringIO(), **kwargs)
 
 
 def counted(total: float | None, message: str, *done: float) -> list[Progress]:
-    """Reports of one bar."""
+    """Return the reports of one bar."""
     return [Progress(float(number), total, message) for number in done]
 
 
@@ -48,50 +48,50 @@ def test_progress_outside_of_an_endpoint_is_ignored() -> None:
         assert bar.n == 2
 
 
-def test_progress_accepts_any_number(told: list[Progress]) -> None:
+def test_progress_accepts_any_number(reports: list[Progress]) -> None:
     """Other values are the endpoint's error."""
     progress(True, 2)
     progress(float("inf"), -1, message=3)  # type: ignore[arg-type]
-    assert told == [Progress(1.0, 2.0), Progress(float("inf"), -1.0, "3")]
+    assert reports == [Progress(1.0, 2.0), Progress(float("inf"), -1.0, "3")]
     with pytest.raises(ValueError):
         progress("many")  # type: ignore[arg-type]
 
 
-def test_messages_are_sendable(told: list[Progress]) -> None:
+def test_messages_are_sendable(reports: list[Progress]) -> None:
     """A file's name may contain bytes that are not text, and a text may be long."""
     progress(1, 2, os.fsdecode(b"weights-\xff.bin"))
     progress(1, 2, "x" * (17 << 20))
-    assert [len(report.message.encode()) for report in told] == [len(r"weights-\udcff.bin"), 1000]
+    assert [len(report.message.encode()) for report in reports] == [len(r"weights-\udcff.bin"), 1000]
 
 
 def updated() -> None:
-    """Update a bar by hand."""
+    """Update a bar directly."""
     with silent(total=10, desc="weights: ") as bar:
         for step in (1, 2, 7):
             bar.update(step)
 
 
 def iterated() -> None:
-    """Go through two bars: one that is drawn with every step, and one only at its end."""
+    """Iterate over two bars: one that is drawn with every step, and one only at its end."""
     assert list(silent(range(3), mininterval=0, miniters=1)) == [0, 1, 2]
     for _ in silent(range(1000), mininterval=1000, desc="Bar"):
         continue
 
 
 def without_a_total() -> None:
-    """Update a bar of which nothing is known."""
+    """Update a bar without total or description."""
     with silent() as bar:
         bar.update(2.5)
 
 
 def not_reported() -> None:
-    """Go through a bar that is disabled, and one of tqdm's own: making a class of it changes nothing for others."""
+    """Iterate over a disabled bar, and one of tqdm's own: subclassing that changes nothing for others."""
     assert list(silent(range(2), disable=True)) == [0, 1]
     assert list(tqdm(range(2), file=io.StringIO(), mininterval=0)) == [0, 1]
 
 
 def in_a_bar() -> None:
-    """Update a bar while another one goes on."""
+    """Update a bar within the iteration of another one."""
     with silent(total=2, desc="files") as outer:
         with silent(total=1, desc="parts") as inner:
             inner.update()
@@ -108,37 +108,37 @@ def in_a_bar() -> None:
         (in_a_bar, counted(2.0, "files", 0) + counted(1.0, "parts", 0, 1, 1) + counted(2.0, "files", 1, 1)),
     ],
 )
-def test_a_bar_reports_progress(told: list[Progress], work: Callable[[], None], expected: list[Progress]) -> None:
+def test_a_bar_reports_progress(reports: list[Progress], work: Callable[[], None], expected: list[Progress]) -> None:
     """As often as it would be drawn, and at both ends: its number, total and description."""
     work()
-    assert told == expected
+    assert reports == expected
 
 
-def test_a_bar_can_be_updated_by_other_threads(told: list[Progress]) -> None:
+def test_a_bar_can_be_updated_by_other_threads(reports: list[Progress]) -> None:
     """For its own run, for example when a library updates it in a pool."""
     assert thread_map(abs, range(4), tqdm_class=ProgressBar, max_workers=2) == [0, 1, 2, 3]
-    assert [told[0], told[-1]] == counted(4.0, "", 0, 4)
+    assert [reports[0], reports[-1]] == counted(4.0, "", 0, 4)
 
 
 def test_bars_of_coroutines_report_to_their_own_runs() -> None:
     """Each reports to its own run."""
-    told: dict[str, list[Progress]] = {"mine": [], "other": []}
+    reports: dict[str, list[Progress]] = {"mine": [], "other": []}
 
     async def load(name: str, meeting: asyncio.Barrier) -> None:
-        CURRENT_RUN.set(RunContext(frozenset(), told[name].append))
+        CURRENT_RUN.set(RunContext(frozenset(), reports[name].append))
         with silent(total=1, desc=name):
             await meeting.wait()
 
     async def main() -> None:
         meeting = asyncio.Barrier(2)
-        await asyncio.gather(*(load(name, meeting) for name in told))
+        await asyncio.gather(*(load(name, meeting) for name in reports))
 
     asyncio.run(main())
-    assert told == {name: counted(1.0, name, 0, 0) for name in told}
+    assert reports == {name: counted(1.0, name, 0, 0) for name in reports}
 
 
 @pytest.mark.deep
-def test_the_bar_of_transformers_reports_progress(told: list[Progress], tmp_path: Path) -> None:
+def test_the_bar_of_transformers_reports_progress(reports: list[Progress], tmp_path: Path) -> None:
     """Its hook for bars accepts ours, as documented."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
@@ -150,5 +150,5 @@ def test_the_bar_of_transformers_reports_progress(told: list[Progress], tmp_path
         transformers.LlamaForCausalLM.from_pretrained(tmp_path, tqdm_class=ProgressBar)
     finally:
         transformers.utils.logging.set_tqdm_hook(hook)
-    assert told[-1].done == told[-1].total
-    assert "weights" in told[-1].message
+    assert reports[-1].done == reports[-1].total
+    assert "weights" in reports[-1].message

@@ -1,4 +1,4 @@
-"""Records from outside: what the rules admit is what a process can rebuild, and nothing else is admitted."""
+"""Records from outside: admitted ones can be rebuilt by any process, and all others are refused."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ GOOD = TensorTable(
 
 
 def header(table: TensorTable = GOOD, **fields: Any) -> RecordHeader:
-    """A record with a segment for tensors and one for a buffer."""
+    """Return a record with a segment for tensors and one for a buffer."""
     whole: dict[str, Any] = {
         "format": FORMAT,
         "endpoint": "load",
@@ -120,7 +120,7 @@ def test_entries_outside_their_memory_are_refused(place: str, fields: dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "message"),
     [
         ({"segments": (SegmentInfo("1", 0, "cpu"), SegmentInfo("2", PAGE, "cpu", "copy"))}, "segment 0 has 0 bytes"),
         ({"segments": (SegmentInfo("1", 1 << 63, "cpu"), SegmentInfo("2", PAGE, "cpu", "copy"))}, "segment 0 has"),
@@ -134,9 +134,9 @@ def test_entries_outside_their_memory_are_refused(place: str, fields: dict[str, 
         ({"tensors": "parameters"}, "tensors='parameters'"),
     ],
 )
-def test_inconsistent_headers_are_refused(fields: dict[str, Any], told: str) -> None:
+def test_inconsistent_headers_are_refused(fields: dict[str, Any], message: str) -> None:
     """In segments, sizes, and further facts."""
-    with pytest.raises(RecordError, match=told):
+    with pytest.raises(RecordError, match=message):
         check_table(header(**fields))
 
 
@@ -287,7 +287,7 @@ def test_endpoints_without_a_cache_refuse_records() -> None:
 
 
 def on_gpu(*gpus: str) -> RecordHeader:
-    """A record on GPUs, with an empty tensor on the first, and a buffer on the host."""
+    """Return a record on GPUs, with an empty tensor on the first, and a buffer on the host."""
     table = TensorTable((gpus[0], "cpu"), (StorageEntry(0, 0, 8), StorageEntry(-1, 0, 0)), (), (BufferEntry(len(gpus), 0, 8),))
     segments = (*(SegmentInfo(gpu, PAGE, gpu, mechanism="vmm") for gpu in gpus), SegmentInfo("3", PAGE, "cpu", "copy"))
     return header(table, device=gpus[0], segments=segments, skeleton=b"on " + gpus[0].encode() + b", on cpu")

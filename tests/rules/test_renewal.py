@@ -1,4 +1,4 @@
-"""Leases that the next session of a client asks for."""
+"""Leases that a client's next session renews."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shared_rpc.protocol.frames import Frame
 
 
 class Giver:
-    """Takes nothing back."""
+    """Ends no lease."""
 
     def _end_lease_soon(self, object_id: str, session: object) -> None:
         """Never called here."""

@@ -1,4 +1,4 @@
-"""Reports of an endpoint's progress: how many are delivered, and when."""
+"""Reports of an endpoint's progress: their number and their timing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shared_rpc.protocol.tasks import Progress
 
 
 class Loop:
-    """What a reporter needs of a loop, and seconds that pass when the test says so."""
+    """The part of an event loop that a reporter uses, with a clock that the test sets."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -19,24 +19,24 @@ class Loop:
         self.later: list[tuple[float, Callable[[], None]]] = []
 
     def time(self) -> float:
-        """Seconds."""
+        """Return the seconds."""
         return self.now
 
     def call_soon_threadsafe(self, callback: Callable[[], None]) -> None:
-        """With the next turn."""
+        """Schedule a call in the next turn."""
         self.soon.append(callback)
 
     def call_later(self, seconds: float, callback: Callable[[], None]) -> Loop:
-        """When the time has come."""
+        """Schedule a call at a time."""
         self.later.append((self.now + seconds, callback))
         return self
 
     def cancel(self) -> None:
-        """Of the only timer that there is."""
+        """Cancel the only timer."""
         self.later.clear()
 
     def turn(self, seconds: float = 0.0) -> None:
-        """Some time passes, and what is due is called."""
+        """Let time pass, and make all due calls."""
         self.now += seconds
         due = self.soon + [callback for when, callback in self.later if when <= self.now]
         self.soon, self.later = [], [(when, callback) for when, callback in self.later if when > self.now]
@@ -51,72 +51,74 @@ def loop() -> Loop:
 
 
 @pytest.fixture
-def told() -> list[float]:
-    """What was told."""
+def delivered() -> list[float]:
+    """The delivered reports."""
     return []
 
 
 @pytest.fixture
-def reporter(loop: Loop, told: list[float]) -> Reporter:
-    """Reports on it."""
-    return Reporter(loop, lambda report: told.append(report.done))
+def reporter(loop: Loop, delivered: list[float]) -> Reporter:
+    """A reporter on the loop."""
+    return Reporter(loop, lambda report: delivered.append(report.done))
 
 
-def test_reports_are_delivered_separately(reporter: Reporter, loop: Loop, told: list[float]) -> None:
+def test_reports_are_delivered_separately(reporter: Reporter, loop: Loop, delivered: list[float]) -> None:
     """Up to a hundred at once; the loop is woken once for all that precede its turn."""
     for number in range(100):
         reporter.put(Progress(number))
-    assert len(loop.soon) == 1 and told == []
+    assert len(loop.soon) == 1 and delivered == []
     loop.turn()
-    assert told == list(range(100))
+    assert delivered == list(range(100))
     assert loop.soon == loop.later == []
 
 
-def test_the_newest_reports_are_told(reporter: Reporter, loop: Loop, told: list[float]) -> None:
+def test_the_newest_reports_are_delivered(reporter: Reporter, loop: Loop, delivered: list[float]) -> None:
     """Of more than a hundred the last ones; of later ones the last, after a pause."""
     for number in range(1000):
         reporter.put(Progress(number))
     loop.turn()
-    assert told == list(range(900, 1000))
-    told.clear()
+    assert delivered == list(range(900, 1000))
+    delivered.clear()
     for number in range(1000, 1050):
         reporter.put(Progress(number))
     loop.turn(0.049)
-    assert told == [] and loop.soon == [] and len(loop.later) == 1
+    assert delivered == [] and loop.soon == [] and len(loop.later) == 1
     loop.turn(0.051)
-    assert told == [1048, 1049]
+    assert delivered == [1048, 1049]
     reporter.put(Progress(2000))
     assert len(loop.soon) == 1
 
 
-def test_reports_are_delivered_again_after_a_pause(reporter: Reporter, loop: Loop, told: list[float]) -> None:
+def test_reports_are_delivered_again_after_a_pause(reporter: Reporter, loop: Loop, delivered: list[float]) -> None:
     """One per twentieth of a second, up to a hundred."""
     for number in range(100):
         reporter.put(Progress(number))
     loop.turn()
     for pause, count in ((0.5, 10), (1000.0, 100)):
-        told.clear()
+        delivered.clear()
         for number in range(500):
             reporter.put(Progress(number))
         loop.turn(pause + 0.001)
-        assert told == list(range(500 - count, 500))
+        assert delivered == list(range(500 - count, 500))
 
 
-@pytest.mark.parametrize("told_before", [0, 100])
-def test_the_end_delivers_the_deferred_report(reporter: Reporter, loop: Loop, told: list[float], told_before: int) -> None:
+@pytest.mark.parametrize("reported_before", [0, 100])
+def test_the_end_delivers_the_deferred_report(
+    reporter: Reporter, loop: Loop, delivered: list[float], reported_before: int
+) -> None:
     """Only the last one, whether or not the loop had its turn before, and then nothing more."""
-    for number in range(told_before):
+    for number in range(reported_before):
         reporter.put(Progress(number))
     loop.turn()
-    told.clear()
+    delivered.clear()
     for number in range(50):
         reporter.put(Progress(number))
-    if told_before:
+    if reported_before:
         loop.turn(0.01)
-        assert told == [] and len(loop.later) == 1
+        assert delivered == [] and len(loop.later) == 1
     reporter.close()
-    assert told == [49] and loop.later == []
+    assert delivered == [49] and loop.later == []
     reporter.put(Progress(1000))
     loop.turn(1.0)
     reporter.close()
-    assert told == [49] and loop.soon == []
+    assert delivered == [49] and loop.soon == []

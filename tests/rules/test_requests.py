@@ -1,4 +1,4 @@
-"""Requests whose handlers wait: their answers, their errors, and what ends them before."""
+"""Requests whose handlers wait: their answers, their errors, and their cancellation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shared_rpc.server.waiting import Waiter, Waits
 
 
 class Asker:
-    """A caller that keeps its answers."""
+    """A caller that records its answers."""
 
     session = name = "asker"
 
@@ -25,21 +25,21 @@ class Asker:
         self.waiter = Waiter("asker", self.answers.append)
 
     def wait(self) -> Waiter:
-        """The request waits."""
+        """Make the request wait."""
         return self.waiter
 
     def reply(self, message: m.Message) -> bool:
-        """Keep the answer."""
+        """Record the answer."""
         self.answers.append(message)
         return True
 
     def fail(self, failure: Failure) -> None:
-        """Keep the error."""
+        """Record the error."""
         self.answers.append(failure)
 
 
 class Part:
-    """A part whose handler waits for a test."""
+    """A part whose handler waits for the test."""
 
     def __init__(self) -> None:
         self.go = asyncio.Event()
@@ -48,7 +48,7 @@ class Part:
 
     @handles(m.Ping)
     async def ping(self, caller: Caller, message: m.Ping) -> m.Pong:
-        """Answer when told to."""
+        """Answer on the test's command."""
         try:
             await self.go.wait()
             if self.error is not None:
@@ -59,7 +59,7 @@ class Part:
 
 
 class Stage:
-    """A part, its requests, and one asker whose request waits."""
+    """A part, its requests, and a caller whose request waits."""
 
     def __init__(self) -> None:
         self.part, self.asker = Part(), Asker()
@@ -71,7 +71,7 @@ class Stage:
         self.requests.answer(cast(Caller, self.asker), m.Ping())
 
     async def turns(self) -> None:
-        """Let the loop go on."""
+        """Run some turns of the loop."""
         for _ in range(5):
             await asyncio.sleep(0)
 

@@ -1,4 +1,4 @@
-"""The page of an object: its revision, who waits for it, and who may write to it."""
+"""The page of an object: its revision, processes that wait for it, and processes that may write to it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def page() -> Iterator[Page]:
 
 
 class Device:
-    """A GPU that notes at which revision it was waited for; ``ready`` is whether it lets itself be."""
+    """A GPU that records the revision at each synchronisation; ``ready`` is its result."""
 
     def __init__(self) -> None:
         self.ready = True
@@ -41,7 +41,7 @@ class Device:
         self.page = Page(new_page(), [SegmentInfo("a", 4096, "GPU-1", mechanism="vmm")], "one")
 
     def synchronize(self) -> bool:
-        """As a backend does."""
+        """Synchronise like a backend."""
         self.waits.append(self.page.revision)
         return self.ready
 
@@ -192,7 +192,7 @@ def test_waiters_are_woken_by_the_end_of_an_update(
 
 @pytest.fixture(params=[False, True], ids=["without", "under"])
 def mps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
-    """Whether the GPUs are used through it."""
+    """Whether MPS is in use for the GPUs."""
     with fake_driver.installed():
         monkeypatch.setitem(fake_driver._ATTRIBUTES, 133, int(request.param))
         yield request.param

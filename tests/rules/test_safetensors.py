@@ -24,14 +24,14 @@ save_file = pytest.importorskip("safetensors.torch").save_file
 
 
 def written(path: Path, header: object, body: bytes = b"") -> Path:
-    """A file with any header."""
+    """Write a file with any header."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + body)
     return path
 
 
 def entry(begin: int, end: int, dtype: str = "F32", shape: tuple[int, ...] | None = None) -> dict[str, Any]:
-    """What a header says of a tensor."""
+    """Return a header's entry for a tensor."""
     return {"dtype": dtype, "shape": shape or [(end - begin) // 4], "data_offsets": [begin, end]}
 
 

@@ -33,7 +33,7 @@ NAMED: list[Role] = ["server", "client", "local", "spawn"]
 
 
 def environ(enabled: str | None = None, role: str | None = None, **others: str) -> dict[str, str]:
-    """An environment; None leaves a variable out."""
+    """Set the environment; None removes a variable."""
     chosen = {"SHARED_TENSOR_ENABLED": enabled, "SHARED_TENSOR_ROLE": role, **others}
     return {name: value for name, value in chosen.items() if value is not None}
 
@@ -135,12 +135,12 @@ def test_excessive_paths_are_refused(directory: str) -> None:
     assert socket_path(longest, "cpu") == f"{longest}-cpu.sock"
     with pytest.raises(ConfigurationError) as caught:
         socket_path(longest + "x", "cpu")
-    for told in (f"{longest}x-cpu.sock", "has 108 bytes", "Linux allows 107", "base_path", "SHARED_TENSOR_BASE_PATH"):
-        assert told in str(caught.value)
+    for part in (f"{longest}x-cpu.sock", "has 108 bytes", "Linux allows 107", "base_path", "SHARED_TENSOR_BASE_PATH"):
+        assert part in str(caught.value)
 
 
 def test_the_environment_of_a_started_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server role, whatever the process's own is; this process's module path; and unbuffered output."""
+    """The server role, whatever the process's own; this process's module path; and unbuffered output."""
     monkeypatch.setattr(sys, "path", ["/srv/app", "beside", *sys.path])
     mine = {"SHARED_TENSOR_ENABLED": "1", "SHARED_TENSOR_ROLE": "spawn", "PYTHONPATH": "/elsewhere", "HOME": "/home/ada"}
     found = server_environment(mine)

@@ -1,4 +1,4 @@
-"""Shard rules: what is cut and gathered again is the same, and what cannot be cut or does not belong together is told."""
+"""Shard rules: gathered parts equal the original, and parts that cannot be cut or joined are refused."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex6
 
 
 def shards_of(state: dict[str, Any], rules: dict[str, Placement], world: int) -> list[dict[str, torch.Tensor]]:
-    """The parts of all ranks."""
+    """Return the parts of all ranks."""
     return [shard_state_dict(state, rules, rank, world) for rank in range(world)]
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    """A tensor's bytes, in the order of its indices."""
+    """Return a tensor's bytes, in the order of its indices."""
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 @st.composite
 def cuts(draw: st.DrawFn) -> tuple[torch.Tensor, Placement, int]:
-    """A tensor, maybe strided, how it is placed, and the number of ranks; it divides."""
+    """Generate a tensor, possibly strided, its placement, and a number of ranks that divides it."""
     world = draw(st.integers(1, 6))
     shape = draw(st.lists(st.integers(0, 4), max_size=4))
     placement: Placement = Replicate()
@@ -161,7 +161,7 @@ def test_the_first_matching_rule_decides() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rules", "told"),
+    ("rules", "message"),
     [
         ({"*.weight": Shard(0)}, r"^no shard rule matches 'a\.bias', 'b\.bias': add rules"),
         ({}, "no shard rule matches 'a.weight', 'a.bias', 'b.weight', 'b.bias'"),
@@ -170,9 +170,9 @@ def test_the_first_matching_rule_decides() -> None:
     ],
     ids=["no rule", "no rules", "matches nothing", "shadowed"],
 )
-def test_unmatched_rules_and_names_are_refused(rules: dict[str, Placement], told: str) -> None:
+def test_unmatched_rules_and_names_are_refused(rules: dict[str, Placement], message: str) -> None:
     """A name without a rule, or a rule without a name, is usually a typing error."""
-    with pytest.raises(ConfigurationError, match=told):
+    with pytest.raises(ConfigurationError, match=message):
         place(["a.weight", "a.bias", "b.weight", "b.bias"], rules)
 
 
@@ -183,7 +183,7 @@ def test_long_lists_are_cut() -> None:
 
 
 @pytest.mark.parametrize(
-    ("placement", "rank", "world", "told"),
+    ("placement", "rank", "world", "message"),
     [
         (Shard(0), 0, 3, r"^x: dimension 0 of size 4 cannot be divided among 3 ranks"),
         (Shard(2), 0, 2, "asks for dimension 2 of a tensor that has 2"),
@@ -194,9 +194,9 @@ def test_long_lists_are_cut() -> None:
         (Replicate(), 0, 0, "rank 0 of 0"),
     ],
 )
-def test_impossible_cuts_are_refused(placement: Placement, rank: int, world: int, told: str) -> None:
+def test_impossible_cuts_are_refused(placement: Placement, rank: int, world: int, message: str) -> None:
     """The error names the tensor, the dimension and the number of ranks."""
-    with pytest.raises(ConfigurationError, match=told):
+    with pytest.raises(ConfigurationError, match=message):
         shard_state_dict({"x": torch.zeros(4, 6)}, {"x": placement}, rank, world)
 
 
@@ -217,15 +217,15 @@ def test_ranks_with_different_names_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "told"),
+    ("other", "message"),
     [
         (torch.zeros(3, 2), r"rank 0 has \(2, 2\) of float32, and rank 1 \(3, 2\) of float32"),
         (torch.zeros(2, 2, dtype=torch.float16), r"rank 0 has \(2, 2\) of float32, and rank 1 \(2, 2\) of float16"),
     ],
 )
-def test_ranks_with_different_shapes_are_refused(other: torch.Tensor, told: str) -> None:
+def test_ranks_with_different_shapes_are_refused(other: torch.Tensor, message: str) -> None:
     """For example after starts with different numbers of ranks or dtypes."""
-    with pytest.raises(ConfigurationError, match=told):
+    with pytest.raises(ConfigurationError, match=message):
         gather_state_dict([{"x": torch.zeros(2, 2)}, {"x": other}], {"x": Shard(0)})
 
 

@@ -1,4 +1,4 @@
-"""Slabs: small results lie in one segment, without touching each other, and their memory goes with the last of them."""
+"""Slabs: small results share one segment without overlap, which is freed with the last of them."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ Published = Callable[..., Record]
 
 @pytest.fixture
 def slabs(no_leaks: None) -> Iterator[Slabs]:
-    """The slabs of this process as a server."""
+    """The slabs of this process in its role as a server."""
     slabs = Slabs()
     yield slabs
     slabs.close()
 
 
 def segment_of(record: Record) -> str:
-    """The id of a record's only segment."""
+    """Return the id of a record's only segment."""
     [segment] = record.segments
     return segment.info.id
 
 
 def value_of(record: Record) -> Any:
-    """What a client gets."""
+    """Return the value as a client gets it."""
     return decode_result(record.skeleton, record.table, record.segments)
 
 

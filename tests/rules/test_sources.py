@@ -22,18 +22,18 @@ GRACE = 15.0
 
 @pytest.fixture
 def clock() -> Clock:
-    """A clock that stands until a test sets it."""
+    """A clock that advances only when the test sets it."""
     return Clock()
 
 
 @pytest.fixture
 def table(clock: Clock) -> SourceTable[str]:
-    """One without a source, which expects none."""
+    """A table without a source, which expects none."""
     return SourceTable(clock, GRACE)
 
 
 def a_run(key: str = "f()") -> Run[str]:
-    """One that somebody waits for."""
+    """Return a run with a waiting caller."""
     return Run(EndpointSpec("f", []), key, ((), {}), {"waiter": None})
 
 
@@ -90,7 +90,7 @@ def test_other_sessions_cannot_answer_for_the_source(table: SourceTable[str]) ->
 
 
 def test_misses_of_a_lost_source_wait_for_the_grace_period(table: SourceTable[str], clock: Clock) -> None:
-    """As do those that arrive meanwhile; later ones are built here."""
+    """As do those that arrive in the meantime; later ones are built here."""
     table.attach("s")
     table.ask(a_run())
     assert table.lose() == [] and table.overdue() == ([], GRACE)

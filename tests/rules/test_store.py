@@ -1,4 +1,4 @@
-"""What the server knows: leases, runs and objects. No sockets, no threads, and the clock is the test's."""
+"""The server's state: leases, runs and objects. No sockets, no threads, and the test sets the clock."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.kit.clock import Clock
 
 
 def record_of(*segments: str, nbytes: int = 100) -> Record:
-    """A record of segments by id, each with a real descriptor and of ``nbytes`` bytes."""
+    """Return a record of segments by id, each with a real descriptor and ``nbytes`` bytes."""
     opened = [
         Segment.owning(SegmentInfo(name, nbytes, "cpu"), os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)) for name in segments
     ]
@@ -34,7 +34,7 @@ def record_of(*segments: str, nbytes: int = 100) -> Record:
 
 
 class Shelf:
-    """A store, its leases and its clock, with what it dropped."""
+    """A store, its leases, its clock, and the dropped objects."""
 
     def __init__(self, max_bytes: int | None = None) -> None:
         self.clock = Clock()
@@ -43,19 +43,19 @@ class Shelf:
         self.store = ObjectStore(self.leases, self.clock, self.drop, max_bytes)
 
     def drop(self, stored: StoredObject) -> None:
-        """What a server does with an object that goes; the store knows it no more."""
+        """Drop an object like a server, after the store has removed it."""
         assert self.store.get(stored.object_id) is None
         self.dropped.append(stored)
         stored.record.close()
 
     def open_descriptors(self, objects: Iterable[StoredObject]) -> int:
-        """How many of the segments of these are open."""
+        """Count the open segments of these objects."""
         return sum(not segment.closed for stored in objects for segment in stored.record.segments)
 
     def add(
         self, key: str | None, *segments: str, holders: str = "", endpoint: str = "f", idle_ttl: float | None = None
     ) -> StoredObject:
-        """A new object, held by sessions of one letter each."""
+        """Add a new object, held by sessions of one letter each."""
         stored = self.store.add(endpoint, key, record_of(*(segments or (f"of {key}",))), idle_ttl)
         for session in holders:
             self.leases.grant(session, stored.object_id)
@@ -63,7 +63,7 @@ class Shelf:
         return stored
 
     def release(self, session: str, stored: StoredObject) -> bool:
-        """A session gives one lease back."""
+        """Release one lease of a session."""
         held = self.leases.release(session, stored.object_id)
         self.store.settle(stored.object_id)
         return held
@@ -125,18 +125,18 @@ def test_watchers_are_called_for_grants_and_resumes() -> None:
 
 def test_the_first_and_last_handle_of_a_session_are_reported() -> None:
     """Neither handles in between nor those of another session."""
-    told: list[tuple[str, Any, str]] = []
+    events: list[tuple[str, Any, str]] = []
     leases = LeaseTable(
-        on_give=lambda session, object_id: told.append(("give", session, object_id)),
-        on_end=lambda session, object_id: told.append(("end", session, object_id)),
+        on_give=lambda session, object_id: events.append(("give", session, object_id)),
+        on_end=lambda session, object_id: events.append(("end", session, object_id)),
     )
     for session in "aab":
         leases.grant(session, "x")
     leases.release("a", "x")
-    assert told == [("give", "a", "x"), ("give", "b", "x")]
+    assert events == [("give", "a", "x"), ("give", "b", "x")]
     leases.end_session("a")
     leases.release("b", "x")
-    assert told[2:] == [("end", "a", "x"), ("end", "b", "x")]
+    assert events[2:] == [("end", "a", "x"), ("end", "b", "x")]
 
 
 def test_leases_can_be_granted_inactive() -> None:
@@ -161,7 +161,7 @@ def test_leases_can_be_granted_inactive() -> None:
 
 
 def opened(calls: RunTable[Any], endpoint: str, key: str | None, waiter: object, refreshes: str | None = None) -> Run[Any]:
-    """A new run of the table."""
+    """Return a new run of the table."""
     run = Run(EndpointSpec(endpoint), key, Arguments(), {waiter: None}, refreshes)
     calls.open(run)
     return run
@@ -240,7 +240,7 @@ def test_facts_have_the_documented_keys(shelf: Shelf) -> None:
 
 
 def ids_of(stored: StoredObject) -> list[str]:
-    """The segments that an object lies in."""
+    """Return the segments of an object."""
     return [segment.info.id for segment in stored.record.segments]
 
 
@@ -248,11 +248,11 @@ SESSIONS, KEYS, SEGMENTS = st.sampled_from("abc"), st.sampled_from(["f(1)", "f(2
 
 
 class StoreModel(RuleBasedStateMachine):
-    """The store and its leases beside a model of a few dicts. Whatever happens, both agree on what exists."""
+    """The store and its leases compared with a model of a few dicts: both agree at any time on the objects that exist."""
 
     @initialize(max_bytes=st.sampled_from([None, 0, 150, 300]))
     def start(self, max_bytes: int | None) -> None:
-        """An empty store."""
+        """Start with an empty store."""
         self.max_bytes = max_bytes
         self.shelf = Shelf(max_bytes)
         self.alive: dict[str, StoredObject] = {}
@@ -262,15 +262,15 @@ class StoreModel(RuleBasedStateMachine):
         self.builds: Counter[str] = Counter()
 
     def held(self, stored: StoredObject) -> bool:
-        """Whether the model has a handle of it anywhere."""
+        """Return whether the model has a handle of it."""
         return any(object_id == stored.object_id and count for (_, object_id), count in self.handles.items())
 
     def bytes_of(self, objects: list[StoredObject]) -> int:
-        """Distinct segments of objects that are on their device."""
+        """Return the distinct bytes of objects on their device."""
         return len({segment.info.id for stored in objects if not stored.cold for segment in stored.record.segments}) * 100
 
     def unlist(self, matching: Callable[[StoredObject], bool]) -> int:
-        """Take objects out of the model's cache."""
+        """Remove objects from the model's cache."""
         keys = [key for key, stored in self.listed.items() if matching(stored)]
         for key in keys:
             del self.listed[key]
@@ -278,13 +278,13 @@ class StoreModel(RuleBasedStateMachine):
         return len(keys)
 
     def forget_unkept(self) -> None:
-        """An object exists if it is listed or held, and only then."""
+        """Remove objects that are neither listed nor held."""
         for object_id, stored in list(self.alive.items()):
             if stored not in self.listed.values() and not self.held(stored):
                 del self.alive[object_id]
 
     def settle(self, *objects: StoredObject) -> None:
-        """What the end of leases, or a new object, means to the model."""
+        """Update the model after leases have ended, or an object was added."""
         for stored in objects:
             self.used[stored.object_id] = self.shelf.clock.time
         self.forget_unkept()
@@ -301,7 +301,7 @@ class StoreModel(RuleBasedStateMachine):
         idle_ttl=st.sampled_from([None, 0.0, 5.0, 20.0]),
     )
     def add(self, key: str | None, segments: set[str], holders: list[str], idle_ttl: float | None) -> None:
-        """A run ended well."""
+        """Add the object of a successful run."""
         self.tick(1.0)
         stored = self.shelf.store.add((key or "f")[0], key, record_of(*sorted(segments)), idle_ttl)
         self.alive[stored.object_id] = stored
@@ -317,7 +317,7 @@ class StoreModel(RuleBasedStateMachine):
 
     @rule(key=KEYS, session=st.none() | SESSIONS)
     def look_up(self, key: str, session: str | None) -> None:
-        """A call finds a cached object, and a managed one is leased."""
+        """Look up a cached object, and lease a managed one."""
         self.tick(1.0)
         stored = self.shelf.store.lookup(key)
         assert stored is self.listed.get(key)
@@ -330,7 +330,7 @@ class StoreModel(RuleBasedStateMachine):
     @precondition(lambda self: self.alive)
     @rule(session=SESSIONS, number=st.integers(0, 20))
     def release(self, session: str, number: int) -> None:
-        """A session gives a handle back, one that it may not have."""
+        """Release a handle of a session, which it may not have."""
         self.tick(1.0)
         stored = list(self.alive.values())[number % len(self.alive)]
         had = self.handles[session, stored.object_id] > 0
@@ -341,7 +341,7 @@ class StoreModel(RuleBasedStateMachine):
             self.settle(stored)
 
     def group(self, stored: StoredObject) -> list[StoredObject]:
-        """Those that share memory, found the slow way."""
+        """Return the objects that share memory, by brute force."""
         group, segments = {stored.object_id: stored}, set(ids_of(stored))
         while joining := {i: o for i, o in self.alive.items() if i not in group and segments & set(ids_of(o))}:
             group.update(joining)
@@ -351,7 +351,7 @@ class StoreModel(RuleBasedStateMachine):
     @precondition(lambda self: self.alive)
     @rule(number=st.integers(0, 20), tier=st.sampled_from(["host", "file"]))
     def move(self, number: int, tier: Tier) -> None:
-        """An object is evicted with those that share its memory, or restored with them."""
+        """Evict an object with those that share its memory, or restore them."""
         stored = list(self.alive.values())[number % len(self.alive)]
         group, store = self.shelf.store.group(stored), self.shelf.store
         assert {each.object_id for each in group} == {each.object_id for each in self.group(stored)}
@@ -368,7 +368,7 @@ class StoreModel(RuleBasedStateMachine):
 
     @rule(session=SESSIONS)
     def end_session(self, session: str) -> None:
-        """A client is killed."""
+        """End a session, as after a kill."""
         self.tick(1.0)
         held = {object_id for (holder, object_id), count in self.handles.items() if holder == session and count}
         ended = self.shelf.leases.end_session(session)
@@ -380,22 +380,22 @@ class StoreModel(RuleBasedStateMachine):
 
     @rule(key=KEYS)
     def invalidate_key(self, key: str) -> None:
-        """One call."""
+        """Invalidate one call."""
         assert self.shelf.store.invalidate(key=key) == self.unlist(lambda stored: stored.cache_key == key)
 
     @rule(endpoint=st.sampled_from("fgh"))
     def invalidate_endpoint(self, endpoint: str) -> None:
-        """All calls of an endpoint."""
+        """Invalidate all calls of an endpoint."""
         assert self.shelf.store.invalidate(endpoint=endpoint) == self.unlist(lambda stored: stored.endpoint == endpoint)
 
     @rule(seconds=st.sampled_from([0.5, 5.0, 20.0]))
     def tick(self, seconds: float) -> None:
-        """Time passes; nothing else happens."""
+        """Let time pass."""
         self.shelf.clock.time += seconds
 
     @rule()
     def expire(self) -> None:
-        """The sweeper comes by."""
+        """Run the sweeper."""
         now = self.shelf.clock.time
         ends = {
             stored.object_id: self.used[stored.object_id] + stored.idle_ttl
@@ -408,7 +408,7 @@ class StoreModel(RuleBasedStateMachine):
 
     @invariant()
     def both_agree(self) -> None:
-        """On what exists, what is listed, who holds it, and how much memory that is."""
+        """Both agree on the existing objects, the listed ones, their holders, and their memory."""
         store, leases = self.shelf.store, self.shelf.leases
         assert {stored.object_id for stored in store} == set(self.alive) and len(store) == len(self.alive)
         assert {stored.object_id for stored in store if stored.listed} == {s.object_id for s in self.listed.values()}
@@ -419,7 +419,7 @@ class StoreModel(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_dropped_twice(self) -> None:
-        """Nor dropped while it exists; the descriptors of what is gone are closed, and no others."""
+        """No object is dropped twice, or while it exists; exactly the descriptors of dropped ones are closed."""
         dropped = [stored.object_id for stored in self.shelf.dropped]
         assert len(dropped) == len(set(dropped))
         assert not set(dropped) & set(self.alive)
@@ -429,7 +429,7 @@ class StoreModel(RuleBasedStateMachine):
 
     @invariant()
     def memory_and_copies_count_as_descriptors(self) -> None:
-        """Each once. A cold object has a copy of each of its segments, and nothing else has any that is not there."""
+        """Each counts once. A cold object has a copy of each of its segments, and all other copies are of present memory."""
         store, alive = self.shelf.store, self.alive.values()
         memory = {segment_id for stored in alive if not stored.cold for segment_id in ids_of(stored)}
         assert store.descriptors.used == len(memory) + len(store.copies)
@@ -441,12 +441,12 @@ class StoreModel(RuleBasedStateMachine):
 
     @invariant()
     def the_budget_is_kept(self) -> None:
-        """Except by what is held."""
+        """Memory exceeds the budget only for held objects."""
         if self.max_bytes is not None and self.shelf.store.nbytes > self.max_bytes:
             assert all(self.held(stored) for stored in self.alive.values() if not stored.cold)
 
     def teardown(self) -> None:
-        """The server stops."""
+        """Stop the server."""
         if hasattr(self, "shelf"):
             self.shelf.store.clear()
             assert len(self.shelf.dropped) == len({stored.object_id for stored in self.shelf.dropped})
@@ -459,21 +459,21 @@ TestStoreModel.settings = settings(stateful_step_count=40)
 
 
 class CallModel(RuleBasedStateMachine):
-    """The call table beside a list of who waits for which run. Every waiter is told once, or has left."""
+    """The call table compared with a list of waiters by run. Every waiter is answered once, or has left."""
 
     @initialize()
     def start(self) -> None:
-        """No calls."""
+        """Start without calls."""
         self.calls: RunTable[int] = RunTable()
         self.waiting: dict[int, Run[int]] = {}
         self.runs: list[Run[int]] = []
         self.joinable: dict[str | None, Run[int]] = {}
-        self.told: list[int] = []
+        self.answered: list[int] = []
         self.number = 0
 
     @rule(key=st.sampled_from(["f(1)", "f(1)", "g(1)", None]), singleflight=st.booleans())
     def call(self, key: str | None, singleflight: bool) -> None:
-        """A caller joins a run of its key, or starts one."""
+        """Join a run of a key, or start one."""
         self.number += 1
         run = self.calls.join(key, self.number) if singleflight else None
         if singleflight:
@@ -486,19 +486,19 @@ class CallModel(RuleBasedStateMachine):
         self.waiting[self.number] = run
 
     def not_joinable(self, *runs: Run[int]) -> None:
-        """They ended, or were detached."""
+        """Check that a call joins no ended or detached run."""
         self.joinable = {key: run for key, run in self.joinable.items() if run not in runs}
 
     @precondition(lambda self: self.runs)
     @rule(number=st.integers(0, 20))
     def begin(self, number: int) -> None:
-        """The work of a run starts."""
+        """Begin the work of a run."""
         self.runs[number % len(self.runs)].running = True
 
     @precondition(lambda self: self.waiting)
     @rule(number=st.integers(0, 20))
     def leave(self, number: int) -> None:
-        """A caller gives up; the last of a queued run takes it along."""
+        """Remove a caller; the last of a queued run cancels it."""
         waiter = list(self.waiting)[number % len(self.waiting)]
         run = self.waiting.pop(waiter)
         drop = self.calls.leave(run, waiter)
@@ -511,18 +511,18 @@ class CallModel(RuleBasedStateMachine):
     @precondition(lambda self: self.runs)
     @rule(number=st.integers(0, 20))
     def close(self, number: int) -> None:
-        """A run ends, in whatever way."""
+        """End a run with any outcome."""
         run = self.runs.pop(number % len(self.runs))
         expected = [waiter for waiter, joined in self.waiting.items() if joined is run]
         assert self.calls.close(run) == expected
         self.not_joinable(run)
         for waiter in expected:
             del self.waiting[waiter]
-        self.told += expected
+        self.answered += expected
 
     @rule(key=KEYS | st.none(), endpoint=st.sampled_from("fg"))
     def detach(self, key: str | None, endpoint: str) -> None:
-        """A call, or all calls of an endpoint, are invalidated: their runs go on without a key."""
+        """Invalidate a call, or all calls of an endpoint: their runs continue without a key."""
         what = {"key": key} if key else {"endpoint": endpoint}
         runs = [run for run in self.runs if run.key and (run.key == key or (not key and run.key[0] == endpoint))]
         assert self.calls.detach(**what) == len(runs)
@@ -531,10 +531,10 @@ class CallModel(RuleBasedStateMachine):
 
     @invariant()
     def every_waiter_is_with_its_run(self) -> None:
-        """And with no other; those who were told wait no more."""
+        """Every waiter is assigned to exactly its run; answered ones no longer wait."""
         assert set(self.calls) == set(self.runs) and len(self.calls) == len(self.runs)
         assert {waiter: run for run in self.calls for waiter in run.waiters} == self.waiting
-        assert len(self.told) == len(set(self.told)) and not set(self.told) & set(self.waiting)
+        assert len(self.answered) == len(set(self.answered)) and not set(self.answered) & set(self.waiting)
 
 
 TestCallModel = CallModel.TestCase

@@ -1,4 +1,4 @@
-"""Mappings of suspended objects: nothing is mapped, the address is kept, and whatever memory comes back comes there."""
+"""Mappings of suspended objects: the address range stays reserved, and restored memory is mapped there."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ Use = Callable[[list[Segment], str], tuple[Any, list[Mapping]]]
 
 
 class User:
-    """Something that lives over mapped memory."""
+    """A user of mapped memory."""
 
 
 class Device(MemfdBackend):
-    """Host memory that has to be waited for, as a GPU's, and that no mapping of which is replaced in one step."""
+    """Host memory that requires synchronisation, like a GPU's, and whose mappings cannot be replaced atomically."""
 
     unmaps_in_background = False
     replaces = False
@@ -39,31 +39,31 @@ class Device(MemfdBackend):
         self.events: list[str] = []
 
     def synchronize(self) -> bool:
-        """Whether the device could be waited for."""
+        """Return whether waiting for the device succeeded."""
         self.events.append("synchronize")
         return self.idle
 
     def vacate(self, address: int, nbytes: int, done: list[int] | None = None) -> None:
-        """Vacate, and note it."""
+        """Vacate, and record it."""
         self.events.append("vacate")
         super().vacate(address, nbytes, done)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def descriptor_server() -> None:
-    """Start the server of descriptors, which stays, before anything is counted."""
+    """Start the permanent server of descriptors before anything is counted."""
     BoundHost().create(1).close()
 
 
 @pytest.fixture
 def table(no_leaks: None) -> MappingTable:
-    """A table of its own, so that nothing else is in it."""
+    """An empty table."""
     return MappingTable()
 
 
 @pytest.fixture
 def make(no_leaks: None) -> Iterator[Make]:
-    """``make(text, of)`` makes a segment that begins with a text; as the next incarnation of another one, if there is one."""
+    """``make(text, of)`` makes a segment that begins with a text; if ``of`` is given, as its next incarnation."""
     with ExitStack() as stack:
 
         def segment(text: bytes = b"", of: Segment | None = None, access: Access = "read_write") -> Segment:
@@ -95,7 +95,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 def use(table: MappingTable) -> Iterator[Use]:
     """``use(segments, object_id)`` attaches segments for an object that lives as long as the first of the answer.
 
-    When the test is over, nothing is left of the objects.
+    At the end of the test, nothing is left of the objects.
     """
 
     def attach(segments: list[Segment], object_id: str) -> tuple[User, list[Mapping]]:
@@ -110,7 +110,7 @@ def use(table: MappingTable) -> Iterator[Use]:
 
 
 def text(mapping: Mapping, length: int) -> bytes:
-    """What is there."""
+    """Return the text in a segment."""
     return bytes(HOST.view(mapping.address, length))
 
 
@@ -132,7 +132,7 @@ def test_a_suspended_object_returns_to_its_address(table: MappingTable, make: Ma
 
 
 class table_writer:
-    """The bytes of a segment, as another process has them."""
+    """The bytes of a segment, as seen by another process."""
 
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
@@ -162,7 +162,7 @@ def test_attaching_a_suspended_segment_maps_it_at_its_address(table: MappingTabl
     """Another result over the same memory, or a later incarnation, is built at the same address."""
     segment = make(b"first")
     first, [mapping] = use([segment], "a")
-    users, address = [first], mapping.address  # none of them ends: what is unused then is vacated
+    users, address = [first], mapping.address  # none of them ends: unused ones are vacated then
     for current in (segment, make(b"other", of=segment)):
         table.suspend("a")
         other, [again] = use([current], "a")
@@ -172,7 +172,7 @@ def test_attaching_a_suspended_segment_maps_it_at_its_address(table: MappingTabl
     assert text(mapping, 5) == b"other"
 
 
-# What stays mapped.
+# Segments that stay mapped.
 
 
 @pytest.mark.parametrize("other", ["", "b"])

@@ -1,4 +1,4 @@
-"""The table of tasks: where each may go, when it is forgotten, and which pages show it. The clock is the test's."""
+"""The table of tasks: transitions, expiry, and pages. The test sets the clock."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ALLOWED = {(PENDING, RUNNING), *product([PENDING, RUNNING], ENDS)}
 
 
 class Desk:
-    """A table, its clock, and what it forgot."""
+    """A table, its clock, and the tasks that it forgot."""
 
     def __init__(self, **options: Any) -> None:
         self.clock = Clock()
@@ -32,25 +32,25 @@ class Desk:
         self.table: TaskTable[str] = TaskTable("server", self.clock, self.forget, **options)
 
     def forget(self, task: Task[str]) -> None:
-        """What a server is told of a task that goes; the table knows it no more."""
+        """Record a forgotten task, after the table has removed it."""
         assert task not in list(self.table)
         self.forgotten.append(task)
 
     def task(self, status: TaskStatus = PENDING, endpoint: str = "f") -> Task[str]:
-        """A new task that has come to a status."""
+        """Return a new task in a given status."""
         task = self.table.add(endpoint, None)
         if status is not PENDING:
             self.table.advance(task, status)
         return task
 
     def reason(self, task_id: str) -> str:
-        """Why there is no task of that id."""
+        """Return the reason why there is no task of that id."""
         with pytest.raises(TaskError) as caught:
             self.table.get(task_id)
         return caught.value.reason
 
     def pages(self, limit: int, status: TaskStatus | None = None) -> list[list[str]]:
-        """The ids of all pages."""
+        """Return the ids of all pages."""
         pages: list[list[str]] = []
         after: int | None = 0
         while after is not None:
@@ -61,7 +61,7 @@ class Desk:
 
 @pytest.fixture
 def desk() -> Desk:
-    """A table that remembers a task for ten seconds."""
+    """A table that keeps tasks for ten seconds."""
     return Desk(result_ttl=10.0)
 
 
@@ -72,11 +72,11 @@ def desk() -> Desk:
 def test_impossible_transitions_are_refused(desk: Desk, before: TaskStatus, after: TaskStatus) -> None:
     """The error names the task and both statuses, and nothing changes."""
     task = desk.task(before)
-    told, counts = task.info, desk.table.counts()
+    previous, counts = task.info, desk.table.counts()
     desk.clock.time += 5
     with pytest.raises(ValueError, match=f"task server-1 cannot go from {before} to {after}"):
         desk.table.advance(task, after, error_message="no", object_id="x")
-    assert task.info is told
+    assert task.info is previous
     assert desk.table.counts() == counts
     assert desk.table.expire() == (5.0 if before in ENDS else None)
     assert desk.forgotten == []
@@ -95,7 +95,7 @@ def test_statuses_are_plain_strings() -> None:
     assert PENDING == "pending"
 
 
-# What is told of a task.
+# Descriptions of tasks.
 
 
 def test_facts_come_with_a_change(desk: Desk) -> None:
@@ -189,13 +189,13 @@ STATUSES = st.sampled_from(TaskStatus)
 
 
 class TableModel(RuleBasedStateMachine):
-    """The table beside a list of what should be in it. Whatever happens, both agree."""
+    """The table compared with a list of the tasks that it should have: both agree at any time."""
 
     @initialize(
         capacity=st.sampled_from([1, 3, 100]), remembered=st.sampled_from([1, 3, 100]), result_ttl=st.sampled_from([0.0, 20.0])
     )
     def start(self, capacity: int, remembered: int, result_ttl: float) -> None:
-        """No tasks."""
+        """Start without tasks."""
         self.capacity, self.remembered, self.result_ttl = capacity, remembered, result_ttl
         self.desk = Desk(capacity=capacity, remembered=remembered, result_ttl=result_ttl)
         #: By id, in the order they were made.
@@ -208,7 +208,7 @@ class TableModel(RuleBasedStateMachine):
         self.after: int | None = 0
 
     def forget(self, count: int) -> None:
-        """The first ones that ended go."""
+        """Forget the tasks that ended first."""
         gone, self.ended = self.ended[:count], self.ended[count:]
         for task_id in gone:
             del self.infos[task_id]
@@ -216,7 +216,7 @@ class TableModel(RuleBasedStateMachine):
 
     @rule(endpoint=st.sampled_from("fg"), cache_key=st.sampled_from([None, "f(1)"]))
     def add(self, endpoint: str, cache_key: str | None) -> None:
-        """Somebody submits, if there is capacity."""
+        """Submit a task, if there is capacity."""
         if len(self.infos) - len(self.ended) >= self.capacity:
             with pytest.raises(ServerBusy):
                 self.desk.table.check_capacity()
@@ -230,7 +230,7 @@ class TableModel(RuleBasedStateMachine):
     @precondition(lambda self: self.infos)
     @rule(number=st.integers(0, 100), status=STATUSES, object_id=st.sampled_from([None, "x"]))
     def advance(self, number: int, status: TaskStatus, object_id: str | None) -> None:
-        """A run begins, or ends, or something goes wrong in the server."""
+        """Begin or end a run, or fail in the server."""
         info = list(self.infos.values())[number % len(self.infos)]
         task = self.tasks[info.task_id]
         if (info.status, status) not in ALLOWED:
@@ -258,30 +258,30 @@ class TableModel(RuleBasedStateMachine):
     @precondition(lambda self: self.infos)
     @rule(number=st.integers(0, 100), done=st.none() | st.integers(0, 3), asked=st.booleans())
     def update(self, number: int, done: int | None, asked: bool) -> None:
-        """An endpoint tells how far it is, or somebody asks it to stop."""
+        """Report progress, or request cancellation."""
         info = list(self.infos.values())[number % len(self.infos)]
         progress = Progress(float(done)) if done is not None else None
-        told = {"progress": progress, "cancel_requested": asked}
-        self.desk.table.update(self.tasks[info.task_id], **{name: value for name, value in told.items() if value})
+        previous = {"progress": progress, "cancel_requested": asked}
+        self.desk.table.update(self.tasks[info.task_id], **{name: value for name, value in previous.items() if value})
         fields = {name: getattr(info, name) for name in info.__struct_fields__}
         fields |= {"progress": progress or info.progress, "cancel_requested": asked or info.cancel_requested}
         self.infos[info.task_id] = TaskInfo(**fields)
 
     @rule(seconds=st.sampled_from([0.5, 5.0, 20.0]))
     def tick(self, seconds: float) -> None:
-        """Time passes; nothing else happens."""
+        """Let time pass."""
         self.desk.clock.time += seconds
 
     @rule()
     def expire(self) -> None:
-        """The sweeper comes by."""
+        """Run the sweeper."""
         ends = [(self.infos[task_id].finished_at or 0.0) + self.result_ttl - self.desk.clock.time for task_id in self.ended]
         assert self.desk.table.expire() == min((left for left in ends if left > 0), default=None)
         self.forget(sum(left <= 0 for left in ends))
 
     @rule(limit=st.integers(1, 3))
     def read_on(self, limit: int) -> None:
-        """Somebody who lists the tasks asks for the next page, or begins anew."""
+        """List the next page, or the first one again."""
         infos, after = self.desk.table.page(None, self.after or 0, limit)
         if self.after is None:
             self.pages = []
@@ -295,7 +295,7 @@ class TableModel(RuleBasedStateMachine):
 
     @invariant()
     def both_agree(self) -> None:
-        """On what there is and what is told of it."""
+        """Both agree on the existing tasks and their descriptions."""
         table = self.desk.table
         assert [task.info for task in table] == list(self.infos.values())
         assert len(table) == len(self.infos)
@@ -304,7 +304,7 @@ class TableModel(RuleBasedStateMachine):
 
     @invariant()
     def pages_hold_what_there_is(self) -> None:
-        """In order, of every status, and no page is empty but the only one."""
+        """Pages have all tasks in order, by status, and only a single page can be empty."""
         for status in (None, *TaskStatus):
             expected = [info.task_id for info in self.infos.values() if status in (None, info.status)]
             pages = self.desk.pages(2, status)

@@ -35,17 +35,17 @@ TICKET = Ticket(
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Where a ticket is written."""
+    """The path of a ticket."""
     return tmp_path / "model.ticket"
 
 
 def fields(path: Path) -> dict[str, Any]:
-    """What is in a ticket's file."""
+    """Return the fields of a ticket's file."""
     return json.loads(path.read_text())
 
 
 def rewritten(path: Path, **changes: Any) -> Path:
-    """The same file with other fields; those that are None are left out."""
+    """Rewrite a file with other fields, without those that are None."""
     new = {name: value for name, value in (fields(path) | changes).items() if value is not None}
     path.write_text(json.dumps(new))
     return path
@@ -88,7 +88,7 @@ def test_a_failed_write_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         (b"\xff\xfe\x00", "is no complete ticket"),
         (b"{}", "is no complete ticket"),
@@ -96,11 +96,11 @@ def test_a_failed_write_is_reported(tmp_path: Path) -> None:
         (b'{"version": 2, "new": true}', "a ticket of format 2, but this release reads 1"),
     ],
 )
-def test_malformed_tickets_are_refused(path: Path, content: bytes, told: str) -> None:
+def test_malformed_tickets_are_refused(path: Path, content: bytes, message: str) -> None:
     """With the problem and the remedy."""
     path.write_bytes(content)
     path.chmod(0o600)
-    with pytest.raises(TicketError, match=told) as caught:
+    with pytest.raises(TicketError, match=message) as caught:
         Ticket.read(path)
     assert caught.value.reason == "malformed"
     assert str(path) in str(caught.value)

@@ -1,4 +1,4 @@
-"""The rules of tiers: where an object is moved to, and which copies have its bytes. No memory of a device, no clock."""
+"""The rules of tiers: destinations of objects, and valid copies. Without a device's memory, and without a clock."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ GPU = "GPU-1"
 
 
 def copy_of(tier: Tier, nbytes: int = 100, **facts: Any) -> LowerCopy:
-    """A copy with a descriptor of its own."""
+    """Return a copy with its own descriptor."""
     segment = Segment.owning(SegmentInfo("copy", nbytes, "cpu"), os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
     return LowerCopy(segment, tier, **facts)
 
 
 @pytest.fixture
 def copies() -> Iterator[Copies]:
-    """None yet."""
+    """An empty set of copies."""
     copies = Copies(Descriptors())
     yield copies
     for segment_id in ("a", "b", "a.1"):

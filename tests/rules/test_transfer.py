@@ -1,4 +1,4 @@
-"""What an idle client gives back of the server's pool, where a GPU has the last word."""
+"""Pool memory that an idle client returns to the server, also where the last reference is a GPU's."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.kit.processes import links_of
 
 
 class Gpu(MemfdBackend):
-    """Host memory on a device that works on, until ``done``, and counts how often it is marked and asked."""
+    """Host memory on a device that is busy until ``done``, and counts its marks and queries."""
 
     unmaps_in_background = False
     done = False
@@ -46,7 +46,7 @@ class Gpu(MemfdBackend):
     asked = 0
 
     def fence(self) -> Callable[[], bool]:
-        """What was queued before has been done when ``done`` is True."""
+        """Return a fence of the queued work, which is complete when ``done`` is True."""
         self.marked += 1
 
         def passed() -> bool:
@@ -56,13 +56,13 @@ class Gpu(MemfdBackend):
         return passed
 
     def synchronize(self) -> bool:
-        """Wait for what was queued."""
+        """Wait for the queued work."""
         self.done = self.done or not self.captures
         return self.done
 
 
 class Clock:
-    """The time, and a finaliser thread that does its jobs when they are due."""
+    """The time, and a finaliser thread that runs its jobs when they are due."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -70,18 +70,18 @@ class Clock:
         self.numbers = itertools.count()
 
     def monotonic(self) -> float:
-        """As ``time`` has it."""
+        """See ``time.monotonic``."""
         return self.now
 
     def start(self) -> None:
-        """As ``FINALIZER`` has it."""
+        """See ``FINALIZER``."""
 
     def submit(self, job: Callable[[], object], after: float = 0.0) -> None:
-        """As ``FINALIZER`` has it."""
+        """See ``FINALIZER``."""
         heapq.heappush(self.jobs, (self.now + after, next(self.numbers), job))
 
     def advance(self, seconds: float) -> None:
-        """Time passes."""
+        """Let time pass."""
         end = self.now + seconds
         while self.jobs and self.jobs[0][0] <= end:
             self.now, _, job = heapq.heappop(self.jobs)
@@ -91,7 +91,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """What the transfer goes by."""
+    """The clock of the transfer."""
     clock = Clock()
     monkeypatch.setattr(lane_module, "FINALIZER", clock)
     monkeypatch.setattr(lane_module, "time", clock)
@@ -100,22 +100,22 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class Idle:
-    """A client that has dropped results of a server's pool on a GPU, and says nothing by itself.
+    """A client that has dropped results of a server's pool on a GPU, and sends nothing by itself.
 
-    :ivar told: what the server was told, message by message.
+    :ivar sent: the chunk numbers of each message to the server.
     """
 
     def __init__(self, clock: Clock, pool: Pool) -> None:
         self.clock, self.gpu, self._pool = clock, Gpu(), pool
-        self.told: list[list[int]] = []
-        self.transfer = ClientTransfer(PoolOptions(), lambda _, chunks: self.told.append(chunks))
+        self.sent: list[list[int]] = []
+        self.transfer = ClientTransfer(PoolOptions(), lambda _, chunks: self.sent.append(chunks))
 
     def drop(self) -> list[int]:
-        """Get as many results as are marked together, and drop them: their chunks."""
+        """Receive as many results as are marked together, and drop them; return their chunks."""
         return lend(self.transfer.references, self._pool, self.gpu)
 
     def request(self) -> list[int]:
-        """What a request takes along, and what is done while the server works: there the GPU is marked."""
+        """Return the chunks that a request includes, and those returned while the server works: then the GPU is marked."""
         chunks = self.transfer.returned()
         self.transfer.poll()
         return chunks
@@ -132,12 +132,12 @@ def idle(clock: Clock) -> Iterator[Idle]:
 
 @pytest.fixture
 def gpu() -> Gpu:
-    """What chunks lie on."""
+    """The device of chunks."""
     return Gpu()
 
 
 def lend(references: ChunkReferences, pool: Pool, gpu: Gpu) -> list[int]:
-    """Use as many chunks as are marked together, and end: their numbers."""
+    """Use as many chunks as are marked together, and end; return their numbers."""
     chunks = pool.acquire("cpu", [16] * chunk_references._BATCH, "a test")
     chunks[0].arena.mapping.backend = gpu
     storages = [torch.zeros(4).untyped_storage() for _ in chunks]
@@ -149,13 +149,13 @@ def lend(references: ChunkReferences, pool: Pool, gpu: Gpu) -> list[int]:
 def test_chunks_of_a_silent_client_are_returned(idle: Idle) -> None:
     """Those that only wait for the GPU, about a second after the last request instead of with the next one."""
     numbers = idle.drop()
-    idle.clock.advance(0.1)  # the first look, which comes soon after the drop
+    idle.clock.advance(0.1)  # the first poll, soon after the drop
     assert idle.request() == []
     idle.gpu.done = True
     idle.clock.advance(0.9)
-    assert idle.told == []
+    assert idle.sent == []
     idle.clock.advance(0.2)
-    assert [sorted(message) for message in idle.told] == [sorted(numbers)]
+    assert [sorted(message) for message in idle.sent] == [sorted(numbers)]
     assert idle.clock.jobs == []
 
 
@@ -165,12 +165,12 @@ def test_a_busy_gpu_is_polled_repeatedly(idle: Idle) -> None:
     idle.request()
     idle.gpu.asked = 0
     idle.clock.advance(5.5)
-    assert (idle.told, idle.gpu.marked, 4 <= idle.gpu.asked <= 7) == ([], 1, True)
+    assert (idle.sent, idle.gpu.marked, 4 <= idle.gpu.asked <= 7) == ([], 1, True)
     idle.gpu.done = True
     idle.clock.advance(1.1)
-    assert len(idle.told) == 1
+    assert len(idle.sent) == 1
     idle.clock.advance(60)
-    assert (len(idle.told), idle.clock.jobs) == (1, [])
+    assert (len(idle.sent), idle.clock.jobs) == (1, [])
 
 
 def test_chunks_are_returned_with_requests(idle: Idle) -> None:
@@ -184,7 +184,7 @@ def test_chunks_are_returned_with_requests(idle: Idle) -> None:
     idle.clock.advance(0.24)  # more than a second after the first request, and less than that after the last one
     assert sorted(idle.request()) == sorted(numbers)
     idle.clock.advance(60)
-    assert (idle.told, idle.clock.jobs) == ([], [])
+    assert (idle.sent, idle.clock.jobs) == ([], [])
 
 
 def test_a_gpu_that_must_not_be_marked_waits_for_a_request(idle: Idle) -> None:
@@ -192,7 +192,7 @@ def test_a_gpu_that_must_not_be_marked_waits_for_a_request(idle: Idle) -> None:
     numbers = idle.drop()
     idle.gpu.done = True
     idle.clock.advance(60)
-    assert (idle.told, idle.gpu.marked) == ([], 0)
+    assert (idle.sent, idle.gpu.marked) == ([], 0)
     idle.request()
     assert sorted(idle.request()) == sorted(numbers)
 
@@ -218,7 +218,7 @@ def test_ended_sessions_return_nothing(idle: Idle) -> None:
     idle.transfer.close()
     idle.gpu.done, idle.gpu.asked = True, 0
     idle.clock.advance(10)
-    assert (idle.told, idle.gpu.asked, idle.clock.jobs) == ([], 0, [])
+    assert (idle.sent, idle.gpu.asked, idle.clock.jobs) == ([], 0, [])
 
 
 def test_a_server_that_needs_memory_is_answered_at_once(idle: Idle) -> None:
@@ -228,7 +228,7 @@ def test_a_server_that_needs_memory_is_answered_at_once(idle: Idle) -> None:
     assert idle.transfer.out_of_memory().chunks == []
     assert not idle.gpu.done
     idle.clock.advance(1)
-    assert idle.gpu.done and sorted(itertools.chain(*idle.told)) == sorted(numbers)
+    assert idle.gpu.done and sorted(itertools.chain(*idle.sent)) == sorted(numbers)
 
 
 def test_memory_that_a_call_waits_for_is_returned_again(idle: Idle, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,12 +239,12 @@ def test_memory_that_a_call_waits_for_is_returned_again(idle: Idle, monkeypatch:
     def flush(transfer: ClientTransfer, chunks: list[int]) -> None:
         if refusals:
             raise refusals.pop()
-        idle.told.append(chunks)
+        idle.sent.append(chunks)
 
     monkeypatch.setattr(idle.transfer, "_flush", flush)
     numbers = idle.drop()
     idle.clock.advance(10)
-    assert [sorted(message) for message in idle.told] == [sorted(numbers)]
+    assert [sorted(message) for message in idle.sent] == [sorted(numbers)]
     assert idle.clock.jobs == []
 
 
@@ -262,43 +262,43 @@ def serving(clock: Clock) -> Iterator[ServerTransfer]:
 
 def test_arguments_that_a_client_waits_for_are_waited_for(serving: ServerTransfer, gpu: Gpu, clock: Clock) -> None:
     """Chunks that were marked at the end of their endpoint are returned although no other endpoint runs."""
-    told: list[int] = []
+    sent: list[int] = []
     with closing(Pool(PoolOptions(), "the client's pool")) as pool:
         lend(serving.references, pool, gpu)
         serving.poll()
         assert serving.references.fenced
-        serving.await_chunks(lambda: told.append(len(serving.returned())))
+        serving.await_chunks(lambda: sent.append(len(serving.returned())))
         clock.advance(0)
-    assert told == [chunk_references._BATCH]
+    assert sent == [chunk_references._BATCH]
 
 
 def test_arguments_on_a_captured_gpu_are_polled(serving: ServerTransfer, gpu: Gpu, clock: Clock) -> None:
     """No event reports a capture's end: while a client waits, the GPU is polled."""
-    told: list[int] = []
+    sent: list[int] = []
     gpu.captures = True
     with closing(Pool(PoolOptions(), "the client's pool")) as pool:
         lend(serving.references, pool, gpu)
-        serving.await_chunks(lambda: told.append(len(serving.returned())))
+        serving.await_chunks(lambda: sent.append(len(serving.returned())))
         clock.advance(1)
-        assert not told
+        assert not sent
         gpu.captures = False
         clock.advance(1)
-    assert told == [chunk_references._BATCH]
+    assert sent == [chunk_references._BATCH]
     assert clock.jobs == []
 
 
 def test_arguments_found_by_another_endpoint_are_returned(serving: ServerTransfer, gpu: Gpu, clock: Clock) -> None:
     """Whichever thread polls notifies the waiting client."""
-    told: list[int] = []
+    sent: list[int] = []
     gpu.captures = True
     with closing(Pool(PoolOptions(), "the client's pool")) as pool:
         lend(serving.references, pool, gpu)
         serving.poll()
-        serving.await_chunks(lambda: told.append(len(serving.returned())))
+        serving.await_chunks(lambda: sent.append(len(serving.returned())))
         clock.advance(0)
         gpu.done = True
         serving.poll()
-    assert told == [chunk_references._BATCH]
+    assert sent == [chunk_references._BATCH]
 
 
 @pytest.mark.parametrize("captures", [False, True])
@@ -324,19 +324,19 @@ def test_results_dropped_before_a_wait_are_freed(serving: ServerTransfer, gpu: G
 
 @pytest.fixture
 def arena() -> Iterator[Segment]:
-    """One of them, as the server has it."""
+    """An arena, as the server has it."""
     with MemfdBackend().create(4096) as segment:
         yield segment
 
 
 def answer(arena: Segment) -> tuple[m.Result, Frame]:
-    """Return a reply that brings an arena's descriptor: each connection's first one does."""
+    """Return a reply with an arena's descriptor, like the first one of each connection."""
     message = m.Result(msgspec.Raw(b""), [arena.info], arenas=[0])
     return message, Frame(0, 1, b"", fds=[os.dup(arena.fileno())])
 
 
 def descriptors(arena: Segment) -> int:
-    """Return how many descriptors this process has of an arena."""
+    """Return the number of this process's descriptors of an arena."""
     return links_of().count(os.readlink(f"/proc/self/fd/{arena.fileno()}"))
 
 

@@ -1,4 +1,4 @@
-"""What cannot be shared is refused: each kind with the path to it, the reason, and what to do instead."""
+"""Unshareable values are refused: each kind with its path, the reason, and a remedy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _opened: list[IO[Any]] = []
 
 @pytest.fixture(autouse=True)
 def closed() -> Iterator[None]:
-    """Close what a test opened."""
+    """Close objects that a test opened."""
     yield
     while _opened:
         _opened.pop().close()
@@ -56,7 +56,7 @@ def _quiet(make: Callable[[], Any]) -> Any:
 
 
 def _alone(make: Callable[[Any], Any]) -> Any:
-    """With a process group of this process alone."""
+    """Return a process group of this process alone."""
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     return make(torch.distributed)
@@ -75,7 +75,7 @@ def _fully_sharded(distributed: Any) -> nn.Module:
 
 
 def _traced(transform: Callable[..., Any]) -> torch.Tensor:
-    """A tensor that belongs to a transform."""
+    """Return a tensor that belongs to a transform."""
     seen: list[torch.Tensor] = []
     transform(lambda x: (seen.append(x), x.sum())[1])(torch.ones(2))
     return seen[0]
@@ -96,7 +96,7 @@ def _exported() -> Any:
 
 
 def _reads_a_global() -> Any:
-    """A function that travels as code, with what it names."""
+    """Return a function that is pickled by value, with a global that it uses."""
     space = {"file": _reading(), "__name__": "__main__"}
     return eval("lambda: file.read()", space)
 
@@ -108,7 +108,7 @@ def _parametrised_graph() -> nn.Module:
 
 
 def _recursive_and_locked() -> Callable[..., Any]:
-    """A function whose first cell is still empty when it is looked at, and whose second is the reason for the failure."""
+    """Return a function whose first cell is still empty when it is examined, and whose second is the reason for the failure."""
     lock = threading.Lock()
 
     def function() -> Any:
@@ -128,7 +128,7 @@ def _closing_over(thing: Any) -> Callable[..., Any]:
 
 
 class LeavesOut:
-    """An object that leaves its lock out of what is pickled."""
+    """An object whose pickled state excludes its lock."""
 
     def __init__(self, lock: Any, file: Any) -> None:
         self.lock, self.file = lock, file
@@ -138,7 +138,7 @@ class LeavesOut:
 
 
 class States:
-    """An object whose state is made for pickle."""
+    """An object with a state made for pickle."""
 
     def __init__(self, kept: Any) -> None:
         self.kept = kept
@@ -148,7 +148,7 @@ class States:
 
 
 class Raises:
-    """An object that cannot be pickled, in its own words."""
+    """An object whose pickling raises its own error."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -157,7 +157,7 @@ class Raises:
         raise self.error
 
 
-#: Attributes that cannot be shared, each with the reason and what to do instead.
+#: Attributes that cannot be shared, each with the reason and the remedy.
 ATTRIBUTES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "text file": (_reading, "", "is an open file of this process: keep its path"),
     "raw file": (lambda: _open(__file__, "rb", buffering=0), "", "is an open file of this process"),

@@ -1,4 +1,4 @@
-"""Arguments as plain data: there and back again, one text for equal ones, and clear words for what cannot travel."""
+"""Arguments as plain data: lossless both ways, one text for equal values, and clear errors for all others."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ DEPTH = 64
 
 
 class Memory:
-    """Stands for a tensor."""
+    """A placeholder of a tensor."""
 
 
 scalars = (
@@ -57,7 +57,7 @@ scalars = (
 
 
 def trees(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Nested lists, tuples and dicts."""
+    """Generate nested lists, tuples and dicts."""
     return st.recursive(
         leaves,
         lambda inner: (
@@ -70,7 +70,7 @@ def trees(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 
 def exact(value: Any) -> Any:
-    """Equal for values of the same types and bits: 1, 1.0 and True differ, nan is itself, dicts have no order."""
+    """Return the same for values of the same types and bits: 1, 1.0 and True differ, nan equals itself, dicts have no order."""
     kind = type(value)
     if kind is float:
         return kind, struct.pack("d", value)
@@ -84,7 +84,7 @@ def exact(value: Any) -> Any:
 
 
 def travelled(lowered: Any) -> Any:
-    """The argument as the server sees it."""
+    """Return the argument as the server sees it."""
     kind, body = encode_message(m.Call("f", *encode_call([lowered], {"named": lowered})))
     call = decode_message(Frame(kind, 1, body))
     assert isinstance(call, m.Call)
@@ -102,7 +102,7 @@ def test_plain_data_round_trips(value: Any) -> None:
 
 
 def refuse_reference(reference: Any) -> Any:
-    """The leaf of a call without memory."""
+    """Refuse references: the call has no memory."""
     raise AssertionError(reference)
 
 
@@ -135,7 +135,7 @@ def test_integers_of_any_size_round_trip(value: int) -> None:
     assert canonical(value) != canonical(value + 1)
 
 
-#: Values that are easily taken for one another, and texts that look like the form of another value.
+#: Values that are easily confused with one another, and texts in the form of another value.
 LOOKALIKES: list[Any] = [
     None, True, False, 0, 1, -1, 0.0, -0.0, 1.0, 1j, 0j, complex(0.0, -0.0), float("nan"), float("inf"), 2**300, -(2**300),
     "", "None", "True", "1", "1.0", "nan", "'1'", "1, 1", "[1]", "(1,)", "torch.int8", "a': 1, 'b", hex(2**300),
@@ -200,7 +200,7 @@ NESTS: list[Callable[[Any], Any]] = [lambda inner: [inner], lambda inner: (inner
 
 
 def nested(levels: int, nest: Callable[[Any], Any]) -> Any:
-    """A scalar in ``levels`` containers."""
+    """Nest a scalar in ``levels`` containers."""
     value: Any = 1
     for _ in range(levels):
         value = nest(value)
@@ -236,7 +236,7 @@ def test_recursive_lists_are_refused() -> None:
 
 
 def ext(code: int, data: bytes) -> Any:
-    """An extension value as it comes out of a message."""
+    """Return an extension value as decoded from a message."""
     return msgspec.msgpack.decode(msgspec.msgpack.encode(msgspec.msgpack.Ext(code, data)))
 
 
@@ -284,7 +284,7 @@ def test_any_message_pack_is_an_argument_or_a_protocol_error(value: Any) -> None
 
 
 def refuse_memory(value: Any, path: str) -> Any:
-    """No value of these tests is memory."""
+    """Refuse memory: these tests have none."""
     raise AssertionError(path)
 
 

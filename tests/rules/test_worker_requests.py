@@ -1,4 +1,4 @@
-"""Requests to a worker: answers find what waits for them, whatever crosses on the way."""
+"""Requests to a worker: each answer resolves its request, whatever messages cross it."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from shared_rpc.protocol.messages import Error, Message
 
 
 class Link:
-    """A link to a worker that answers when a test says so."""
+    """A link to a worker that answers on the test's command."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[Message, int]] = []
         self.requests = WorkerRequests(self.send)
 
     def send(self, message: Message, number: int, *_: object) -> None:
-        """Note a message."""
+        """Record a message."""
         self.sent.append((message, number))
 
     def says(self, message: Message, number: int, *fds: int) -> None:
-        """The worker answers; the frame closes what nothing takes."""
+        """Answer like a worker; the frame closes descriptors that remain in it."""
         frame = Frame(0, number, b"", b"", list(fds))
         self.requests.take(message, frame)
         frame.close()
@@ -36,12 +36,12 @@ class Link:
 
 @pytest.fixture
 def link() -> Link:
-    """A link to which nothing was sent."""
+    """A link before its first message."""
     return Link()
 
 
 def is_open(fd: int) -> bool:
-    """Whether a descriptor is open."""
+    """Return whether a descriptor is open."""
     try:
         os.fstat(fd)
     except OSError:
@@ -108,7 +108,7 @@ async def test_cancelled_requests_release_their_results(link: Link, crosses: boo
 
 
 class FakeWorker:
-    """One that serves something, and notes what it is sent."""
+    """A worker that serves endpoints, and records its messages."""
 
     def __init__(self, pid: int) -> None:
         self.pid, self.served, self.congested = pid, {"app": object()}, False
@@ -123,7 +123,7 @@ async def no_bare_worker() -> Any:
 
 
 def answered(workers: list[Any], *then: Any) -> Any:
-    """What :meth:`WorkersMemory.ask` returns or raises; each of ``then`` gets a worker and the number that it was sent."""
+    """Return the result of :meth:`WorkersMemory.ask`, or raise; each of ``then`` gets a worker and its message's number."""
 
     async def play() -> Any:
         memory = WorkersMemory(lambda: workers, no_bare_worker)
@@ -137,7 +137,7 @@ def answered(workers: list[Any], *then: Any) -> Any:
 
 
 def says(answer: Message) -> Any:
-    """A worker answers."""
+    """Answer like a worker."""
     return lambda worker, number: worker.requests.take(answer, Frame(0, number, b""))
 
 

@@ -1,4 +1,4 @@
-"""What a type checker sees of the public API. Checked by mypy, never run.
+"""The public API as type checkers see it. Checked by mypy, never run.
 
 A line that must be an error carries ``type: ignore`` with its code; were it none, the unused comment would be.
 """
@@ -406,7 +406,7 @@ async def sources_awaited(client: AsyncClient, record: AsyncExportedRecord) -> N
             assert_type(await source.adopt(miss, record), AsyncHandle[None])
 
 
-# Tickets, and models built around what is shared.
+# Tickets, and models built around shared tensors.
 
 
 def tickets(client: Client, handle: Handle[Net]) -> None:

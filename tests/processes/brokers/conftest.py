@@ -1,4 +1,4 @@
-"""What the tests of brokers have in common."""
+"""Fixtures of all tests of brokers."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from tests.kit.brokers import BrokerApp
 
 @pytest.fixture
 def app(broker_app: BrokerApp) -> BrokerApp:
-    """An app that is not served yet."""
+    """An app, not served yet."""
     return broker_app

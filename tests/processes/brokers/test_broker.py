@@ -1,4 +1,4 @@
-"""A server whose endpoints run in worker processes behaves as one whose endpoints run in its own."""
+"""A server whose endpoints run in worker processes behaves as one that runs them in its own process."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_endpoints_of_a_dead_worker_are_reported(app: BrokerApp) -> None:
     second = another_worker(client, 0)
     with pytest.raises(errors.EndpointNotFound, match="an earlier worker shared it after loading the app"):
         client.call("another", torch.ones(10))
-    assert client.call("echo", torch.ones(10)).sum() == 10  # the client's arena, which came with that call, was taken in
+    assert client.call("echo", torch.ones(10)).sum() == 10  # the client's arena, sent with that call, has been received
     assert worker_pids(client) == [second]
 
 
@@ -217,7 +217,7 @@ def test_calls_go_to_the_least_busy_worker(
 
 
 def test_errors_of_endpoints_keep_their_type(app: BrokerApp) -> None:
-    """And have the traceback of the worker."""
+    """They also have the traceback of the worker."""
     client = app.serve("""
         class Mine(Exception):
             pass
@@ -363,12 +363,12 @@ def test_generations_can_be_refreshed_and_updated(app: BrokerApp) -> None:
         def renew():
             return torch.tensor(provider.refresh("counted").generation)
     """)
-    told: list[int] = []
-    with client.on_refresh(lambda generation: told.append(generation.generation)):
+    generations: list[int] = []
+    with client.on_refresh(lambda generation: generations.append(generation.generation)):
         old = client.call("counted")
         assert client.refresh("counted").generation == 2
         assert client.call("renew") == 3
-        eventually(lambda: bool(told) and told[-1] == 3)
+        eventually(lambda: bool(generations) and generations[-1] == 3)
     assert (old.value.tolist(), old.is_current()) == ([1] * 4, False)
     new = old.latest()
     assert (new.value.tolist(), new.generation) == ([3] * 4, 3)
@@ -380,7 +380,7 @@ def test_generations_can_be_refreshed_and_updated(app: BrokerApp) -> None:
 
 
 def test_a_worker_for_each_device(app: BrokerApp) -> None:
-    """``--worker-device`` once for each of them, whatever ``--workers`` says."""
+    """One for each ``--worker-device``, whatever ``--workers``."""
     client = app.serve(options=["--worker-device", "cpu", "--worker-device", "cpu"])
     assert len(worker_pids(client)) == 2
     assert client.call("model").weight[0, 0] == 4
@@ -388,7 +388,7 @@ def test_a_worker_for_each_device(app: BrokerApp) -> None:
 
 def test_a_thousand_calls_leak_nothing(app: BrokerApp) -> None:
     """Broker and worker have the same descriptors as after the first hundred, except a second connection of the client."""
-    broker = app.start("--no-preload")  # a zygote comes late, and has descriptors
+    broker = app.start("--no-preload")  # a zygote starts late, and has descriptors
     client = app.connect()
     worker = worker_pids(client)[0]
     x = torch.ones(3000)

@@ -1,4 +1,4 @@
-"""Host memory of copies that is written again: an object that was evicted once is evicted faster from then on."""
+"""Reused host copies: an object that was evicted once is evicted faster from then on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NBYTES = 64 << 10
 #: The app of a broker with one provider: quotas are of its devices.
 @pytest.fixture
 def app(broker_app: BrokerApp) -> BrokerApp:
-    """The app of a broker whose workers see GPUs of host memory."""
+    """The app of a broker whose workers see GPUs made of host memory."""
     broker_app.file.write_text(APP.format(watching=""))
     return broker_app
 
@@ -37,7 +37,7 @@ def start(app: BrokerApp) -> Start:
 
 
 def memory_of(pid: int) -> set[int]:
-    """The inodes of the memory that a process has by descriptors."""
+    """Return the inodes of the memory that a process has descriptors of."""
     found = set()
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):
@@ -47,12 +47,12 @@ def memory_of(pid: int) -> set[int]:
 
 
 def has(buffer: MovedBuffer, memory: set[int]) -> None:
-    """Wait until a broker has this memory, and no other."""
+    """Wait until a broker has exactly this memory."""
     eventually(lambda: memory_of(buffer.pid) == memory, what=f"{memory}")
 
 
 def copied_once(buffer: MovedBuffer) -> int:
-    """Evict and restore a buffer: the inode of the host memory that it keeps."""
+    """Evict and restore a buffer; return the inode of the host memory that it keeps."""
     others = memory_of(buffer.pid) - {buffer.inode}
     assert buffer.moved("evicting to the host") == "host"
     eventually(lambda: len(memory_of(buffer.pid) - others) == 1)
@@ -81,7 +81,7 @@ def test_copies_reuse_their_memory(start: Start, app: BrokerApp) -> None:
 
 @pytest.fixture
 def held(app: BrokerApp, tmp_path: Path) -> Iterator[Path]:
-    """While it is there, a worker that has copied does not say so."""
+    """A file that keeps workers from reporting completed copies."""
     path = tmp_path / "held"
     yield path
     path.unlink(missing_ok=True)
@@ -155,7 +155,7 @@ def test_a_failed_copy_frees_the_memory(start: Start, app: BrokerApp) -> None:
     assert buffer.has_its_bytes()
 
 
-#: Code of a worker that has copied, and does not say so while a file is there.
+#: Code of a worker that has copied, and does not report it while a file exists.
 HELD = """
 import os, time
 from shared_rpc.memory.gpu_copies import GpuCopies
@@ -169,7 +169,7 @@ def holding(*arguments):
     return made
 GpuCopies.copy = holding
 """
-#: Code of a broker whose host has much free memory, but for the time in which a file is there.
+#: Code of a broker whose host has much free memory, except while a file exists.
 #: Code of a broker whose host has much free memory.
 HOST = """
 from shared_rpc.execution import device_memory

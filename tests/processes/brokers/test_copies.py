@@ -1,4 +1,4 @@
-"""Copies of a GPU's memory that workers make for a broker, by CUDA's driver and by one of host memory."""
+"""Copies of a GPU's memory that workers make for a broker, by CUDA's driver and by one made of host memory."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def nothing():
     pass
 """
 
-#: A worker whose driver is made of host memory, and copies nothing while a file is there.
+#: A worker whose driver is made of host memory, and copies nothing while a file exists.
 FAKE = """
 from tests.kit import fake_driver
 fake_driver.install()
@@ -71,7 +71,7 @@ driver.cuMemcpyAsync = cuMemcpyAsync
 
 
 class Copier:
-    """A broker in this process, with its workers, and the memory that it relays."""
+    """A broker in this process, its workers, and the memory that they manage for it."""
 
     def __init__(self, broker: Broker) -> None:
         self.broker = broker
@@ -90,7 +90,7 @@ class Copier:
 
     @property
     def asked(self) -> list[int]:
-        """The process ids of the workers that have not answered a request."""
+        """The process ids of the workers with unanswered requests."""
         supervisor = self.broker._supervisor
         workers = [*supervisor.workers, *([supervisor._bare] if supervisor._bare is not None else [])]
         return [worker.pid for worker in workers if len(worker.requests)]
@@ -114,7 +114,7 @@ def driver(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def held(tmp_path: Path) -> Path:
-    """While it is there, workers with a driver of host memory copy nothing."""
+    """A file that keeps workers with a driver of host memory from copying."""
     return tmp_path / "held"
 
 
@@ -127,7 +127,7 @@ class _Begins(WorkerCommand):
         object.__setattr__(self, "code", code)
 
     def start(self, number: int, fd: int) -> subprocess.Popen[bytes]:
-        """As every worker, after the code."""
+        """Start it like every worker, after the code."""
         words = [sys.executable, "-c", vars(self)["code"], *self.words(number, fd)]
         return subprocess.Popen(words, pass_fds=(fd,), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, bufsize=0)
 
@@ -136,7 +136,7 @@ class _Begins(WorkerCommand):
 def serve(
     driver: str, broker_app: BrokerApp, held: Path, spill: SpillDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Copier]]:
-    """``serve(workers)`` starts a broker with so many workers."""
+    """``serve(workers)`` starts a broker with this many workers."""
     if driver == "fake":
         monkeypatch.setattr(WorkerCommand, "bare", property(lambda command: _Begins(command.options, held)))
     broker_app.file.write_text(APP + (FAKE.format(held=str(held)) if driver == "fake" else ""))
@@ -169,7 +169,7 @@ def spill(tmp_path: Path) -> SpillDirectory:
 
 @pytest.fixture
 def filled(driver: str) -> Iterator[Callable[..., Segment]]:
-    """``filled(nbytes)`` is memory of the first GPU with bytes that no other has."""
+    """``filled(nbytes)`` makes memory of the first GPU with unique bytes."""
     from shared_rpc.memory.backends.cuda import visible_gpus
 
     with ExitStack() as stack:
@@ -184,12 +184,12 @@ def filled(driver: str) -> Iterator[Callable[..., Segment]]:
 
 
 def descriptors() -> int:
-    """How many this process has of memory and of nameless files. A broker opens others when it likes."""
+    """Count descriptors of memory and of nameless files in this process. A broker may open others at any time."""
     return sum(link.startswith(("/memfd:", "/dev/nvidia")) or "/spill/" in link for link in links_of())
 
 
 def settled(before: int) -> None:
-    """Wait until this process has the descriptors that it had: what is sent is closed by the loop."""
+    """Wait until this process has its former descriptors: the loop closes those that were sent."""
     gc.collect()
     eventually(lambda: descriptors() <= before, what=f"{before} descriptors")
 
@@ -200,9 +200,9 @@ def test_copies_round_trip(copier: Copier, filled: Filled, spill: SpillDirectory
     segments = [filled(2 * MIB), filled(6 * MIB), filled(4 * MIB)]
     expected = [bytes_of(segment) for segment in segments]
     before = descriptors()
-    told: list[tuple[int, int]] = []
-    copies = copier.memory.lower(segments, to, spill, lambda *news: told.append(news))
-    assert told[-1] == (12 * MIB, 12 * MIB)
+    progress: list[tuple[int, int]] = []
+    copies = copier.memory.lower(segments, to, spill, lambda *news: progress.append(news))
+    assert progress[-1] == (12 * MIB, 12 * MIB)
     for segment in segments:
         write(segment, b"changed")
     again = copier.memory.raise_(copies, [segment.info.incarnation(1) for segment in segments])
@@ -322,7 +322,7 @@ def test_memory_of_a_failed_attempt_is_not_reused(
 
 
 def test_a_cancelled_copy_stops_its_worker(copier: Copier, filled: Filled, held: Path) -> None:
-    """The worker closes and unmaps what it made, and copies as before."""
+    """The worker closes and unmaps its memory, and copies as before."""
     segments = [filled() for _ in range(4)]
     before = descriptors()
     held.touch()
@@ -380,7 +380,7 @@ def test_an_unmappable_copy_is_lost(copier: Copier, filled: Filled, mechanism: M
 
 @pytest.fixture
 def bare(copier: Copier, monkeypatch: pytest.MonkeyPatch) -> Copier:
-    """A broker none of whose workers can be asked."""
+    """A broker without any worker that accepts requests."""
     monkeypatch.setattr(copier.broker._memory, "_workers", list)
     return copier
 

@@ -1,4 +1,4 @@
-"""How a broker ends: when nobody uses it, and when somebody asks for it."""
+"""The end of a broker: without users, and on request."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.kit.deep import deep
 from tests.kit.forks import Popen
 from tests.kit.processes import PYTHONPATH, Child, eventually, python
 
-#: Seconds, of a server that ends by itself.
+#: The idle timeout of servers, in seconds.
 IDLE = "0.4"
 
 
 def goes_on(broker: Child, seconds: float = 1.0) -> bool:
-    """Whether it does not end for that long, several times the idle time of these tests."""
+    """Return whether it is still running after several times the idle timeout of these tests."""
     try:
         broker.process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -103,23 +103,23 @@ def test_its_own_workers_do_not_keep_a_broker_running(app: BrokerApp) -> None:
 
 
 def test_stop_ends_a_broker(app: BrokerApp) -> None:
-    """It has exited when the command returns, which prints what it held; clients keep their memory."""
+    """It has exited when the command returns, which prints its former objects; clients keep their memory."""
     broker = app.start()
     client = app.connect()
     model, handle = client.call("model"), client.call("held")
     (worker,) = worker_pids(client)
     stop = stopped(app)
     assert (stop.process.returncode, is_running(broker.pid), is_running(worker)) == (0, False, False)
-    told = stop.expect("stopped")
-    assert told.startswith(f"stopped pid {broker.pid} at {app.base_path}-cpu.sock: it held 2 objects, ")
-    assert told.endswith("; used by others: 1 client, 1 lease")
+    line = stop.expect("stopped")
+    assert line.startswith(f"stopped pid {broker.pid} at {app.base_path}-cpu.sock: it held 2 objects, ")
+    assert line.endswith("; used by others: 1 client, 1 lease")
     assert (model.weight[0, 0], handle.value.tolist()) == (4, [7.0] * 4)
     assert broker.close()[0] == 0
     assert stopped(app).expect_error("no server answers").startswith("shared-rpc: ")
 
 
 def stopped(app: BrokerApp, *options: str) -> Child:
-    """``shared-rpc stop``, when it has ended."""
+    """Wait for the end of ``shared-rpc stop``."""
     child = Child("-m", "shared_rpc.cli", "stop", *options, cwd=app.file.parent)
     app._children.append(child)
     child.process.wait(30)
@@ -146,7 +146,7 @@ def test_stop_selects_by_base_path(app: BrokerApp, tmp_path: Path, which: str) -
 
 
 def test_stop_counts_memory_once(app: BrokerApp) -> None:
-    """An object over a buffer, and what another provider has in it, are the buffer's own bytes."""
+    """An object over a buffer, and another provider's objects in it, are the buffer's own bytes."""
     app.write(f"""
     second = Provider({app.base_path + "-other"!r}, device="cpu")
 

@@ -1,4 +1,4 @@
-"""A broker whose device has capacity for one of several models, and processes that wake them in turns."""
+"""A broker whose device has capacity for one of several models, and processes that resume them in turns."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def more(number):
     return torch.full((1 << 19,), number, dtype=torch.uint8)
 """
 
-#: Wakes two models in turns, and looks whether each is what it was.
+#: Resumes two models in turns, and checks that each is unchanged.
 IN_TURNS = """
 import sys
 from shared_rpc import Client
@@ -47,7 +47,7 @@ with Client(device="cpu", timeout=300.0) as client, HoldingSession(client.socket
     print("woken", flush=True)
 """
 
-#: Uses a model; suspends it when told, and resumes it when told.
+#: Uses a model; suspends and resumes it on command.
 HOLDER = """
 import sys
 from shared_rpc import Client
@@ -73,7 +73,7 @@ def one_of_two(broker_app: BrokerApp, tmp_path: Path) -> Client:
 
 @pytest.fixture
 def holder(children: list[Child]) -> Callable[[int], Child]:
-    """``holder(number)`` is a process that has a model active."""
+    """``holder(number)`` starts a process that has a model active."""
 
     def start(number: int) -> Child:
         child = python(HOLDER.replace("NUMBER", str(number)))
@@ -84,7 +84,7 @@ def holder(children: list[Child]) -> Callable[[int], Child]:
 
 
 def tell(child: Child, what: str) -> None:
-    """Have a holder do something, and wait until it has."""
+    """Run a command in a holder, and wait for its end."""
     child.tell(what)
     child.expect("done")
 

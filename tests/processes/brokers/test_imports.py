@@ -1,4 +1,4 @@
-"""What starts without torch: a broker, whoever asks it, the command line."""
+"""Programs that start without torch: a broker, its monitoring clients, the command line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.kit.processes import python
 
 
 def loaded_by(code: str) -> set[str]:
-    """The modules that a process has after ``code``."""
+    """Return the modules of a process after ``code``."""
     child = python(f"{code}\nimport sys\nprint('loaded', *sys.modules)", fresh=True)
     loaded = set(child.expect("loaded").split())
     assert child.close() == (0, "")
@@ -51,5 +51,5 @@ def test_importing_the_package_loads_no_submodules() -> None:
     assert {name for name in loaded_by("import shared_rpc") if name.startswith("shared_rpc")} == {"shared_rpc"}
 
 
-#: A server whose records come from elsewhere, as those of a worker process do.
+#: A server whose records are made elsewhere, like those of a worker process.
 #: A client that takes records and rebuilds nothing.

@@ -1,4 +1,4 @@
-"""A broker keeps a process running that joins it to a cluster, and ends with it, however that is."""
+"""A broker keeps a process running that joins it to a cluster; each of the two ends with the other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.kit.processes import Child, eventually
 
 @pytest.fixture
 def faithless(tmp_path: Path) -> str:
-    """The command line of a joiner that goes on when its server has gone."""
+    """The command line of a joiner that outlives its server."""
     return command_of(tmp_path, FAITHLESS)
 
 
@@ -28,7 +28,7 @@ def program(tmp_path: Path) -> str:
 
 
 def attached(client: Client) -> int:
-    """Wait until the joiner is the source: its process id."""
+    """Wait until the joiner is the source; return its process id."""
     eventually(lambda: source_of(client)["session"] is not None, 30.0, "a source")
     return int(source_of(client)["pid"])
 

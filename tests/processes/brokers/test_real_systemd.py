@@ -1,7 +1,7 @@
-"""The units of ``examples/deploy`` under systemd itself, booted in namespaces of its own.
+"""The units of ``examples/deploy`` under systemd itself, booted in its own namespaces.
 
-What :mod:`tests.processes.brokers.test_systemd` shows with a stand-in is shown here by the manager that the units are for. It
-needs root, ``unshare`` and systemd, and seconds for each boot: ``nox -s deep``.
+:mod:`tests.processes.brokers.test_systemd` uses a stand-in; here the units run under the manager that they are for. This needs
+root, ``unshare`` and systemd, and seconds for each boot: ``nox -s deep``.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ALONE = "[Unit]\nDefaultDependencies=no\n"
 
 
 class System:
-    """A systemd, and the app's units in it."""
+    """A systemd with the app's units."""
 
     def __init__(self, folder: Path) -> None:
         self.base_path = str(folder / "run" / "shared-rpc" / "app")
@@ -77,11 +77,11 @@ class System:
         path.write_text(text)
 
     def _first(self) -> str:
-        """The process id of systemd, as it is here."""
+        """The process id of systemd in this namespace."""
         return Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()[0]
 
     def run(self, *words: str) -> str:
-        """What ``systemctl`` says."""
+        """Run ``systemctl``; return its output."""
         try:
             command = ["nsenter", "-t", self._first(), "-m", "-p", "systemctl", *words]
         except (OSError, IndexError):
@@ -89,7 +89,7 @@ class System:
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60).stdout.strip()
 
     def kill(self) -> None:
-        """Kill the broker, and wait until there is another one."""
+        """Kill the broker, and wait for its successor."""
         before = self.run("show", "-P", "MainPID", "shared-rpc@app.service")
         self.run("kill", "--kill-who=main", "-s", "KILL", "shared-rpc@app.service")
         eventually(
@@ -97,14 +97,14 @@ class System:
         )
 
     def close(self) -> None:
-        """End it, and all that runs in it."""
+        """End it and all its processes."""
         os.kill(int(self._first()), signal.SIGKILL)
         self._process.wait(30)
 
 
 @pytest.fixture
 def system(tmp_path: Path) -> Iterator[System]:
-    """One that listens."""
+    """A systemd whose socket unit listens."""
     system = System(tmp_path)
     try:
         system.run("start", "shared-rpc@app.socket")

@@ -1,4 +1,4 @@
-"""Records in a broker, which needs no torch for them: they outlive crashes, and a killed client leaves nothing of them."""
+"""Records in a broker, which needs no torch for them: they outlive crashes, and a killed client leaves no part of one."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Place:
 
     @property
     def built(self) -> int:
-        """How often the endpoint ran here."""
+        """The number of times that the endpoint ran here."""
         file = self.folder / "built"
         return len(file.read_text()) if file.exists() else 0
 
@@ -74,7 +74,7 @@ class Place:
 
 @pytest.fixture
 def places(tmp_path: Path, children: list[Child]) -> Iterator[list[Place]]:
-    """Two, as two hosts would be."""
+    """Two places, like two hosts."""
     made = [Place(tmp_path / name, children) for name in ("a", "b")]
     yield made
     for place in made:
@@ -82,7 +82,7 @@ def places(tmp_path: Path, children: list[Child]) -> Iterator[list[Place]]:
 
 
 def same(one: torch.nn.Module, other: torch.nn.Module) -> bool:
-    """Whether two modules have the same bits."""
+    """Return whether two modules have the same bits."""
     mine, theirs = one.state_dict(), other.state_dict()
     arrays = (one.array == other.array).all()  # type: ignore[operator]
     return bool(mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine) and arrays)
@@ -152,7 +152,7 @@ def test_a_killed_client_leaves_nothing(places: list[Place], children: list[Chil
     assert [len(place.client.list_objects()) for place in places] != counts or "export" in code
     holder.kill()
     eventually(lambda: [len(place.client.list_objects()) for place in places] == counts)
-    # A start or an end that is still under way had descriptors before that are gone now.
+    # A process that was starting or ending before may have had descriptors that are closed now.
     eventually(
         lambda: all(fds_of(place.broker.pid) <= most for place, most in zip(places, before, strict=True)), what=f"{before}"
     )
@@ -204,7 +204,7 @@ def test_many_records_leak_no_descriptors(places: list[Place]) -> None:
 
 @pytest.fixture
 def manager(broker_app: BrokerApp, tmp_path: Path, children: list[Child]) -> Iterator[ServiceManager]:
-    """One that keeps a broker's descriptors."""
+    """A service manager that keeps a broker's descriptors."""
     manager = ServiceManager(broker_app, tmp_path, children)
     yield manager
     for child in children:

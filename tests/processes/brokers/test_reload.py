@@ -1,4 +1,4 @@
-"""New code without a gap: new workers take over when they are ready, and what they did not change stays."""
+"""A reload without downtime: new workers take over once they are ready, and unchanged objects stay."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NEW = OLD.replace("1.0", "2.0")
 
 @pytest.fixture
 def app(broker_app: BrokerApp) -> BrokerApp:
-    """An app that is not served yet."""
+    """An app, not served yet."""
     broker_app.write(OLD)
     return broker_app
 

@@ -1,4 +1,4 @@
-"""A broker that is killed and started again, with nobody who keeps its state: clients find the next one by themselves."""
+"""A broker is killed and restarted without stored state: clients reconnect to the next one by themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The service manager's protocol, without a broker: what is taken from it, and what it is told."""
+"""The service manager's protocol, without a broker: the values that are read, and the notifications that are sent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.kit.processes import Child
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
-#: Puts what it has open at 3 and above, as a manager does, and tells what is made of it.
+#: Moves its open descriptors to 3 and above, like a manager, and prints the resulting values.
 TAKES = """
 import fcntl, os, socket, sys
 from shared_rpc.broker.systemd import inherit
@@ -58,7 +58,7 @@ print("blocking", [listener.getblocking() for listener in inherited.listeners.va
 
 
 def taken(children: list[Child], kinds: str, pid: str = "", path: str = "") -> Child:
-    """A process that gets descriptors of some kinds."""
+    """Start a process that gets descriptors of some kinds."""
     child = Child("-c", TAKES, kinds, pid, path)
     children.append(child)
     return child
@@ -110,7 +110,7 @@ def test_the_variables_are_removed() -> None:
 
 @pytest.fixture(params=["path", "abstract"])
 def notified(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[socket.socket, Notifier]]:
-    """The manager's end, and who tells it."""
+    """The manager's end, and the notifier."""
     address = str(tmp_path / "notify") if request.param == "path" else f"@shared-rpc-test-{os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         sock.bind(address.replace("@", "\0", 1) if request.param == "abstract" else address)
@@ -121,7 +121,7 @@ def notified(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[s
 
 
 def received(sock: socket.socket) -> tuple[list[str], list[int]]:
-    """One message: its lines, and its descriptors."""
+    """Receive one message: its lines, and its descriptors."""
     data, fds, _, _ = socket.recv_fds(sock, 1 << 16, 4, socket.MSG_CMSG_CLOEXEC)
     return data.decode().split("\n"), fds
 

@@ -1,4 +1,4 @@
-"""A broker under a service manager: what it made outlives it, and nobody is turned away meanwhile."""
+"""A broker under a service manager: its objects outlive it, and no client is refused during a restart."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if os.path.exists({gate!r} + "-broken"):
     raise LookupError("no such checkpoint")
 """
 
-#: A process that has a channel open, and prints what messages say.
+#: A process that has a channel open, and prints its messages.
 READER = """
     from shared_rpc import Client
 
@@ -48,13 +48,13 @@ READER = """
 
 @pytest.fixture
 def gate(tmp_path: Path) -> Path:
-    """While it is there, the app is not loaded."""
+    """A file that keeps the app from being loaded."""
     return tmp_path / "gate"
 
 
 @pytest.fixture
 def app(tmp_path: Path, base_path: str, children: list[Child], gate: Path) -> Iterator[BrokerApp]:
-    """An app that is not served yet."""
+    """An app, not served yet."""
     app = BrokerApp(tmp_path, base_path, children)
     app.file.write_text(GATE.format(gate=str(gate)) + APP)
     yield app
@@ -63,7 +63,7 @@ def app(tmp_path: Path, base_path: str, children: list[Child], gate: Path) -> It
 
 @pytest.fixture
 def make_manager(app: BrokerApp, tmp_path: Path, children: list[Child]) -> Iterator[Callable[..., ServiceManager]]:
-    """Makes the service manager; the broker goes first."""
+    """Makes the service manager, which ends after the broker."""
     made: list[ServiceManager] = []
 
     def make(**options: Any) -> ServiceManager:
@@ -81,7 +81,7 @@ def make_manager(app: BrokerApp, tmp_path: Path, children: list[Child]) -> Itera
 
 @pytest.fixture
 def manager(make_manager: Callable[..., ServiceManager]) -> ServiceManager:
-    """One that listens, and has room for all."""
+    """A service manager that listens, with unlimited capacity."""
     return make_manager()
 
 
@@ -98,7 +98,7 @@ def client(app: BrokerApp, broker: Child) -> Client:
 
 
 def restart(broker: Child, manager: ServiceManager, objects: int | None = None, *options: str) -> Child:
-    """Kill a broker, when so many objects are in the store, and start the next one."""
+    """Kill a broker when this many objects are in the store, and start the next one."""
     if objects is not None:
         manager.expect(lambda: len(manager.objects()) == objects)
     broker.kill()
@@ -106,12 +106,12 @@ def restart(broker: Child, manager: ServiceManager, objects: int | None = None, 
 
 
 def loaded(client: Any) -> bool:
-    """Whether a worker of the current broker has loaded the app."""
+    """Return whether a worker of the current broker has loaded the app."""
     return any(worker["state"] == "ready" for worker in client.get_server_info()["workers"])
 
 
 def ids(client: Any) -> dict[str, str]:
-    """The ids of objects, by what their cache keys begin with."""
+    """Return the ids of objects, by the prefixes of their cache keys."""
     return {str(info["cache_key"]): info["object_id"] for info in client.list_objects()}
 
 
@@ -177,7 +177,7 @@ def test_objects_survive_repeated_kills(manager: ServiceManager, broker: Child, 
 
 
 def _memfds(pid: int) -> int:
-    """Pieces of host memory that a process has open."""
+    """Return the open segments of host memory of a process."""
     return sum("memfd:" in link for link in links_of(pid))
 
 
@@ -247,7 +247,7 @@ def test_clients_wait_in_the_sockets_queue(
 
 
 def _queued(path: str) -> int:
-    """Connections at a socket that nobody has accepted: the state 02 in the kernel's table (SS_CONNECTING)."""
+    """Count the unaccepted connections of a socket: the state 02 in the kernel's table (SS_CONNECTING)."""
     with open("/proc/net/unix", encoding="ascii") as table:
         return sum(line.split()[5] == "02" for line in table if line.rstrip().endswith(path))
 
@@ -463,21 +463,21 @@ def test_readiness_is_reported_to_the_manager(app: BrokerApp, manager: ServiceMa
     broker = manager.start(wait_for="")
     waiting = app.connect(connect_timeout=30)
     eventually(Path(f"{gate}-reached").exists)
-    assert not manager.was_told("READY=1")
+    assert not manager.has_received("READY=1")
     gate.unlink()
     broker.expect("serving")
-    manager.expect(lambda: manager.was_told("READY=1"))
+    manager.expect(lambda: manager.has_received("READY=1"))
     waiting.call("model")
-    assert manager.was_told("STATUS=0 objects can be attached; the app is loaded")
+    assert manager.has_received("STATUS=0 objects can be attached; the app is loaded")
     gate.touch()
     broker.kill()
-    manager.told.clear()
+    manager.received.clear()
     manager.start()
-    manager.expect(lambda: manager.was_told("READY=1"))
-    assert manager.was_told("STATUS=1 objects can be attached; the app is being loaded")
+    manager.expect(lambda: manager.has_received("READY=1"))
+    assert manager.has_received("STATUS=1 objects can be attached; the app is being loaded")
     assert not loaded(waiting)
     gate.unlink()
-    manager.expect(lambda: manager.was_told("STATUS=1 objects can be attached; the app is loaded"))
+    manager.expect(lambda: manager.has_received("STATUS=1 objects can be attached; the app is loaded"))
 
 
 def test_a_broken_app_does_not_prevent_attaching(manager: ServiceManager, gate: Path, broker: Child, client: Client) -> None:
@@ -528,8 +528,8 @@ def test_a_reload_is_reported_to_the_manager(
 ) -> None:
     """Its beginning and its end; a restart recovers the new endpoints."""
     client.call("model")
-    manager.expect(lambda: manager.was_told("READY=1") and len(manager.objects()) == 1)
-    manager.told.clear()
+    manager.expect(lambda: manager.has_received("READY=1") and len(manager.objects()) == 1)
+    manager.received.clear()
     app.write("""
         @provider.share
         def later():
@@ -540,9 +540,9 @@ def test_a_reload_is_reported_to_the_manager(
         broker.expect("reloaded")
     else:
         client.reload()
-    manager.expect(lambda: manager.was_told("READY=1"))
-    assert manager.told[0] == "RELOADING=1"
-    usec = next(int(line.partition("=")[2]) for line in manager.told if line.startswith("MONOTONIC_USEC="))
+    manager.expect(lambda: manager.has_received("READY=1"))
+    assert manager.received[0] == "RELOADING=1"
+    usec = next(int(line.partition("=")[2]) for line in manager.received if line.startswith("MONOTONIC_USEC="))
     assert 0 <= time.monotonic_ns() // 1000 - usec < 60e6
     client.call("later")
     restart(broker, manager, 2)
@@ -554,12 +554,12 @@ def test_a_failed_reload_is_reported_as_ready(app: BrokerApp, manager: ServiceMa
     """The old code continues to serve."""
     manager.start()
     client = app.connect(connect_timeout=20)
-    manager.expect(lambda: manager.was_told("READY=1"))
-    manager.told.clear()
+    manager.expect(lambda: manager.has_received("READY=1"))
+    manager.received.clear()
     Path(f"{gate}-broken").touch()
     with pytest.raises(errors.WorkerCrashed):
         client.reload()
-    manager.expect(lambda: manager.was_told("READY=1"))
+    manager.expect(lambda: manager.has_received("READY=1"))
     assert client.call("model").weight[0, 0] == 4
 
 
@@ -571,7 +571,7 @@ def test_stopping_is_reported_to_the_manager(manager: ServiceManager, gate: Path
     kept = manager.names()
     broker.process.send_signal(signal.SIGTERM)
     assert broker.close() == (0, "")
-    manager.expect(lambda: manager.was_told("STOPPING=1"))
+    manager.expect(lambda: manager.has_received("STOPPING=1"))
     assert manager.names() == kept
     assert os.path.exists(manager.path)
     gate.touch()
@@ -689,11 +689,11 @@ def test_workers_do_not_inherit_the_managers_variables(app: BrokerApp, manager: 
     """An app that looks for its own service manager finds none."""
     app.write("""
         @provider.share
-        def told():
+        def variables():
             return [torch.ones(1), [name for name in os.environ if name.startswith(("LISTEN_", "NOTIFY_"))]]
     """)
     manager.start()
-    assert app.connect().call("told")[1] == []
+    assert app.connect().call("variables")[1] == []
 
 
 #: An app on a GPU.
@@ -778,10 +778,10 @@ def test_a_suspended_object_is_resumed_at_the_next_broker(
 
 
 def kinds(manager: ServiceManager) -> list[str]:
-    """What kinds of entries are stored."""
+    """Return the kinds of stored entries."""
     return sorted(name.partition("-")[0] for name in manager.names())
 
 
 def tiers(manager: ServiceManager) -> list[str]:
-    """The tiers of the objects that are described."""
+    """Return the tiers of the described objects."""
     return [found.facts.tier for found in manager.state.objects.values()]

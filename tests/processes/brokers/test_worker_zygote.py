@@ -1,4 +1,4 @@
-"""A broker's workers as forks of a zygote: they are what new processes would be, and come when it cannot be forked.
+"""A broker's workers as forks of a zygote: equivalent to new processes, which replace them where forking fails.
 
 Broker, zygote and the first workers begin as forks of the tests' own zygote, but where it matters how they do.
 """
@@ -22,43 +22,43 @@ pytestmark = [pytest.mark.timeout(240)]
 
 
 def zygote_of(client: Client) -> dict[str, Any]:
-    """What a server tells of its zygote."""
+    """Return the server's description of its zygote."""
     facts: dict[str, Any] = client.get_server_info()["zygote"]
     return facts
 
 
 def zygote_ready(client: Client, earlier: int = 0) -> int:
-    """Wait until there is a zygote, in place of an earlier one: its process id."""
+    """Wait for a zygote other than an earlier one; return its process id."""
     eventually(lambda: zygote_of(client).get("pid", earlier) != earlier, 90.0, "a zygote")
     return int(zygote_of(client)["pid"])
 
 
 def replaced(client: Client) -> int:
-    """Kill the worker: the process id of the next one."""
+    """Kill the worker; return the process id of the next one."""
     earlier = worker_pids(client)[0]
     os.kill(earlier, signal.SIGKILL)
     return another_worker(client, earlier)
 
 
 def is_fork(pid: int) -> bool:
-    """Whether a worker is a fork."""
+    """Return whether a worker is a fork."""
     return b"--forked" in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def text(client: Client, name: str) -> str:
-    """What an endpoint returns as bytes."""
+    """Return the text that an endpoint returns as bytes."""
     return bytes(client.call(name).tolist()).decode()
 
 
-#: An endpoint that returns what an expression is.
+#: An endpoint that returns an expression's value as bytes.
 SAYS = """
-    def told(text):
+    def as_bytes(text):
         return torch.tensor(list(str(text).encode()), dtype=torch.uint8)
 """
 
 
-#: ``shared-rpc serve`` with a broker that makes its zygote as soon as it knows of what, and does not wait two seconds for more,
-#: nor for longer after every kill.
+#: ``shared-rpc serve`` with a broker that makes its zygote as soon as the imports are known, without a delay of two seconds,
+#: or of more after each kill.
 SERVE = """
 import os, runpy, sys
 from shared_rpc.broker import supervisor, zygote
@@ -80,7 +80,7 @@ class ImpatientApp(BrokerApp):
     """An app for such a broker."""
 
     def start(self, *options: str, fresh: bool = False, **environ: str) -> Child:
-        """A broker that serves it, once it does."""
+        """Start a broker of the app, and wait until it serves."""
         child = Child(
             "-c", SERVE, "serve", str(self.file), *options, cwd=self.file.parent, environ=environ, fresh=fresh, has_workers=True
         )
@@ -91,7 +91,7 @@ class ImpatientApp(BrokerApp):
 
 @pytest.fixture
 def app(tmp_path: Path, base_path: str, children: list[Child]) -> Iterator[ImpatientApp]:
-    """An app that is not served yet."""
+    """An app, not served yet."""
     app = ImpatientApp(tmp_path, base_path, children)
     app.write()
     yield app
@@ -110,7 +110,7 @@ def test_later_workers_are_forks(app: ImpatientApp) -> None:
 
         @provider.share(cache=False)
         def facts():
-            return told([random.random(), numpy.random.rand(), torch.rand(1).item()])
+            return as_bytes([random.random(), numpy.random.rand(), torch.rand(1).item()])
     """,
     )
     broker = app.start("--workers", "2", fresh=True)
@@ -237,7 +237,7 @@ def site(tmp_path: Path) -> Path:
 
 
 def start_with(app: ImpatientApp, site: Path, *options: str) -> Child:
-    """A broker that finds the installed packages."""
+    """Start a broker that finds the installed packages."""
     return app.start(*options, PYTHONPATH=f"{PYTHONPATH}{os.pathsep}{site}")
 
 
@@ -259,7 +259,7 @@ def test_packages_that_start_threads_are_excluded(app: ImpatientApp, site: Path)
 def test_packages_that_change_on_disk_are_reloaded(app: ImpatientApp, site: Path) -> None:
     """The next worker has the new version, followed by a new zygote."""
     (site / "versioned.py").write_text("VERSION = 1\n")
-    app.write(SAYS, "import versioned\n@provider.share(cache=False)\ndef version(): return told(versioned.VERSION)")
+    app.write(SAYS, "import versioned\n@provider.share(cache=False)\ndef version(): return as_bytes(versioned.VERSION)")
     start_with(app, site)
     client = app.connect()
     zygote = zygote_ready(client)
@@ -274,7 +274,7 @@ def test_packages_that_change_on_disk_are_reloaded(app: ImpatientApp, site: Path
 def test_the_users_own_modules_are_never_preloaded(app: ImpatientApp, tmp_path: Path) -> None:
     """A fork reads their present version."""
     (tmp_path / "own.py").write_text("VALUE = 1\n")
-    client = app.serve(SAYS, "import own\n@provider.share(cache=False)\ndef value(): return told(own.VALUE)")
+    client = app.serve(SAYS, "import own\n@provider.share(cache=False)\ndef value(): return as_bytes(own.VALUE)")
     zygote = zygote_ready(client)
     assert str(tmp_path / "own.py") not in Path(f"/proc/{zygote}/maps").read_text()
     (tmp_path / "own.py").write_text("VALUE = 22\n")
@@ -285,7 +285,7 @@ def test_the_users_own_modules_are_never_preloaded(app: ImpatientApp, tmp_path: 
 
 def test_a_users_module_that_shadows_a_package_is_imported(app: ImpatientApp, tmp_path: Path) -> None:
     """A new file next to the app: a worker imports it, like a new process."""
-    client = app.serve(SAYS, "import tabnanny\n@provider.share(cache=False)\ndef place(): return told(tabnanny.__file__)")
+    client = app.serve(SAYS, "import tabnanny\n@provider.share(cache=False)\ndef place(): return as_bytes(tabnanny.__file__)")
     zygote_ready(client)
     assert not text(client, "place").startswith(str(tmp_path))
     (tmp_path / "tabnanny.py").write_text("")
@@ -297,7 +297,7 @@ def test_changed_imports_replace_the_zygote(app: ImpatientApp, site: Path) -> No
     """The next zygote has the app's imports since a reload."""
     for name in ("one", "two"):
         (site / f"{name}.py").write_text(f"def function(): return {name!r}\n")
-    is_there = "\n@provider.share(cache=False)\ndef loaded(): return told([name in sys.modules for name in ('one', 'two')])"
+    is_there = "\n@provider.share(cache=False)\ndef loaded(): return as_bytes([name in sys.modules for name in ('one', 'two')])"
     app.write(SAYS, "import one", is_there)
     start_with(app, site)
     client = app.connect()
@@ -315,13 +315,13 @@ LEVEL = """
 
     @provider.share(cache=False)
     def level():
-        return told([reads.SEEN, reads.ALSO, os.environ.get("LEVEL"), os.environ.get("MADE")])
+        return as_bytes([reads.SEEN, reads.ALSO, os.environ.get("LEVEL"), os.environ.get("MADE")])
 """
 
 
 @pytest.fixture
 def reads(site: Path) -> None:
-    """A package that reads one variable of the environment when it is imported, and sets another one."""
+    """A package whose import reads one environment variable, and sets another one."""
     code = "import os\nSEEN, ALSO = os.environ.get('LEVEL'), os.environ.get('MADE')\nos.environ['MADE'] = 'here'\n"
     (site / "reads.py").write_text(code)
 

@@ -1,4 +1,4 @@
-"""No process that the library starts takes modules from the working directory, which may be another user's."""
+"""No process of the library imports modules from the working directory, which may belong to another user."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ with (pathlib.Path(__file__).parent / "imported").open("a") as file:
 raise ImportError("from the working directory")
 """
 
-#: The console script, whose own folder comes first on the path.
+#: The console script, whose folder is the first on the path.
 COMMAND = ("-P", "-m", "shared_rpc.cli")
 
 
 @pytest.fixture
 def hostile(tmp_path: Path) -> Path:
-    """A directory with modules in place of those that processes of the library import."""
+    """A directory with modules that shadow those imported by processes of the library."""
     folder = tmp_path / "hostile"
     folder.mkdir()
     for name in ("msgspec", "anyio", "torch", "numpy", "cloudpickle", "argparse", "colorsys"):
@@ -35,13 +35,13 @@ def hostile(tmp_path: Path) -> Path:
 
 
 def imported(folder: Path) -> str:
-    """What was imported from the directory, and by whom."""
+    """Return the modules imported from the directory, and the importing processes."""
     file = folder / "imported"
     return file.read_text() if file.exists() else ""
 
 
 def serve(hostile: Path, children: list[Child], *words: str) -> Child:
-    """``shared-rpc serve``, in the hostile directory, in a process that imported nothing before."""
+    """Run ``shared-rpc serve`` in the hostile directory, in a process without previous imports."""
     child = Child(*COMMAND, "serve", *words, cwd=hostile, fresh=True)
     children.append(child)
     child.expect("serving")

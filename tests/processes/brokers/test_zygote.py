@@ -1,4 +1,4 @@
-"""A zygote, and what its forks have in common with new processes: all that can be seen from inside."""
+"""A zygote, and forks that are equivalent to new processes in everything that can be observed from inside."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.kit.deep import deep
 from tests.kit.processes import PYTHONPATH, eventually, python
 from tests.kit.zygotes import Zygote
 
-#: torch is imported anew in each.
+#: torch is imported again in each.
 pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("new_processes")]
 
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Callable[..., Zygote]]:
-    """``make(**options)`` is a zygote; it is ended at the end."""
+    """``make(**options)`` starts a zygote, which is ended at the end."""
     made: list[Zygote] = []
 
     def one(**options: Any) -> Zygote:
@@ -36,7 +36,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Zygote]]:
 
 @pytest.fixture
 def zygote(make: Callable[..., Zygote]) -> Zygote:
-    """A zygote that has imported nothing yet."""
+    """A zygote without imports."""
     return make()
 
 
@@ -49,7 +49,7 @@ def with_torch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
     zygote.close()
 
 
-# What a fork is.
+# Properties of a fork.
 
 
 def test_command_lines_of_forks_are_visible(zygote: Zygote) -> None:
@@ -57,7 +57,7 @@ def test_command_lines_of_forks_are_visible(zygote: Zygote) -> None:
     zygote.write("wait", "from tell import say; say(1); import signal; signal.pause()")
     zygote.prepare()
     fork = zygote.fork("wait", "some", "word")
-    fork.told()
+    fork.read_message()
     line = Path(f"/proc/{fork.pid}/cmdline").read_bytes().rstrip(b"\0").decode()
     assert line.endswith("-m wait some word")
     os.kill(fork.pid, signal.SIGTERM)
@@ -78,7 +78,7 @@ def test_random_states_differ(with_torch: Zygote) -> None:
     """,
     )
     forks = [with_torch.fork("draw") for _ in range(3)]
-    for values in zip(*(fork.told() for fork in forks), strict=True):
+    for values in zip(*(fork.read_message() for fork in forks), strict=True):
         assert len(set(values)) == 3
     assert [fork.close() for fork in forks] == [(0, "")] * 3
 
@@ -99,7 +99,7 @@ def test_forks_compute_with_their_own_threads(with_torch: Zygote) -> None:
     """,
     )
     fork = with_torch.fork("compute")
-    assert fork.told() == [[600.0**3] * 4, 2, 1]
+    assert fork.read_message() == [[600.0**3] * 4, 2, 1]
     assert fork.close() == (0, "")
 
 
@@ -115,7 +115,7 @@ def test_atexit_callbacks_of_imports_run_once_per_fork(zygote: Zygote, tmp_path:
     zygote.write("ends", "import registers, atexit; from tell import say; atexit.register(say, 'its own')")
     zygote.prepare("registers")
     forks = [zygote.fork("ends") for _ in range(2)]
-    assert [fork.told() for fork in forks] == ["its own"] * 2
+    assert [fork.read_message() for fork in forks] == ["its own"] * 2
     assert [fork.close() for fork in forks] == [(0, "")] * 2
     zygote.socket.close()
     assert zygote.process.wait(20) == 0
@@ -132,7 +132,7 @@ def test_descriptors_of_libraries_stay_open(make: Callable[..., Zygote], tmp_pat
     zygote.write("looks", "import os; from tell import say; say(os.readlink('/proc/self/fd/5'))")
     zygote.prepare()
     fork = zygote.fork("looks")
-    assert (fork.told(), fork.close()) == (library, (0, ""))
+    assert (fork.read_message(), fork.close()) == (library, (0, ""))
     with open(os.devnull) as one:
         assert "a library in the zygote uses descriptor" in zygote.refused("looks", fds=[one.fileno()] * 3, at=3)["why"]
 
@@ -140,7 +140,7 @@ def test_descriptors_of_libraries_stay_open(make: Callable[..., Zygote], tmp_pat
 # How it ends.
 
 
-# What makes a process unfit to be forked.
+# Conditions that make a process unfit to be forked.
 
 
 def test_failing_imports_are_left_out(zygote: Zygote) -> None:
@@ -228,7 +228,7 @@ def test_imports_that_check_for_a_gpu_are_harmless(zygote: Zygote) -> None:
     )
     zygote.prepare("asks")
     forks = [zygote.fork("uses") for _ in range(2)]
-    assert [fork.told() for fork in forks] == [[True, 1, 2.0, False]] * 2
+    assert [fork.read_message() for fork in forks] == [[True, 1, 2.0, False]] * 2
     assert [fork.close() for fork in forks] == [(0, "")] * 2
 
 
@@ -258,7 +258,7 @@ def test_modules_that_shadow_the_users_are_refused(zygote: Zygote) -> None:
     assert "'colorsys'" in answer["why"]
 
 
-# Whether what it has imported is still right.
+# Validity of its imports.
 
 
 def test_forks_have_the_variables_set_by_imports(make: Callable[..., Zygote]) -> None:
@@ -275,9 +275,9 @@ def test_forks_have_the_variables_set_by_imports(make: Callable[..., Zygote]) ->
     """,
     )
     zygote.prepare("looks")
-    assert zygote.fork("says").told() == ["as it was", "by an import", None]
+    assert zygote.fork("says").read_message() == ["as it was", "by an import", None]
     zygote.environ["MADE"] = "by the request"
-    assert zygote.fork("says").told() == ["as it was", "by the request", None]
+    assert zygote.fork("says").read_message() == ["as it was", "by the request", None]
 
 
 # When it cannot be forked.
@@ -308,7 +308,7 @@ def test_failed_forks_are_refused(zygote: Zygote, error: str, which: int) -> Non
     assert "memory" in refused["why"]
     assert not refused["stale"]
     if which == 2:
-        assert zygote.fork("says").told() == 1
+        assert zygote.fork("says").read_message() == 1
 
 
 def test_forks_leave_nothing_in_the_zygote(zygote: Zygote) -> None:
