@@ -179,10 +179,10 @@ def test_moved_tensors_keep_their_bits(device: str, published: Published) -> Non
     assert value["neg"].count_nonzero() > 0
 
 
-def test_sizes_of_a_value_are_of_what_is_shared_and_of_what_is_not(published: Published) -> None:
+def test_sizes_of_a_value_are_of_what_is_shared_and_of_what_is_not(device: str, published: Published) -> None:
     """With ``tensors="parameters"``, buffers and attributes are each reader's own, unless they lie in a parameter's storage."""
-    model = nn.Linear(4, 4)
-    model.register_buffer("table", torch.zeros(100))
+    model = nn.Linear(4, 4, device=device)
+    model.register_buffer("table", torch.zeros(100, device=device))
     model.register_buffer("view", model.weight.detach()[:2])
     whole, parts = published(model), published(copy.deepcopy(model), tensors="parameters")
     assert (whole.nbytes, parts.nbytes) == (80 + 400, 80)
