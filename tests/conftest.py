@@ -9,7 +9,8 @@ pytest.register_assert_rewrite("tests.kit.conformance")
 
 def pytest_configure(config: pytest.Config) -> None:
     """Load the fixtures where tests run: the distributing process (``-n``) does not import torch, which takes 2 s."""
-    if config.getoption("dist", "no") == "no" or hasattr(config, "workerinput"):
+    distributes = config.getoption("dist", "no") != "no" and config.getoption("tx")
+    if not distributes or config.getoption("collectonly"):
         config.pluginmanager.import_plugin("tests.kit.fixtures")
 
 
