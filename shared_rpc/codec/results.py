@@ -60,12 +60,12 @@ def publish(
     """Take a result apart and see to it that its memory lies in segments.
 
     A result for one reader is copied into the reader's pool, if it is small enough. Of any other every reachable tensor that is
-    to be shared is rebound to its new place, so that the endpoint's own object and what clients map are the same memory.
+    to be shared is rebound to its new place, so that the endpoint's own object and the clients' mappings are the same memory.
 
     :param device: the id of the server's device; all tensors must be on one of its kind.
     :param access: how clients are to map it.
     :param pool: the one reader's; None where there may be more.
-    :param tensors: which of them are shared; the others stay what they are, and each client gets a copy.
+    :param tensors: the tensors to share; the others are unchanged, and each client gets a copy.
     :param slabs: for a small result, which other results may share a segment with; None for one that has its own.
     :returns: a record that owns its segments' descriptors.
     :raises CapabilityError: if the value, or a part of it, cannot be shared.
@@ -122,7 +122,7 @@ class Soon:
 def publish_soon(value: Any, device: str, endpoint: str, pool: Pool, seconds: float) -> Record | Soon | None:
     """Publish into a pool where that is a matter of microseconds, for a thread with little time; else return None.
 
-    :param seconds: that the GPU has to come to the end of an endpoint that returns nothing.
+    :param seconds: maximum wait for the GPU work of an endpoint that returns None.
     :raises PoolFull: if the pool has too little free memory now.
     """
     if value is None:
@@ -134,7 +134,7 @@ def publish_soon(value: Any, device: str, endpoint: str, pool: Pool, seconds: fl
 
 
 def _is_done(device: str, seconds: float | None = None) -> bool:
-    """Wait for what the endpoint has queued on the current stream: it may have written to memory of its caller.
+    """Wait for the endpoint's work on the current stream, which may write to memory of its caller.
 
     :param seconds: to wait at most; None for no limit.
     :returns: whether all of it is done.
@@ -179,13 +179,13 @@ def decode_result(
     label: str = "",
     object_id: str = "",
 ) -> Any:
-    """Rebuild a result around its segments, which are mapped and stay the caller's to close.
+    """Rebuild a result around its segments, which are mapped here and closed by the caller.
 
-    :param owner: the id of the server that keeps the result, if one does: what lies in it is not sent to that server again.
+    :param owner: the id of the server that keeps the result, if any: its memory is not sent to that server again.
     :param pooled: the chunks of the server's pool that it lies in, and to whom they are given back; emptied, but if the memory
         cannot be mapped.
-    :param arenas: the numbers of the segments that are the pool's.
-    :param label: what the result is, for people.
+    :param arenas: the numbers of the pool's segments.
+    :param label: a description of the result, for messages.
     :param object_id: the id by which the server keeps the result, so that it can be suspended here; ``""`` if it does not.
     :raises CapabilityError: if this process cannot map the memory, or is to copy some of it and has none, or captures a graph.
     :raises CodecError: if the skeleton needs something that is not here, such as a class's module.
@@ -212,13 +212,13 @@ def decode_result(
 
 
 def _drain() -> None:
-    """Unmap what earlier results left behind; after a new one, which may lie in the same segments."""
+    """Unmap segments of earlier results; called after a new one, which may lie in the same segments."""
     if MAPPINGS.has_unused:
         MAPPINGS.drain()
 
 
 def _load(skeleton: bytes, tensors: list[torch.Tensor], storages: list[torch.UntypedStorage], buffers: list[memoryview]) -> Any:
-    """Rebuild the object around what is in the lists, which are emptied."""
+    """Rebuild the object around the contents of the lists, which are emptied."""
     try:
         return load(skeleton, tensors, storages, buffers)
     except BaseException as error:

@@ -44,7 +44,7 @@ class Copied(msgspec.Struct):
     stream: int
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until the copy is done, and what was queued on its stream before; give the chunk back if that fails.
+        """Wait for the copy and all earlier work on its stream; release the chunk on failure.
 
         :param seconds: to wait at most; None for no limit.
         :returns: whether it was done in time.

@@ -1,11 +1,10 @@
-"""Table of the segments that this process has mapped, and of their users.
+"""The segments mapped by this process, and their users.
 
-A segment is mapped at most once for each kind of access, but copy-on-write as often as it is attached, because no other user is
-to see what is written there. It is unmapped when the last object over it is gone:
-a finaliser enqueues, and :meth:`MappingTable.drain` synchronises the device and unmaps.
+A segment is mapped at most once for each kind of access, except copy-on-write: each attach has its own copy. A segment is
+unmapped after its last object: a finaliser enqueues, and :meth:`MappingTable.drain` synchronises the device and unmaps.
 
-What only suspended objects lie in is *vacated*: nothing is mapped, and the address is kept. It is mapped again at its address
-with whatever incarnation of the segment comes::
+A segment of suspended objects alone is *vacated*: its memory is unmapped and its address stays reserved. The present
+incarnation of the segment is mapped at that address later::
 
               suspend                          resume, attach
     mapped ─────────────► vacated ──────────────────────────────► mapped
@@ -55,24 +54,24 @@ class Mapping(msgspec.Struct, eq=False):
     descriptor: Segment | None
     #: Distinguishes the mappings of one segment with one access: copy-on-write, or of two addresses that were kept.
     number: int = 0
-    #: Whether nothing is mapped at the address, which is kept.
+    #: True while the address is reserved and nothing is mapped there.
     vacated: bool = False
-    #: Whether :meth:`MappingTable.find` skips the mapping, and whether it is unmapped.
+    #: True if :meth:`MappingTable.find` skips the mapping; True if it is unmapped.
     hidden: bool = False
     gone: bool = False
     #: The id of the server that keeps the segment under its id; ``""`` for none.
     owner: str = ""
-    #: Whether the bytes are reused when their reader has released them: no other process may learn of them.
+    #: True if the bytes are reused after their reader has released them, so that they may not be shared again.
     pooled: bool = False
-    #: Whether this process made the segment, and whether it has not yet published it.
+    #: True if this process made the segment; True until it has published it.
     made: bool = False
     fresh: bool = False
-    #: Whether this process may publish the memory again, and whether consumers may only map it for reading.
+    #: True if this process may publish the memory again; True if consumers may map it only for reading.
     publishes: bool = False
     sealed: bool = False
     pins: int = 0
     uses: set[_Use] = msgspec.field(default_factory=set)
-    #: Descriptions of the objects in the segment, for people.
+    #: Descriptions of the objects in the segment, for messages.
     labels: list[str] = msgspec.field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -80,7 +79,7 @@ class Mapping(msgspec.Struct, eq=False):
         self.sealed = self.info.access != "read_write"
 
     def label(self, text: str) -> None:
-        """Add a description of its contents, for people. The first few are kept."""
+        """Add a description of the contents, for messages. The first few are kept."""
         if text and text not in self.labels and len(self.labels) < _LABELS:
             self.labels.append(text)
 
@@ -119,10 +118,10 @@ class Mapping(msgspec.Struct, eq=False):
 
     @property
     def may_change(self) -> bool:
-        """Whether another process may write to this host memory although no endpoint of this process shared it for writing.
+        """True if another process may write to this host memory although no endpoint of this process shared it for writing.
 
-        That is memory of a caller's argument, or of a buffer: a seal does not end the mappings that exist. What this process
-        made is as its endpoints shared it, and what a server published for reading is sealed.
+        This is so for the memory of a caller's argument or a buffer, because sealing does not end existing mappings. Memory
+        made by this process has the access of its endpoint, and memory that a server published for reading is sealed.
         """
         return self.info.mechanism == "memfd" and not self.made and not (self.sealed and self.owner)
 
@@ -172,11 +171,11 @@ class MappingHold:
         self.mapping = mapping
 
 
-#: Access by which private memory is mapped: nothing writes to what the next process copies too.
+#: The access by which private memory is mapped: each process copies it, and none may write to it.
 _RIGHTS: dict[Access, Access] = {"private": "read"}
 
 
-#: Access of mappings that are never vacated: of each a process may have several, or none after it was read.
+#: Access of mappings that are never vacated: a process may have several of each, or none after reading it.
 _APART: frozenset[Access] = frozenset({"copy", "private"})
 
 
@@ -186,7 +185,7 @@ def _tells_of_faults(mapping: Mapping) -> bool:
 
 
 def _watch(mapping: Mapping) -> None:
-    """Have faults reported as what they mean now."""
+    """Report faults in a mapping by its present state."""
     if _tells_of_faults(mapping):
         watch(WatchedRange(mapping.address, mapping.info.nbytes, mapping.__str__, mapping.vacated))
     else:
@@ -194,7 +193,7 @@ def _watch(mapping: Mapping) -> None:
 
 
 def _synchronize(mappings: Iterable[Mapping], what: str) -> None:
-    """Wait for the devices of mappings that are about to go.
+    """Wait for the devices of mappings that will be unmapped.
 
     :raises CapabilityError: if one cannot be waited for.
     """
@@ -226,14 +225,14 @@ class MappingTable:
         self._unpinned: list[Mapping] = []
         #: Mappings without users, to be unmapped when the device can be waited for.
         self._unused: list[Mapping] = []
-        #: Whether this process may publish every attached segment again: in a worker, an endpoint may return the result of
+        #: True if this process may publish every attached segment again: in a worker, an endpoint may return the result of
         #: another.
         self.keeps = False
         #: The slabs of the latest results, which stay mapped without a user, see :meth:`keep_slab`.
         self._slabs: dict[Mapping, None] = {}
         #: Mappings with a descriptor.
         self._descriptors = 0
-        #: The ids of objects that are suspended, and that something lives over here.
+        #: The ids of suspended objects with living tensors in this process.
         self.suspended: frozenset[str] = frozenset()
         #: How many mappings are vacated.
         self._vacated = 0
@@ -245,7 +244,7 @@ class MappingTable:
     def create(self, nbytes: int, device: str, *, slab: bool = False) -> Iterator[Mapping]:
         """Make memory that is mapped for writing; it stays mapped while the block runs and then while it is in use.
 
-        :param slab: whether it is for results that have nothing to do with each other.
+        :param slab: True if unrelated results share the segment.
         """
         backend = backend_for(device)
         segment = backend.create(nbytes)
@@ -274,11 +273,14 @@ class MappingTable:
     ) -> Iterator[list[Mapping]]:
         """Map segments with the access their infos name; they stay mapped while the block runs and then while in use.
 
-        The segments are borrowed; a mapping keeps a descriptor of its own, where there is one to spare (see
-        :data:`KEPT_SHARE`). ``keep`` has it keep one in any case, so that this process can publish the memory again; ``owner``
-        is the server that keeps them; ``pooled`` are the numbers of those that are arenas, ``hidden`` of those that no other
-        object may be told of, whose bytes :meth:`find` does not know, as of all that are copy-on-write; ``label`` says for
-        people what they are mapped for.
+        The segments are borrowed; a mapping keeps a descriptor of its own if the process can spare one, see
+        :data:`KEPT_SHARE`.
+
+        :param keep: keep a descriptor in any case, so that this process can publish the memory again.
+        :param owner: the id of the server that keeps the segments.
+        :param pooled: the numbers of the segments that are arenas.
+        :param hidden: the numbers of segments not found by :meth:`find`, as copy-on-write ones are not.
+        :param label: a description of the contents, for messages.
         """
         mappings: list[Mapping] = []
         try:
@@ -320,7 +322,7 @@ class MappingTable:
                 self._unpinned += (oldest,)
 
     def release_slabs(self) -> None:
-        """Let slabs be unmapped that nothing here lies in: a session has ended."""
+        """Unmap slabs without users, at the end of a session."""
         with self._lock:
             self._unpinned += self._slabs
             self._slabs.clear()
@@ -328,7 +330,7 @@ class MappingTable:
             self.drain()
 
     def _keep(self, mapping: Mapping, segment: Segment, *, publishes: bool) -> None:
-        """Have a mapping keep a descriptor: in any case where it is to be published, else where there is one to spare."""
+        """Keep a descriptor with a mapping if it may be published, or if the process can spare one."""
         if mapping.descriptor is None and (publishes or (self._can_spare() and not segment.closed)):
             mapping.descriptor = segment.duplicate()
             self._descriptors += 1
@@ -379,7 +381,7 @@ class MappingTable:
         return False
 
     def of_objects(self, object_ids: Set[str]) -> dict[str, list[Mapping]]:
-        """Return the memory of these objects that is mapped, by object, without what :meth:`resume` never replaces."""
+        """Return the mappings of objects, by object, except those that :meth:`resume` never replaces."""
         found: dict[str, list[Mapping]] = {}
         with self._lock:
             for mapping in self._mappings.values():
@@ -468,7 +470,7 @@ class MappingTable:
     def make_in_slab(
         self, info: SegmentInfo, make: Callable[[Mapping], T], object_id: str, owner: str = "", label: str = ""
     ) -> T | None:
-        """Return what ``make`` makes over a slab of :meth:`keep_slab`, and keep the slab for it; None if there is none.
+        """Return the object that ``make`` makes over a slab of :meth:`keep_slab`, which it keeps; None without such a slab.
 
         For the other parameters see :meth:`attach` and :meth:`keep_for`.
         """
@@ -513,15 +515,14 @@ class MappingTable:
     # Suspended objects.
 
     def suspend(self, object_id: str, in_use: Callable[[], bool] = lambda: False) -> bool:
-        """Unmap what only suspended objects lie in, this one included, and keep the addresses.
+        """Suspend an object: unmap the segments of suspended objects alone, and reserve their addresses.
 
-        What something else lies in too, or a block has attached, stays mapped until that ends. Copy-on-write mappings stay: the
-        pages that this process has written to are in no other place.
+        A segment with other objects, or attached by a block, stays mapped until that ends. Copy-on-write mappings stay, because
+        pages written by this process exist only there.
 
-        :param in_use: asked when the object is in :attr:`suspended` already, whether it is needed after all; then nothing
-            happens.
-        :returns: whether it is suspended now.
-        :raises CapabilityError: if memory of it cannot be mapped again at its address, or its device cannot be waited for, as
+        :param in_use: called when the object is in :attr:`suspended`; if it returns True, the object is not suspended.
+        :returns: True if it is suspended now.
+        :raises CapabilityError: if its memory cannot be mapped again at its address, or its device cannot be waited for, as
             while a CUDA graph is captured. Then nothing has changed.
         """
         with self.changing:
@@ -612,7 +613,7 @@ class MappingTable:
                     self._vacate_one(mapping)
 
     def _vacate_one(self, mapping: Mapping) -> None:
-        """Unmap under the table's lock, so that no thread attaches to what is just going."""
+        """Unmap under the table's lock, so that no thread attaches to the mapping meanwhile."""
         done: list[int] = []
         mapping.vacated = True
         try:
@@ -665,7 +666,7 @@ class MappingTable:
             self._keep(mapping, segment, publishes=mapping.publishes)
 
     def _vacate_late(self, may_unmap: Callable[[Backend], bool]) -> None:
-        """Vacate what was in use when its objects were suspended, and is not any more."""
+        """Vacate mappings that were still in use when their objects were suspended."""
         with self._lock:
             late = [mapping for mapping in self._mappings.values() if self._is_due(mapping)]
         late = [mapping for mapping in late if may_unmap(mapping.backend)]
@@ -675,7 +676,7 @@ class MappingTable:
             _log.exception("memory of a suspended object stays mapped: %s", "; ".join(map(str, late)))
 
     def _forget_ended(self) -> None:
-        """Drop the ids of suspended objects that nothing lives over any more."""
+        """Forget suspended objects without living tensors in this process."""
         with self._lock:
             living = {use.object_id for mapping in self._mappings.values() for use in mapping.uses if use() is not None}
             self.suspended &= living
@@ -703,7 +704,7 @@ class MappingTable:
 
     @property
     def has_unused(self) -> bool:
-        """Whether :meth:`drain` has something to do, as far as known without waiting."""
+        """True if :meth:`drain` has work, as far as is known without waiting."""
         return bool(self._unused or self._ended or self._unpinned)
 
     def drain(self) -> None:

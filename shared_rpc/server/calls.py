@@ -1,4 +1,4 @@
-"""Calls: bound to their endpoints, answered from the cache or by runs; and what becomes of cached results and of chunks."""
+"""Calls, answered from the cache or by runs, and requests about cached results and about chunks of pools."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _FEW = 256
 
 
 class Calls:
-    """Requests that are calls, or about their cached results. On the server's loop only."""
+    """Handlers of calls, and of requests about their cached results. On the server's loop only."""
 
     def __init__(self, state: State, runs: Runs, generations: Generations, tasks: Tasks) -> None:
         self._state = state
@@ -185,7 +185,7 @@ class Calls:
         return self._state.objects.invalidate(key=key)
 
     def drop(self, endpoint: str) -> int:
-        """Drop all cached results of an endpoint, and keep the results of its runs that are under way out of the cache."""
+        """Drop all cached results of an endpoint, and keep results of its pending runs out of the cache."""
         self._state.registry.get(endpoint)
         self._state.runs.detach(endpoint=endpoint)
         return self._state.objects.invalidate(endpoint=endpoint)
@@ -218,7 +218,7 @@ class Calls:
 
 
 def _entered(caller: Caller, message: m.Call) -> tuple[Waiter, Lowered | None, CallArguments]:
-    """Register a request that brings a call's arguments, which are taken whatever becomes of it.
+    """Register a request with a call's arguments, which are taken in any case.
 
     The arguments are plain data, for binding and for the key, or None where they are to be read for that; and as the executor
     takes them.
