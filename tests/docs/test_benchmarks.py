@@ -67,11 +67,13 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Results]:
     """``results(name)`` is the run of one command; a few run concurrently, since they wait part of the time."""
     folder = tmp_path_factory.mktemp("results")
     running: list[subprocess.Popen[str]] = []
+    # A copy: pytest sets a variable for each test, and an execve(2) of another thread must not read the environment meanwhile.
+    environ = dict(os.environ)
 
     def begin(name: str) -> Ended:
         words = [sys.executable, "-m", "benchmarks", name, *SMALL[name].split(), "--json", str(folder / name / "numbers.json")]
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        process = subprocess.Popen(words, cwd=ROOT, text=True, **streams)
+        process = subprocess.Popen(words, cwd=ROOT, env=environ, text=True, **streams)
         running.append(process)
         printed, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors
