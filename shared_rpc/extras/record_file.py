@@ -12,8 +12,8 @@
                   zeros to a whole page
                   the segments, each from the beginning of a page
 
-The digests protect against damage, not against malice: the header contains a pickle. So a file is read only if nobody but its
-reader, or root, may have written it.
+The digests protect against damage, not against malice: the header contains a pickle. So a file is read only if no user except
+its reader and root can have written it.
 """
 
 from __future__ import annotations

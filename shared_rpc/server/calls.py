@@ -28,8 +28,8 @@ from shared_rpc.server.shared import State
 from shared_rpc.server.tasks import Tasks
 from shared_rpc.server.waiting import Delivery, Waiter, gone, resolve
 
-#: Bytes of the arguments of a call whose key is remembered.
-_FEW = 256
+#: Maximum bytes of the message of a call whose key is remembered.
+_FEW = 512
 
 
 class Calls:
@@ -232,11 +232,9 @@ def _entered(caller: Caller, message: m.Call) -> tuple[Waiter, Lowered | None, C
 
 
 def _key(spec: EndpointSpec, lowered: Lowered | None, arguments: CallArguments) -> str | None:
-    """Return the key of a call; without decoding, if one with the same bytes came before and they are few."""
-    if lowered is None and isinstance(arguments, Arguments):
-        args, kwargs = bytes(arguments.args), bytes(arguments.kwargs)
-        if len(args) + len(kwargs) <= _FEW:
-            return _key_of_bytes(spec, args, kwargs)
+    """Return the key of a call. Keys of recent small calls are remembered by the bytes of their arguments."""
+    if lowered is None and isinstance(arguments, Arguments) and arguments.nbytes <= _FEW:
+        return _key_of_bytes(spec, bytes(arguments.args), bytes(arguments.kwargs))
     return key_of(spec, *_read(lowered, arguments))
 
 
