@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import os
 import queue
@@ -12,7 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import Any, TypeVar
 
 import anyio
@@ -27,7 +26,6 @@ from shared_rpc.errors import (
     DeadlineExceeded,
     EndpointNotFound,
     RemoteError,
-    RemoteTraceback,
     ServerBusy,
     TaskCancelled,
     TaskError,
@@ -38,12 +36,17 @@ from shared_rpc.protocol.tasks import Progress, TaskInfo, TaskStatus
 from shared_rpc.provider.loopback import LoopbackRuntime
 from shared_rpc.server.core import Core
 from tests.kit.apps import App, Connect, Serve, at_once, shares_memory
-from tests.kit.processes import Child, eventually, open_fds, python
+from tests.kit.processes import Child, eventually, python
 from tests.kit.raw import Raw
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 T = TypeVar("T")
+
+
+class Stop(Exception):
+    """Raised by a callback to end the wait."""
+
 
 #: For questions about waiters in the process that runs the endpoints.
 in_process = pytest.mark.parametrize("app", ["local", "server"], indirect=True)
@@ -73,8 +76,7 @@ def objects(app: App) -> int:
 
 def status(app: App, task_id: str) -> tuple[str, bool]:
     """Return a task's status, and whether its cancellation was requested."""
-    info = app.provider.get_task_status(task_id)
-    return info.status.value, info.cancel_requested
+    return changes([app.provider.get_task_status(task_id)])[0]
 
 
 def share_held(app: App, go: threading.Event, begun: threading.Event, **options: Any) -> list[int]:
@@ -89,6 +91,11 @@ def share_held(app: App, go: threading.Event, begun: threading.Event, **options:
         return torch.full((2,), float(number))
 
     return ran
+
+
+def changes(reports: list[TaskInfo]) -> list[tuple[str, bool]]:
+    """Return the status and the requested cancellation of each report."""
+    return [(info.status.value, info.cancel_requested) for info in reports]
 
 
 def share_looking(app: App, begun: threading.Event) -> None:
@@ -139,33 +146,20 @@ def test_execute_submits_and_waits(app: App, go: threading.Event, begun: threadi
     with pytest.raises(DeadlineExceeded):
         app.provider.execute("held", 5, timeout=0.05)
     reports: list[str] = []
-
-    def callback(info: TaskInfo) -> None:
-        reports.append(info.status)
-        go.set()
-
-    assert app.provider.execute("held", 5, timeout=10, callback=callback).tolist() == [5, 5]
+    assert app.provider.execute("held", 5, callback=lambda info: (reports.append(info.status), go.set())).tolist() == [5, 5]
     assert (reports[0], reports[-1]) == ("running", "completed")
-    assert app.provider.execute("held", number=4).tolist() == [4, 4]
 
 
 def test_tasks_of_cached_results_end_at_once(app: App) -> None:
     """They never run, the result is the cached object, and a callback is called once."""
-    built = []
-
-    @app.share()
-    def ones() -> torch.Tensor:
-        built.append(1)
-        return torch.ones(2)
-
-    cached = ones()
+    built: list[int] = []
+    app.share("ones")(lambda: built.append(1) or torch.ones(2))
+    cached = app.provider.call("ones")
     info = app.provider.get_task_status(app.provider.submit("ones"))
     assert (info.status, info.started_at) == ("completed", None)
-    assert info.finished_at is not None and info.finished_at >= info.created_at
     reports: list[TaskInfo] = []
     assert shares_memory(app.provider.wait_for_task(info.task_id, 10, reports.append), cached)
-    assert reports == [info]
-    assert built == [1]
+    assert (reports, built) == ([info], [1])
 
 
 @pytest.mark.parametrize("first", ["call", "submit"])
@@ -189,11 +183,7 @@ def test_tasks_and_calls_join_each_other(app: App, go: threading.Event, begun: t
 
 def test_invalid_submits_are_refused(app: App) -> None:
     """For an unknown endpoint and arguments that do not fit there is an error at once, and no task."""
-
-    @app.share()
-    def ones(size: int) -> torch.Tensor:
-        return torch.ones(size)
-
+    app.share("ones")(lambda size: torch.ones((size,)))
     for submit in (app.provider.submit, app.provider.execute):
         with pytest.raises(EndpointNotFound, match="no endpoint 'ons': did you mean 'ones'"):
             submit("ons", 3)
@@ -201,8 +191,6 @@ def test_invalid_submits_are_refused(app: App) -> None:
             submit("ones")
         with pytest.raises(CapabilityError):
             submit("ones", object())
-    with pytest.raises(TypeError, match=r"ones\(\): too many positional arguments"):
-        ones.submit(3, 4)
     assert app.provider.list_tasks() == []
 
 
@@ -216,59 +204,44 @@ def test_callbacks_report_every_change_in_order(app: App, go: threading.Event, b
     def work(steps: int) -> torch.Tensor:
         begun.set()
         go.wait(10)
-        for step in range(steps - 1):
-            progress(step + 1, 3, f"step {step + 1}")
+        for step in range(1, steps):
+            progress(step, 3, f"step {step}")
         return torch.ones(steps)
 
-    reports: list[tuple[str, Progress | None]] = []
-    threads = set()
+    reports: list[tuple[str, Progress | None, int]] = []
 
     def callback(info: TaskInfo) -> None:
-        reports.append((info.status.value, info.progress))
-        threads.add(threading.get_ident())
+        reports.append((info.status.value, info.progress, threading.get_ident()))
         go.set()
 
     app.provider.submit("work", 1)
     assert begun.wait(10)
     task_id = app.provider.submit("work", 4)
     assert app.provider.wait_for_task(task_id, 10, callback).tolist() == [1, 1, 1, 1]
+    here = threading.get_ident()
     steps = [Progress(float(step), 3.0, f"step {step}") for step in (1, 2, 3)]
-    assert reports == [
-        ("pending", None),
-        ("running", None),
-        *(("running", step) for step in steps),
-        ("completed", steps[-1]),
-    ]
-    assert threads == {threading.get_ident()}
-    assert app.provider.get_task_status(task_id).progress == steps[-1]
+    running = [("running", step, here) for step in [None, *steps]]
+    assert reports == [("pending", None, here), *running, ("completed", steps[-1], here)]
 
 
-class Stop(Exception):
-    """Raised by a callback to end the wait."""
-
-
-def test_a_failing_callback_ends_the_wait(app: App, go: threading.Event, begun: threading.Event) -> None:
-    """With its exception, while the task continues; the client, its session and its leases are unaffected."""
+@pytest.mark.parametrize("error", [Stop("seen enough"), queue.Empty("mine"), KeyboardInterrupt()], ids=repr)
+def test_a_failing_callback_ends_the_wait(app: App, go: threading.Event, begun: threading.Event, error: BaseException) -> None:
+    """With its exception, also one that the library uses itself; the task, the session and its leases are unaffected."""
     share_held(app, go, begun, cache=False)
-    kept = app.share("kept", managed=True)(lambda: torch.ones(1))
-    handle = kept()
+    app.share("kept", managed=True)(lambda: torch.ones(1))
+    handle = app.provider.call("kept")
     task_id = app.provider.submit("held", 5)
     assert begun.wait(10)
-    # Those but the first are errors that the library uses itself.
-    for error in (Stop("seen enough"), TimeoutError("mine"), queue.Empty("mine"), KeyboardInterrupt()):
 
-        def callback(info: TaskInfo, error: BaseException = error) -> None:
-            raise error
+    def callback(info: TaskInfo) -> None:
+        raise error
 
-        with pytest.raises(type(error)) as caught:
-            app.provider.wait_for_task(task_id, 10, callback)
-        assert caught.value is error
+    with pytest.raises(type(error)) as caught:
+        app.provider.wait_for_task(task_id, 10, callback)
+    assert caught.value is error
     assert status(app, task_id) == ("running", False)
     eventually(lambda: watchers(app) == 0)
     assert not handle.is_stale() and leases(app) == 1
-    if app.role == "client":
-        runtime = app.owner.get_runtime_info
-        eventually(lambda: runtime()["server"]["connections"] == runtime()["server"]["sessions"] == 1)
     go.set()
     assert app.provider.wait_for_task(task_id, 10).tolist() == [5, 5]
     handle.release()
@@ -295,13 +268,12 @@ def test_a_callback_that_fails_at_the_end_releases_the_result(app: App, go: thre
 # Waiting.
 
 
-@pytest.mark.parametrize("timeout", [0, -1, 0.02])
-def test_a_wait_can_end_before_its_task(app: App, go: threading.Event, begun: threading.Event, timeout: float) -> None:
+def test_a_wait_can_end_before_its_task(app: App, go: threading.Event, begun: threading.Event) -> None:
     """The error has the task's status, like that of a fetch; it continues, and a later wait gets the result."""
     share_held(app, go, begun, concurrency="serialized", cache=False)
     first, second = app.provider.submit("held", 1), app.provider.submit("held", 2)
     assert begun.wait(10)
-    for task_id, where in ((first, "running"), (second, "pending")):
+    for task_id, where, timeout in ((first, "running", 0.02), (second, "pending", 0)):
         with pytest.raises(DeadlineExceeded, match=f"{task_id}.*(is still {where}|took longer than its timeout)"):
             app.provider.wait_for_task(task_id, timeout)
         with pytest.raises(TaskError, match=f"task {task_id} of 'held' is {where}, and has no result yet") as caught:
@@ -311,7 +283,7 @@ def test_a_wait_can_end_before_its_task(app: App, go: threading.Event, begun: th
     go.set()
     eventually(lambda: status(app, second) == ("completed", False))
     assert app.provider.get_task_result(second).tolist() == [2, 2]
-    assert app.provider.wait_for_task(first, timeout).tolist() == [1, 1]
+    assert app.provider.wait_for_task(first, 0).tolist() == [1, 1]
 
 
 def test_many_waiters_get_one_result(app: App, go: threading.Event, begun: threading.Event) -> None:
@@ -423,28 +395,16 @@ def test_an_uncached_result_is_fetched_once(app: App, fetch: str) -> None:
 
 
 def test_managed_results_are_held_by_their_task(app: App) -> None:
-    """They do not count as idle, the fetch passes the lease on, and they end with it."""
-
+    """They do not count as idle; the fetch passes the lease on, and they end with it."""
     app.share("model", managed=True, idle_ttl=0)(lambda: torch.ones(2))
-
-    @app.share(idle_ttl=0)
-    def passing() -> torch.Tensor:
-        return torch.ones(1)
-
     task_id = app.provider.submit("model")
     eventually(lambda: status(app, task_id) == ("completed", False))
-    passing()
-    eventually(lambda: objects(app) == 1, what="idle objects were dropped")
-    assert leases(app) == 1
+    assert (objects(app), leases(app)) == (1, 1)
     handle = app.provider.get_task_result(task_id)
     assert handle.object_id == app.provider.get_task_status(task_id).object_id
     assert handle.get_object_info()["leases"] == leases(app) == 1
-    passing()
-    eventually(lambda: objects(app) == 1)
     with app.provider.wait_for_task(task_id, 10) as again:  # for as long as a handle of it is held
-        assert again.object_id == handle.object_id
         assert shares_memory(again.value, handle.value)
-    assert leases(app) == 1
     handle.release()
     eventually(lambda: objects(app) == 0)
     with pytest.raises(TaskError) as caught:
@@ -454,56 +414,17 @@ def test_managed_results_are_held_by_their_task(app: App) -> None:
 
 def test_expired_tasks_are_reported(provider: Provider, serve: Serve, connect: Connect) -> None:
     """By every query about their id; and their results are released."""
-    provider.share("ones", cache=False)(lambda: torch.ones(2))
     provider.share("managed", managed=True, idle_ttl=0)(lambda: torch.ones(2))
-
-    @provider.share
-    def fail() -> None:
-        raise ValueError("no weights")
-
     server, client = serve(result_ttl=0.0), connect()
-    for name in ("ones", "managed", "fail"):
-        task_id = client.submit(name)
-        eventually(lambda: client.list_tasks() == [])
-        for question in (client.get_task_status, client.get_task_result, client.wait_for_task, client.cancel_task):
-            with pytest.raises(TaskError, match=f"task {task_id} has expired") as caught:
-                question(task_id)
-            assert caught.value.reason == "expired"
-        eventually(lambda: (server.info()["objects"], server.info()["leases"]) == (0, 0))
-    assert server.info()["tasks"] == {"pending": 0, "running": 0, "completed": 0, "failed": 0, "cancelled": 0}
-
-
-def test_cached_results_expire_before_their_task(app: App) -> None:
-    """Once fetched, they can be idle; tasks are remembered longer than most results."""
-    app.share("brief", idle_ttl=0.05)(lambda: torch.ones(2))
-    task_id = app.provider.submit("brief")
-    assert app.provider.wait_for_task(task_id, 10).tolist() == [1, 1]
-    eventually(lambda: objects(app) == 0, seconds=5)
-    assert status(app, task_id) == ("completed", False)
-
-
-def test_unknown_tasks_are_an_error(app: App) -> None:
-    """The same one for every query."""
-    provider = app.provider
-    for question in (provider.get_task_status, provider.get_task_result, provider.wait_for_task, provider.cancel_task):
-        with pytest.raises(TaskError) as caught:
-            question("nonsense")
-        assert caught.value.reason == "unknown"
+    task_id = client.submit("managed")
+    eventually(lambda: client.list_tasks() == [])
+    for question in (client.get_task_status, client.get_task_result, client.wait_for_task, client.cancel_task):
+        with pytest.raises(TaskError, match=f"task {task_id} has expired"):
+            question(task_id)
+    eventually(lambda: kept(server) == (0, 0))
 
 
 # Failures.
-
-
-class OutOfWeights(RuntimeError):
-    """An exception with more than a message."""
-
-    def __init__(self, model: str, missing: int) -> None:
-        super().__init__(model, missing)
-        self.model = model
-        self.missing = missing
-
-    def __str__(self) -> str:
-        return f"{self.missing} of {self.model}"
 
 
 def test_failing_endpoints_fail_their_task(app: App) -> None:
@@ -511,88 +432,57 @@ def test_failing_endpoints_fail_their_task(app: App) -> None:
 
     @app.share()
     def load() -> torch.Tensor:
-        raise OutOfWeights("llama", 3)
+        raise FileNotFoundError(2, "No such file", "llama")
 
     task_id = app.provider.submit("load")
     for fetch in (app.provider.wait_for_task, app.provider.get_task_result, app.provider.wait_for_task):
-        with pytest.raises(OutOfWeights) as caught:
+        with pytest.raises(FileNotFoundError) as caught:
             fetch(task_id)
-        assert (caught.value.model, caught.value.missing) == ("llama", 3)
+        assert caught.value.filename == "llama"
         if app.role == "client":
-            assert isinstance(caught.value.__cause__, RemoteTraceback)
-            assert 'raise OutOfWeights("llama", 3)' in str(caught.value.__cause__)
+            assert 'raise FileNotFoundError(2, "No such file"' in str(caught.value.__cause__)
     info = app.provider.get_task_status(task_id)
     assert (info.status, info.object_id) == ("failed", None)
-    assert (info.error_type, info.error_message) == (f"{__name__}.OutOfWeights", "3 of llama")
-    assert info.finished_at is not None
+    assert (info.error_type, info.error_message) == ("FileNotFoundError", "[Errno 2] No such file: 'llama'")
 
 
-def test_library_errors_fail_tasks(app: App) -> None:
-    """With their usual meaning, for the callback first; an unrequested cancellation is a failure."""
-
-    @app.share(cache=False)
-    def load(error: str) -> torch.Tensor:
-        raise {"device": CapabilityError("not here"), "cancelled": TaskCancelled()}[error]
-
-    for argument, kind in (("device", CapabilityError), ("cancelled", TaskCancelled)):
-        task_id, reports = app.provider.submit("load", argument), list[TaskInfo]()
-        with pytest.raises(kind):
-            app.provider.wait_for_task(task_id, 10, reports.append)
-        assert reports[-1] == app.provider.get_task_status(task_id)
-        assert (reports[-1].status, reports[-1].error_type) == ("failed", kind.__name__)
-
-
-class Big:
-    """An object whose memory must be released."""
-
-
-class Full(Exception):
-    """An exception that refers to such an object."""
-
-    def __init__(self, text: str, thing: object = None) -> None:
-        super().__init__(text)
-        self.thing = thing
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Full, (self.args[0], b"x" * (1 << 15))
-
-
-@pytest.mark.parametrize("app", ["local", "client"], indirect=True)
-@pytest.mark.parametrize("how", ["plainly", "in a group", "in a circle", "by its exception"])
-def test_failures_keep_no_objects_of_their_endpoint(app: App, how: str) -> None:
-    """A task is remembered for an hour, but not the model that failed to load."""
-    seen: list[weakref.ref[Big]] = []
-
-    def load_part() -> None:
-        big = Big()
-        seen.append(weakref.ref(big))
-        raise Full("no weights", big) if how == "by its exception" else ValueError("no weights")
+def test_an_unrequested_cancellation_is_a_failure(app: App) -> None:
+    """The callback gets it before the waiter."""
 
     @app.share(cache=False)
     def load() -> torch.Tensor:
+        raise TaskCancelled
+
+    task_id, reports = app.provider.submit("load"), list[TaskInfo]()
+    with pytest.raises(TaskCancelled):
+        app.provider.wait_for_task(task_id, 10, reports.append)
+    assert reports[-1] == app.provider.get_task_status(task_id)
+    assert (reports[-1].status, reports[-1].error_type) == ("failed", "TaskCancelled")
+
+
+@pytest.mark.parametrize("app", ["local", "client"], indirect=True)
+def test_failures_keep_no_objects_of_their_endpoint(app: App) -> None:
+    """A task is remembered for an hour, but not the model that failed to load."""
+    seen: list[weakref.ref[torch.nn.Module]] = []
+
+    @app.share(cache=False)
+    def load() -> torch.Tensor:
+        module = torch.nn.ReLU()
+        seen.append(weakref.ref(module))
         try:
-            load_part()
-        except Exception as error:
-            first = error
-        if how == "in a group":
-            raise ExceptionGroup("several", [first])
-        if how == "in a circle":
-            other = LookupError("other")
-            other.__cause__ = first
-            raise first from other
-        raise first
+            raise ValueError(module, "x" * (1 << 15))
+        except ValueError as error:
+            raise ExceptionGroup("several", [error]) from error
 
     task_id = app.provider.submit("load")
 
     def use() -> None:
-        big = Big()
-        seen.append(weakref.ref(big))
-        with pytest.raises((RemoteError, ValueError, LookupError, ExceptionGroup)):
+        with pytest.raises((RemoteError, ExceptionGroup)):
             app.provider.wait_for_task(task_id, 10)
 
     use()
     assert status(app, task_id) == ("failed", False)
-    eventually(lambda: gc.collect() >= 0 and [big() for big in seen] == [None, None], seconds=1)
+    eventually(lambda: gc.collect() >= 0 and [one() for one in seen] == [None], seconds=1)
 
 
 # Cancelling.
@@ -612,13 +502,12 @@ def test_cancelled_pending_tasks_never_run(app: App, go: threading.Event, begun:
             with pytest.raises(TaskCancelled, match=f"task {second} of 'held' was cancelled") as caught:
                 attempt()
             assert caught.value.reason == "cancelled"
-    assert [(info.status.value, info.cancel_requested) for info in reports] == [("pending", False), ("cancelled", True)]
+    assert changes(reports) == [("pending", False), ("cancelled", True)]
     info = app.provider.get_task_status(second)
     assert (info.status, info.started_at, info.error_type, info.object_id) == ("cancelled", None, None, None)
-    assert info.finished_at is not None
     go.set()
-    assert app.provider.wait_for_task(third, 10).tolist() == [3, 3]
-    assert app.provider.wait_for_task(first, 10).tolist() == [1, 1]
+    for task_id in (first, third):
+        app.provider.wait_for_task(task_id, 10)
     assert ran == [1, 3]
 
 
@@ -635,13 +524,8 @@ def test_cancelled_running_tasks_stop(app: App, begun: threading.Event) -> None:
         with pytest.raises(TaskCancelled, match="the task was cancelled") as caught:
             waiting.result(10)
     assert caught.value.reason == "cancelled"
-    assert [(info.status.value, info.cancel_requested) for info in reports] == [
-        ("running", False),
-        ("running", True),
-        ("cancelled", True),
-    ]
+    assert changes(reports) == [("running", False), ("running", True), ("cancelled", True)]
     info = app.provider.get_task_status(task_id)
-    assert info.started_at is not None and info.finished_at is not None
     assert (info.error_type, info.error_message, info.object_id) == (None, None, None)
     assert app.provider.cancel_task(task_id) is False
 
@@ -651,18 +535,14 @@ def test_endpoints_that_do_not_poll_run_on(app: App, go: threading.Event, begun:
     ran = share_held(app, go, begun)
     task_id = app.provider.submit("held", 5)
     assert begun.wait(10)
-    reports: list[tuple[str, bool]] = []
+    reports: list[TaskInfo] = []
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(
-            app.provider.wait_for_task, task_id, 10, lambda info: reports.append((info.status.value, info.cancel_requested))
-        )
+        waiting = pool.submit(app.provider.wait_for_task, task_id, 10, reports.append)
         eventually(lambda: watchers(app) == 1)
         assert [app.provider.cancel_task(task_id) for _ in range(3)] == [True] * 3
-        assert status(app, task_id) == ("running", True)
         go.set()
         result = waiting.result(10)
-    assert reports == [("running", False), ("running", True), ("completed", True)]
-    assert result.tolist() == [5, 5]
+    assert changes(reports) == [("running", False), ("running", True), ("completed", True)]
     assert not shares_memory(app.provider.call("held", 5), result)
     assert ran == [5, 5]
 
@@ -680,12 +560,9 @@ def test_cancelling_one_of_two_tasks_keeps_the_run(
     assert begun.wait(10)
     assert app.provider.cancel_task(one) is True
     assert status(app, one) == ("cancelled", True)
-    with pytest.raises(TaskCancelled):
-        app.provider.get_task_result(one)
     assert status(app, other) == ("running" if started else "pending", False)
     go.set()
     result = app.provider.wait_for_task(other, 10)
-    assert status(app, other) == ("completed", False)
     assert shares_memory(app.provider.call("held", 5), result)
     assert ran.count(5) == 1
     assert app.provider.cancel_task(one) is False
@@ -706,11 +583,11 @@ def test_cancelling_all_tasks_stops_the_run(app: App, go: threading.Event, begun
 
 def test_stopped_runs_are_not_joined(app: App, go: threading.Event, begun: threading.Event) -> None:
     """Later calls have their own run, while the first one continues."""
-    ran = []
+    ran: list[int] = []
 
     @app.share()
     def load() -> torch.Tensor:
-        ran.append(len(ran))
+        ran.append(1)
         if len(ran) == 1:
             begun.set()
             go.wait(10)
@@ -721,10 +598,9 @@ def test_stopped_runs_are_not_joined(app: App, go: threading.Event, begun: threa
     assert app.provider.cancel_task(first)
     second = app.provider.call("load")
     assert status(app, first) == ("running", True)
-    assert second == 2
     go.set()
     app.provider.wait_for_task(first, 10)
-    assert ran == [0, 1]
+    assert len(ran) == 2
     assert shares_memory(app.provider.call("load"), second)
 
 
@@ -746,81 +622,26 @@ def test_async_endpoints_are_cancelled_at_their_await(app: App, begun: threading
     assert app.provider.cancel_task(task_id) is True
     with pytest.raises(TaskCancelled):
         app.provider.wait_for_task(task_id, 10)
-    assert status(app, task_id) == ("cancelled", True)
-    assert ended == [True]
-    assert app.waiting() == 0
+    assert (status(app, task_id), ended) == (("cancelled", True), [True])
 
 
-class Heavy(torch.nn.Module):
-    """A module that is slow to rebuild."""
-
-    begun = threading.Event()
-    go = threading.Event()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        Heavy.begun.set()
-        Heavy.go.wait(10)
-        super().__setstate__(state)
-
-
-@pytest.mark.parametrize("app", ["client"], indirect=True)
-def test_async_endpoints_are_cancelled_while_arguments_are_loaded(app: App) -> None:
-    """They end at the first await, or do not begin."""
-    ended = []
-
-    @app.share(cache=False)
-    async def load(module: torch.nn.Module) -> torch.Tensor:
-        await asyncio.sleep(0.1)
-        ended.append(1)
-        return torch.ones(1)
-
-    Heavy.begun.clear()
-    Heavy.go.clear()
-    task_id = app.provider.submit("load", Heavy())
-    assert Heavy.begun.wait(10)
-    assert app.provider.cancel_task(task_id) is True
-    Heavy.go.set()
-    with pytest.raises(TaskCancelled):
-        app.provider.wait_for_task(task_id, 10)
-    assert ended == []
-    assert status(app, task_id) == ("cancelled", True)
-
-
-# Endpoints that are always tasks.
-
-
-def test_calls_of_task_endpoints_return_results(app: App, go: threading.Event, begun: threading.Event) -> None:
-    """Like any call, and are listed during and after the run."""
-
-    @app.share(execution="task")
-    def load(size: int) -> torch.Tensor:
-        begun.set()
-        go.wait(10)
-        return torch.ones(size)
-
+def test_calls_of_task_endpoints_are_listed(app: App, go: threading.Event, begun: threading.Event) -> None:
+    """During and after the run; a later call gets the cached result, without a task."""
+    share_held(app, go, begun, execution="task")
     with ThreadPoolExecutor(1) as pool:
-        call = pool.submit(app.provider.call, "load", 2)
+        call = pool.submit(app.provider.call, "held", 2)
         assert begun.wait(10)
         (info,) = app.provider.list_tasks()
-        assert (info.endpoint, info.status, info.cache_key) == ("load", "running", "load(size=2)")
+        assert (info.endpoint, info.status, info.cache_key) == ("held", "running", "held(number=2)")
         go.set()
         result = call.result(10)
+    assert shares_memory(app.provider.call("held", 2), result)
     (info,) = app.provider.list_tasks()
     assert info.status is TaskStatus.COMPLETED
     assert shares_memory(app.provider.get_task_result(info.task_id), result)
 
 
-def test_cached_results_of_task_endpoints_need_no_task(app: App) -> None:
-    """It makes no task, and is handed out once."""
-    load = app.share("load", execution="task", managed=True)(lambda: torch.ones(2))
-    handle = load()
-    assert ask(app, lambda core: core.info()["cache_hits"]) == 0
-    with load() as other:
-        assert other.object_id == handle.object_id
-    assert ask(app, lambda core: core.info()["cache_hits"]) == 1
-    assert len(app.provider.list_tasks()) == 1
-    handle.release()
-    eventually(lambda: leases(app) == 0, seconds=1)
+# Endpoints that are always tasks.
 
 
 def test_tasks_behind_calls_are_not_kept(app: App) -> None:
@@ -829,9 +650,8 @@ def test_tasks_behind_calls_are_not_kept(app: App) -> None:
     app.share("managed", execution="task", cache=False, managed=True)(lambda: torch.ones(1))
     assert app.provider.call("plain") == 1
     assert (objects(app), leases(app)) == (0, 0)
-    with app.provider.call("managed") as handle:
+    with app.provider.call("managed"):
         assert (objects(app), leases(app)) == (1, 1)
-        assert handle.value == 1
     eventually(lambda: (objects(app), leases(app)) == (0, 0))
     for info in app.provider.list_tasks("completed"):
         with pytest.raises(TaskError) as caught:
@@ -839,14 +659,12 @@ def test_tasks_behind_calls_are_not_kept(app: App) -> None:
         assert caught.value.reason == "released"
 
 
-@pytest.mark.parametrize("app", ["local", "server"], indirect=True)
+@in_process
 def test_abandoned_calls_of_task_endpoints_are_dropped(app: App, go: threading.Event, begun: threading.Event) -> None:
     """If they have not begun; running ones continue, and are not kept."""
-    ran = []
 
     @app.share(execution="task", concurrency="serialized", cache=False)
     async def load(number: int) -> torch.Tensor:
-        ran.append(number)
         begun.set()
         await anyio.to_thread.run_sync(go.wait, 10)
         return torch.ones(1)
@@ -861,16 +679,10 @@ def test_abandoned_calls_of_task_endpoints_are_dropped(app: App, go: threading.E
 
     anyio.run(main)
     eventually(lambda: watchers(app) == 0)
-    assert [(info.status.value, info.cancel_requested) for info in app.provider.list_tasks()] == [
-        ("running", False),
-        ("cancelled", True),
-    ]
+    assert changes(app.provider.list_tasks()) == [("running", False), ("cancelled", True)]
     go.set()
     eventually(lambda: len(app.provider.list_tasks("completed")) == 1)
-    assert (objects(app), leases(app), ran) == (0, 0, [1])
-
-
-# Lists.
+    assert (objects(app), leases(app)) == (0, 0)
 
 
 def test_task_lists_are_paged(app: App) -> None:
@@ -906,11 +718,9 @@ def test_calls_beyond_max_tasks_are_refused(
     assert client.call("task", 1) == 1
     task_id = client.submit("held")
     assert begun.wait(10)
-    with pytest.raises(ServerBusy):
-        client.call("task", 2)
-    for _ in range(100):
+    for refused in (lambda: client.call("task", 2), lambda: client.submit("direct", torch.ones(4))):
         with pytest.raises(ServerBusy, match="1 tasks are pending or running"):
-            client.submit("direct", torch.ones(4))
+            refused()
     assert client.call("task", 1) == client.call("direct", 1) == 1
     go.set()
     client.wait_for_task(task_id, 10)
@@ -944,10 +754,10 @@ def test_tasks_do_not_block_calls(
         client.wait_for_task(task_id, 10)
 
 
-# Tasks and the processes around them: clients that are killed, and many who wait.
+# Processes around a task.
 
 
-#: Those who wait for one task.
+#: Waiters for one task.
 CROWD = 500
 
 #: A client process without torch.
@@ -962,17 +772,10 @@ client = Client(device="cpu", connect_timeout=10)
 
 
 @pytest.fixture
-def ran() -> list[int]:
-    """The arguments of the endpoints' runs."""
-    return []
-
-
-@pytest.fixture
-def shared(provider: Provider, go: threading.Event, begun: threading.Event, ran: list[int]) -> Provider:
+def shared(provider: Provider, go: threading.Event, begun: threading.Event) -> Provider:
     """The endpoints of the tests from here on."""
 
     def held(number: int) -> torch.Tensor:
-        ran.append(number)
         begun.set()
         go.wait(30)
         return torch.full((4,), float(number))
@@ -1003,14 +806,6 @@ def kept(server: Server) -> tuple[int, int]:
     """Return the numbers of objects and leases."""
     info = server.info()
     return info["objects"], info["leases"]
-
-
-def statuses(client: Client) -> list[str]:
-    """Return the statuses of all tasks, in the order of their submission."""
-    return [info.status.value for info in client.list_tasks()]
-
-
-# Clients that are killed.
 
 
 def test_killed_submitters_do_not_stop_their_task(
@@ -1045,63 +840,41 @@ def test_killed_waiters_do_not_stop_their_task(
     server: Server, client: Client, children: list[Child], go: threading.Event, begun: threading.Event
 ) -> None:
     """It continues for others; one that has not begun is not dropped."""
-    ids = {"running": client.submit("task", 1), "pending": client.submit("task", 2)}
+    ids = [client.submit("task", 1), client.submit("task", 2)]
     assert begun.wait(10)
-    waiter = python(f"{CLIENT}\nclient._run(fetch_task('{ids['pending']}', print, False))")
+    waiter = python(f"{CLIENT}\nclient._run(fetch_task('{ids[1]}', print, False))")
     children.append(waiter)
     waiter.expect("pending")
     assert watchers_of(server) == 1
     waiter.kill()
     eventually(lambda: watchers_of(server) == 0, seconds=1)
-    assert statuses(client) == ["running", "pending"]
+    assert [info.status.value for info in client.list_tasks()] == ["running", "pending"]
     go.set()
-    assert [client.wait_for_task(task_id, 10).tolist() for task_id in ids.values()] == [[1] * 4, [2] * 4]
-
-
-# Many who wait.
-
-
-def account(server: Server) -> dict[str, int]:
-    """Return all resources that waiting callers could occupy, or leave behind."""
-    info = server.info()
-    held = {name: info[name] for name in ("connections", "sessions", "leases", "running", "objects", "nbytes")}
-    return {**held, "watchers": watchers_of(server), "fds": open_fds(), "threads": len(os.listdir("/proc/self/task"))}
+    assert [client.wait_for_task(task_id, 10).tolist() for task_id in ids] == [[1] * 4, [2] * 4]
 
 
 def test_many_processes_can_wait_for_one_task(
-    server: Server, client: Client, go: threading.Event, begun: threading.Event, ran: list[int]
+    server: Server, client: Client, go: threading.Event, begun: threading.Event
 ) -> None:
     """Without a thread in the server; all get the result, and everything is released."""
-    go.set()
-    client.execute("managed", 1, timeout=10).release()
-    go.clear()
-    begun.clear()
-    eventually(lambda: kept(server) == (0, 0))
-    before = account(server)
     task_id = client.submit("managed", 7)
     assert begun.wait(10)
+    threads = len(os.listdir("/proc/self/task"))
     with ExitStack() as stack:
         raws = [stack.enter_context(Raw(server.socket_path)) for _ in range(CROWD)]
         for raw in raws:
             raw.say(m.WaitTask(task_id, events=True), 2)
         eventually(lambda: watchers_of(server) == CROWD)
-        assert account(server)["threads"] <= before["threads"]
+        assert len(os.listdir("/proc/self/task")) <= threads
         client.ping()
         go.set()
-        object_id = ""
         for raw in raws:
-            *events, result = [raw.hear(2) for _ in range(3)]
-            assert [type(event) for event in events] == [m.TaskUpdate] * 2
-            assert [event.info.status.value for event in events] == ["running", "completed"]
+            running, completed, result = (raw.hear(2) for _ in range(3))
+            assert (running.info.status.value, completed.info.status.value) == ("running", "completed")
             assert isinstance(result, m.Result) and result.managed
-            object_id = object_id or result.object_id
-            assert result.object_id == object_id == events[1].info.object_id
+            assert result.object_id == completed.info.object_id
         assert kept(server) == (1, CROWD)
-        for raw in raws[: CROWD // 2]:
-            assert raw.ask(m.Release([object_id]), 3) == m.Count(1)
-        assert kept(server) == (1, CROWD - CROWD // 2)
-    assert ran == [1, 7]
-    eventually(lambda: all(now <= before[name] for name, now in account(server).items()), what=f"{before} again")
+    eventually(lambda: (kept(server), server.info()["sessions"], watchers_of(server)) == ((0, 0), 1, 0))
 
 
 def test_slow_readers_miss_progress_only(provider: Provider, serve: Serve, connect: Connect, begun: threading.Event) -> None:
@@ -1133,26 +906,16 @@ def test_slow_readers_miss_progress_only(provider: Provider, serve: Serve, conne
 
         assert client.wait_for_task(task_id, 20, callback) == 1
         assert done == list(range(count))
-        reports, results = Counter[int](), set[int]()
-        while len(results) < waits:
-            frame = silent.hear_frame()
-            frame.close()
-            assert frame.request_id not in results
-            if frame.kind == NUMBERS[m.TaskUpdate]:
-                reports[frame.request_id] += 1
-            else:
-                assert frame.kind == NUMBERS[m.Result]
-                results.add(frame.request_id)
+        kinds = Counter[int]()
+        while kinds[NUMBERS[m.Result]] < waits:
+            with closing(silent.hear_frame()) as frame:
+                kinds[frame.kind] += 1
         # About a megabyte in the server, and what the kernel takes: half a kilobyte for each.
-        assert waits < reports.total() < count * waits // 2
-        assert isinstance(silent.ask(m.GetTask(task_id), 1000), m.TaskIs)
-
-
-# Waiting for a task without taking its result: who deploys weights maps none.
+        assert waits < kinds[NUMBERS[m.TaskUpdate]] < count * waits // 2
 
 
 def test_watched_tasks_keep_their_result(server: Server, client: Client, go: threading.Event) -> None:
-    """Every change is reported; this process has no lease, and others can fetch the result."""
+    """Every change is reported; this process has no lease, and others can fetch the result. A failure is not raised."""
     seen: list[TaskInfo] = []
     task_id = client.submit("managed", 7)
     for timeout in (0, 0.05):
@@ -1164,28 +927,4 @@ def test_watched_tasks_keep_their_result(server: Server, client: Client, go: thr
     assert client.watch_task(task_id) == client.get_task_status(task_id)
     with client.get_task_result(task_id) as handle:
         assert handle.value.tolist() == [7] * 4
-
-
-def test_watchers_need_no_torch(server: Server, go: threading.Event) -> None:
-    """Nothing is rebuilt in their process."""
-    go.set()
-    child = python(
-        """
-        import sys
-        from shared_rpc import Client
-        with Client(device="cpu") as client:
-            print("it is", client.watch_task(client.submit("managed", 7)).status.value, "torch" in sys.modules)
-        """,
-        fresh=True,
-    )
-    assert child.expect("it is") == "it is completed False"
-    assert child.close() == (0, "")
-
-
-def test_watched_failures_are_not_raised(server: Server, client: Client) -> None:
-    """The exception is raised by fetching the result."""
-    task_id = client.submit("fails")
-    ended = client.watch_task(task_id, 10)
-    assert (ended.status, ended.error_type) == (TaskStatus.FAILED, "ValueError")
-    with pytest.raises(ValueError, match="a negative number"):
-        client.get_task_result(task_id)
+    assert client.watch_task(client.submit("fails"), 10).error_type == "ValueError"
