@@ -22,7 +22,6 @@ from shared_rpc.errors import (
     CapabilityError,
     ConfigurationError,
     EndpointNotFound,
-    RecordError,
     ServerBusy,
     StaleHandleError,
 )
@@ -44,7 +43,6 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 @pytest.fixture
 def shared(provider: Provider) -> Provider:
     """The endpoints of this module."""
-
     options: dict[str, dict[str, Any]] = {
         "model": {},
         "frozen": {"access": "read"},
@@ -55,8 +53,14 @@ def shared(provider: Provider) -> Provider:
     for name, more in options.items():
         provider.share(name, managed=True, **more)(lambda size: torch.arange(size, dtype=torch.float32))
     provider.share("total", cache=False)(lambda x: x.sum())
-
     return provider
+
+
+def suspended(raw: Raw, client: Client) -> str:
+    """Return an object on which only the raw session has a lease, which is suspended."""
+    object_id = held(raw, client)
+    assert raw.ask(t.Suspend([object_id])) == m.Count(1)
+    return object_id
 
 
 @pytest.fixture
@@ -96,7 +100,6 @@ def test_an_eviction_ends_when_the_memory_is_free(client: Client, threads: Threa
 def test_suspended_leases_are_kept_inactive(raw: Raw, client: Client) -> None:
     """A second suspension does not count, nor does one of an object that the session does not hold."""
     object_id = held(raw, client)
-    assert client.get_object_info(object_id)["active"] == 1
     assert raw.ask(t.Suspend([object_id, object_id, "0" * 24])) == m.Count(1)
     assert raw.ask(t.Suspend([object_id])) == m.Count(0)
     info = client.get_object_info(object_id)
@@ -105,11 +108,9 @@ def test_suspended_leases_are_kept_inactive(raw: Raw, client: Client) -> None:
 
 def test_resumed_leases_are_active(raw: Raw, client: Client) -> None:
     """The answer has the segments of the record, in order, with their descriptors."""
-    object_id = held(raw, client)
-    raw.ask(t.Suspend([object_id]))
+    object_id = suspended(raw, client)
     raw.say(t.Resume(object_id), 7)
-    frame = raw.hear_frame()
-    with contextlib.closing(frame):
+    with contextlib.closing(raw.hear_frame()) as frame:
         reply = decode_message(frame)
         assert isinstance(reply, t.Resumed) and len(reply.segments) == len(frame.fds) == 1
         assert torch.frombuffer(bytearray(os.pread(frame.fds[0], 16, 0)), dtype=torch.float32).tolist() == [0, 1, 2, 3]
@@ -190,18 +191,16 @@ def cold(client: Client, size: int = 1000, endpoint: str = "model") -> str:
 
 
 def test_evicted_objects_are_restored_by_the_next_call(client: Client) -> None:
-    """The same object with the same bytes, in other memory."""
+    """The same object with the same bytes, in other memory; meanwhile it counts as a copy only."""
     with client.call("model", 1000) as handle:
         object_id = handle.object_id
     (moved,) = client.evict(object_id)
     assert (moved["object_id"], moved["tier"]) == (object_id, "file")
     assert moved["nbytes"] >= 4000 and moved["copied"] >= 4000
-    info = client.get_object_info(object_id)
-    assert (info["tier"], info["active"], info["copies"]) == ("file", 0, {"file": moved["nbytes"]})
-    server_info = client.get_server_info()
-    assert (server_info["nbytes"], server_info["copies"]) == (0, {"file": moved["nbytes"]})
-    device = client.list_devices()[0]
-    assert (device["used"], device["copies"]) == (0, {"file": moved["nbytes"]})
+    info, server, device = client.get_object_info(object_id), client.get_server_info(), client.list_devices()[0]
+    assert (info["tier"], info["active"]) == ("file", 0)
+    assert server["nbytes"] == device["used"] == 0
+    assert info["copies"] == server["copies"] == device["copies"] == {"file": moved["nbytes"]}
     with client.call("model", 1000) as handle:
         assert handle.object_id == object_id
         assert torch.equal(handle.value, torch.arange(1000.0))
@@ -249,20 +248,6 @@ def test_every_access_restores_the_object(client: Client, way: str) -> None:
     assert found.sum() == 45
 
 
-def test_cold_allocations_are_not_adopted(client: Client, raw: Raw) -> None:
-    """Their holder must resume them first."""
-    with client.call("model", 10) as handle, client.export(handle) as record:
-        room = client.allocate(record.header)
-        for target, source in zip(room.segments, record.segments, strict=True):
-            source.copy_to(target)
-        object_id = next(each["object_id"] for each in client.list_objects() if each["kind"] == "buffer")
-        suspend(client, object_id)
-        client.evict(object_id)
-        with pytest.raises(RecordError, match=f"buffer {object_id} for segment 0 was evicted: resume"):
-            client.adopt(room)
-        room.close()
-
-
 def test_objects_in_use_are_not_evicted(client: Client, connect: Connect) -> None:
     """The error names the process, and the remedy."""
     busy = rf"in use by pid {os.getpid()}: suspend or release"
@@ -286,7 +271,6 @@ def test_evictable_objects_of_an_endpoint_are_evicted(client: Client) -> None:
         ("pinned", None, ServerBusy, "pinned=True"),
         ("kept", None, CapabilityError, "host_copy='never'"),
         ("model", "host", CapabilityError, "use to='file'"),
-        ("model", "disk", CapabilityError, "'disk'"),
     ],
 )
 def test_unevictable_objects_are_refused(client: Client, endpoint: str, to: Any, error: type[Exception], says: str) -> None:
@@ -297,50 +281,38 @@ def test_unevictable_objects_are_refused(client: Client, endpoint: str, to: Any,
     assert client.list_objects()[0]["tier"] == "device"
 
 
-def test_host_objects_need_a_directory_for_files(shared: Provider, serve: Serve, connect: Connect) -> None:
-    """The error names the option."""
-    serve()
-    client = connect()
-    client.call("model", 1 << 19).release()
-    with pytest.raises(CapabilityError, match="--spill-dir"):
-        client.evict("model")
-
-
 def test_a_missing_directory_fails_the_start(shared: Provider, serve: Serve, tmp_path: Path) -> None:
     """Rather than the first eviction."""
     with pytest.raises(ConfigurationError, match=r"cannot spill objects to .*missing"):
         serve(spill_dir=tmp_path / "missing")
 
 
-def test_a_call_during_an_eviction_cancels_it(client: Client, lowering: Gate) -> None:
+def test_a_call_during_an_eviction_cancels_it(client: Client, lowering: Gate, threads: ThreadPoolExecutor) -> None:
     """Even if its handle is released before the copy is complete: the process may have written in the meantime."""
     client.call("model", 4).release()
-    with ThreadPoolExecutor(1) as pool:
-        evicted = pool.submit(client.evict, "model")
-        assert lowering.begun.wait(30)
-        with client.call("model", 4) as handle:
-            handle.value.fill_(9)
-        lowering.open.set()
-        with pytest.raises(ServerBusy, match="requested during the move"):
-            evicted.result()
+    evicted = threads.submit(client.evict, "model")
+    assert lowering.begun.wait(30)
+    with client.call("model", 4) as handle:
+        handle.value.fill_(9)
+    lowering.open.set()
+    with pytest.raises(ServerBusy, match="requested during the move"):
+        evicted.result()
     client.evict("model")
     with client.call("model", 4) as handle:
         assert handle.value.tolist() == [9] * 4
 
 
-def test_writes_during_a_copy_cause_another_copy(client: Client, raw: Raw, lowering: Gate, server: Server) -> None:
+def test_writes_during_a_copy_cause_another_copy(client: Client, raw: Raw, lowering: Gate, threads: ThreadPoolExecutor) -> None:
     """A page outlives the lease of a process that has it mapped."""
     object_id = held(raw, client)
     raw.say(g.GetRevision(object_id), 5)
-    frame = raw.hear_frame()
-    with contextlib.closing(frame):
+    with contextlib.closing(raw.hear_frame()) as frame:
         raw.ask(t.Suspend([object_id]))
-        with ThreadPoolExecutor(1) as pool:
-            evicted = pool.submit(client.evict, object_id)
-            assert lowering.begun.wait(30)
-            os.pwrite(frame.fds[0], (2).to_bytes(8, sys.byteorder), 0)
-            lowering.open.set()
-            (moved,) = evicted.result()
+        evicted = threads.submit(client.evict, object_id)
+        assert lowering.begun.wait(30)
+        os.pwrite(frame.fds[0], (2).to_bytes(8, sys.byteorder), 0)
+        lowering.open.set()
+        (moved,) = evicted.result()
     assert lowering.calls == 2
     assert moved["copied"] == 2 * moved["nbytes"]
 
@@ -366,9 +338,8 @@ def buffer_of_two(client: Client, raw: Raw) -> tuple[str, str]:
         handle.value.fill_(7)
         object_id = handle.object_id
     raw.say(m.GetBuffer(object_id), 3)
-    frame = raw.hear_frame()
-    frame.close()
-    result = decode_message(frame)
+    with contextlib.closing(raw.hear_frame()) as frame:
+        result = decode_message(frame)
     assert isinstance(result, m.Result)
     return object_id, result.segments[0].id
 
@@ -403,14 +374,12 @@ def test_cold_objects_can_be_invalidated(client: Client, server: Server) -> None
 
 def test_superseded_cold_objects_stay_with_their_holder(client: Client, raw: Raw) -> None:
     """They can be resumed with their bytes."""
-    object_id = held(raw, client)
-    raw.ask(t.Suspend([object_id]))
+    object_id = suspended(raw, client)
     client.evict(object_id)
     client.refresh("model", 4)
     assert client.get_object_info(object_id)["tier"] == "file"
     reply = raw.ask(t.Resume(object_id))
     assert isinstance(reply, t.Resumed) and reply.generation == 1
-    assert reply.segments[0].name == reply.segments[0].id.partition(".")[0] and reply.segments[0].id.endswith(".1")
 
 
 def test_damaged_files_cause_a_rebuild(client: Client, server: Server, caplog: pytest.LogCaptureFixture) -> None:
@@ -425,8 +394,7 @@ def test_damaged_files_cause_a_rebuild(client: Client, server: Server, caplog: p
 
 def test_damaged_files_fail_a_resumption(client: Client, server: Server, raw: Raw) -> None:
     """The object is dropped, since its bytes are lost."""
-    object_id = held(raw, client)
-    raw.ask(t.Suspend([object_id]))
+    object_id = suspended(raw, client)
     client.evict(object_id)
     damage(server, object_id)
     answer = raw.ask(t.Resume(object_id))
@@ -466,96 +434,66 @@ def test_restored_objects_are_arguments_by_reference(client: Client) -> None:
         assert client.call("total", handle.value).item() == 45
 
 
-def test_coroutines_on_the_servers_loop_cannot_wait_for_a_restore(server: Server, shared: Provider, client: Client) -> None:
-    """The loop restores the object: the error suggests waiting in a thread."""
-    with client.call("model", 10) as handle:
-        ticket = handle.ticket()
-    client.evict(handle.object_id)
-
-    @shared.share(cache=False)
-    async def opens() -> torch.Tensor:
-        with pytest.raises(ConfigurationError, match=r"event loop: use anyio\.to_thread"):
-            shared.open_ticket(ticket)
-        return torch.ones(1)
-
-    assert client.call("opens").item() == 1
-
-
 def test_the_local_role_has_no_tiers(base_path: str) -> None:
     """Its results are not in shared memory."""
-    provider = Provider(base_path, execution_mode="local", device="cpu")
-
-    @provider.share(managed=True)
-    def model() -> torch.Tensor:
-        return torch.ones(4)
-
-    model().release()
-    with pytest.raises(CapabilityError, match="local role"):
-        provider.evict("model")
-    assert provider.restore("model") == []
-    provider.close()
+    with contextlib.closing(Provider(base_path, execution_mode="local", device="cpu")) as provider:
+        provider.share("model", managed=True)(lambda: torch.ones(4))
+        provider.call("model").release()
+        with pytest.raises(CapabilityError, match="local role"):
+            provider.evict("model")
+        assert provider.restore("model") == []
 
 
-def test_objects_dropped_during_an_eviction_are_not_moved(client: Client, server: Server, lowering: Gate) -> None:
+def test_objects_dropped_during_an_eviction_are_not_moved(
+    client: Client, server: Server, lowering: Gate, threads: ThreadPoolExecutor
+) -> None:
     """Nothing is left of the copy. Others that wait for the move get the same error."""
     client.call("model", 4).release()
-    with ThreadPoolExecutor(3) as pool:
-        first = pool.submit(client.evict, "model")
-        assert lowering.begun.wait(30)
-        second = pool.submit(client.restore, client.list_objects()[0]["object_id"])
-        third = pool.submit(client.evict, "model")
-        eventually(lambda: server.engine.ask(lambda core: len(core.state.waits)) == 2)
-        assert client.invalidate_endpoint_cache("model") == 1
-        lowering.open.set()
-        assert (first.result(), second.result(), third.result()) == ([], [], [])
+    first = threads.submit(client.evict, "model")
+    assert lowering.begun.wait(30)
+    others = [
+        threads.submit(client.restore, client.list_objects()[0]["object_id"]),
+        threads.submit(client.evict, "model"),
+    ]
+    eventually(lambda: server.engine.ask(lambda core: len(core.state.waits)) == 2)
+    assert client.invalidate_endpoint_cache("model") == 1
+    lowering.open.set()
+    assert [request.result() for request in (first, *others)] == [[], [], []]
     info = client.get_server_info()
     assert (info["copies"], info["descriptors"]["used"], lowering.calls) == ({}, 0, 1)
 
 
-@pytest.mark.parametrize("change", ["goes", "comes"])
-def test_a_changed_group_is_evicted_correctly(client: Client, raw: Raw, lowering: Gate, change: str) -> None:
-    """A dropped object leaves the others to be evicted; a new one is in use, and the error names it."""
+def test_objects_that_join_a_group_during_its_eviction_keep_the_memory(
+    client: Client, raw: Raw, lowering: Gate, threads: ThreadPoolExecutor
+) -> None:
+    """The error names the new object, which is in use."""
     first, segment = buffer_of_two(client, raw)
-    kept = ""
-    if change == "goes":
-        answer = raw.ask(m.KeepSegments([segment]))
-        assert isinstance(answer, m.Result)
-        kept = answer.object_id
-        raw.ask(t.Suspend([kept]))
     raw.ask(t.Suspend([first]))
-    with ThreadPoolExecutor(1) as pool:
-        evicted = pool.submit(client.evict, first)
-        assert lowering.begun.wait(30)
-        if change == "goes":
-            raw.ask(m.Release([kept]))
-        else:
-            answer = raw.ask(m.KeepSegments([segment]))
-            assert isinstance(answer, m.Result)
-            kept = answer.object_id
-        lowering.open.set()
-        if change == "goes":
-            assert [move["object_id"] for move in evicted.result()] == [first]
-            assert lowering.calls == 2  # the copy was of both
-        else:
-            with pytest.raises(ServerBusy, match=rf"object {kept} .*in use by pid {os.getpid()}"):
-                evicted.result()
+    evicted = threads.submit(client.evict, first)
+    assert lowering.begun.wait(30)
+    kept = raw.ask(m.KeepSegments([segment]))
+    assert isinstance(kept, m.Result)
+    lowering.open.set()
+    with pytest.raises(ServerBusy, match=rf"object {kept.object_id} .*in use by pid {os.getpid()}"):
+        evicted.result()
     with client.get_buffer(first) as again:
         assert int(again.value.sum()) == 7 * 4096
 
 
-def test_objects_dropped_during_a_restore_are_built_again(client: Client, connect: Connect, raising: Gate) -> None:
+def test_objects_dropped_during_a_restore_are_built_again(
+    client: Client, connect: Connect, raising: Gate, threads: ThreadPoolExecutor
+) -> None:
     """The caller gets a new one; nothing is left of the earlier one."""
     object_id = cold(client, 10)
-    with ThreadPoolExecutor(2) as pool:
-        called = pool.submit(client.call, "model", 10)
-        assert raising.begun.wait(30)
-        restored = pool.submit(connect().restore, object_id)
-        assert client.invalidate_call_cache("model", 10) == 1
-        raising.open.set()
-        with called.result() as handle:
-            assert handle.object_id != object_id
-            assert handle.value.sum() == 45
-        with contextlib.suppress(StaleHandleError):  # it arrived after the end
-            assert restored.result() == []
+    called = threads.submit(client.call, "model", 10)
+    assert raising.begun.wait(30)
+    restored = threads.submit(connect().restore, object_id)
+    assert client.invalidate_call_cache("model", 10) == 1
+    raising.open.set()
+    with called.result() as handle:
+        assert handle.object_id != object_id
+        assert handle.value.sum() == 45
+    with contextlib.suppress(StaleHandleError):  # it arrived after the end
+        assert restored.result() == []
     assert [info["object_id"] for info in client.list_objects()] == [handle.object_id]
     assert client.get_server_info()["copies"] == {}
