@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import logging
 import mmap
 import os
-import random
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,37 +16,22 @@ import anyio.to_thread
 import pytest
 import torch
 
-from shared_rpc import AsyncClient, AsyncHandle, Client, Handle, Provider
-from shared_rpc.client import asynchronous, blocking
-from shared_rpc.client.base import Turn
+from shared_rpc import AsyncClient, AsyncHandle, Client, Handle
+from shared_rpc.client import blocking
 from shared_rpc.client.results import ReceivedResult, rebuild
-from shared_rpc.client.steps import Step, Work, drive
-from shared_rpc.client.suspension import awakened
 from shared_rpc.errors import ConnectionClosed, HandleSuspended, ServerBusy
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.operations import binding
-from tests.kit.apps import Connect, Serve
 from tests.kit.brokers import BrokerApp, module_broker
-from tests.kit.deep import deep, repetitions
-from tests.kit.interrupting import Interrupted, interrupted_at, points_of, raising_handler
-from tests.kit.processes import Child, eventually, python
+from tests.kit.deep import deep
+from tests.kit.processes import eventually
 from tests.kit.suspending import APP, SIZE, has_numbers
 
 #: Bytes of an object, in pages.
 CAPACITY = -(-SIZE * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
 #: Options of a server for one object, whose requests wait for capacity.
 EVICTS = f"--quota cpu={CAPACITY} --when-full evict --spill-dir {{}}"
-
-#: Adds one to everything, and does so again on command.
-WRITER = """
-import sys
-from shared_rpc import Client
-with Client(device="cpu") as client, client.call("load") as handle:
-    for line in sys.stdin:
-        handle.value.add_(1)
-        print("written, to", handle.value[0].item(), flush=True)
-"""
 
 
 def break_off(client: Client | AsyncClient) -> None:
@@ -77,17 +59,6 @@ def client(broker: BrokerApp) -> Client:
 def other(broker: BrokerApp) -> Client:
     """A client that moves objects, and holds none."""
     return broker.connect()
-
-
-@pytest.fixture
-def writer(children: list[Child]) -> Callable[[], Child]:
-    """Starts a process that writes to the object on command."""
-
-    def start() -> Child:
-        children.append(python(WRITER))
-        return children[-1]
-
-    return start
 
 
 def lose(other: Client, object_id: str, *clients: Client | AsyncClient) -> None:
@@ -135,8 +106,7 @@ def test_active_handles_get_the_present_memory(client: Client, other: Client, en
     handle = client.call(endpoint)
     value = handle.value[0] if endpoint == "load_list" else handle.value
     address, view, others = value.data_ptr(), value[9:], len(MAPPINGS)
-    (first,) = mapped(handle)
-    seen = {first}
+    seen = mapped(handle)
     for _ in range(2):
         lose_and_evict(other, handle, client)
         if restored:
@@ -145,44 +115,27 @@ def test_active_handles_get_the_present_memory(client: Client, other: Client, en
         assert state(other, handle.object_id) == ("device", 1, 1)
         assert (value.data_ptr(), has_numbers(value), torch.equal(view, torch.arange(9, SIZE))) == (address, True, True)
         (present,) = mapped(handle)
-        assert (present in seen, present.partition(".")[0], handle.suspended, len(MAPPINGS)) == (False, first, False, others)
-        seen.add(present)
+        assert (present in seen, handle.suspended, len(MAPPINGS)) == (False, False, others)
+        seen.append(present)
         with pytest.raises(ServerBusy, match="in use by pid"):
             other.evict(handle.object_id)
 
 
-def test_processes_share_writes_after_a_renewal(
-    client: Client, other: Client, writer: Callable[[], Child], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("endpoint", "level"), [("load", logging.WARNING), ("load_read_only", logging.INFO)])
+def test_writes_to_replaced_memory_are_lost_with_a_warning(
+    client: Client, other: Client, caplog: pytest.LogCaptureFixture, endpoint: str, level: int
 ) -> None:
-    """After the first one's session was lost; its writes in between are lost, with a warning."""
-    handle = client.call("load")
-    value = handle.value
+    """Writes of this process, after its session was lost. Read-only memory has the same bytes: nothing is lost."""
+    handle = client.call(endpoint)
     lose_and_evict(other, handle, client)
-    second = writer()
-    second.tell("write")
-    assert second.expect("written") == "written, to 1"
-    value.fill_(100)
-    with caplog.at_level(logging.INFO, "shared_rpc"):
-        client.ping()
-    assert torch.equal(value, torch.arange(SIZE) + 1)
-    value.add_(10)
-    second.tell("write")
-    assert second.expect("written") == "written, to 12"
-    assert value[0] == 12
-    (record,) = [record for record in caplog.records if handle.object_id in record.message]
-    assert record.levelno == logging.WARNING and "what this process wrote to it since is lost" in record.message
-
-
-def test_read_only_memory_is_replaced_without_a_warning(
-    client: Client, other: Client, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It has the same bytes: nothing is lost."""
-    handle = client.call("load_read_only")
-    lose_and_evict(other, handle, client)
+    if endpoint == "load":
+        handle.value.fill_(100)
     with caplog.at_level(logging.INFO, "shared_rpc"):
         client.ping()
     assert has_numbers(handle.value)
-    assert [record.levelno for record in caplog.records if handle.object_id in record.message] == [logging.INFO]
+    (record,) = [record for record in caplog.records if handle.object_id in record.message]
+    assert record.levelno == level
+    assert ("what this process wrote to it since is lost" in record.message) == (level == logging.WARNING)
 
 
 def test_many_handles_and_clients_are_renewed(broker: BrokerApp, client: Client, other: Client) -> None:
@@ -215,21 +168,6 @@ def test_suspended_handles_stay_suspended(client: Client, other: Client) -> None
     assert has_numbers(value) and has_numbers(awake[1].value)
 
 
-def test_leases_of_suspended_handles_start_inactive(no_leaks: None, provider: Provider, serve: Serve, connect: Connect) -> None:
-    """So that an active eviction is not abandoned for them."""
-    provider.share("load", managed=True)(lambda number=0: torch.arange(SIZE))
-    seen: list[str] = []
-    server, client, other = serve(), connect(), connect()
-    asleep, awake = client.call("load", 1), client.call("load", 2)
-    asleep.suspend()
-    lose(other, awake.object_id, client)
-    leases = server._engine.core.leases
-    for handle in (asleep, awake):
-        leases.watch(handle.object_id, functools.partial(seen.append, handle.object_id))
-    client.ping()
-    assert (state(other, asleep.object_id), seen) == (("device", 1, 0), [awake.object_id])
-
-
 # Memory that cannot be replaced.
 
 
@@ -255,63 +193,27 @@ def test_handles_without_capacity_become_suspended(client: Client, other: Client
     assert (handle.suspended, state(other, handle.object_id)) == (False, ("device", 1, 1))
 
 
-@pytest.mark.anyio
-@pytest.mark.parametrize("blocks", [True, False], ids=["blocking", "coroutines"])
-async def test_renewals_wait_for_capacity_briefly(
+def test_renewals_wait_for_capacity_briefly(
     no_leaks: None,
     broker_app: BrokerApp,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    blocks: bool,
 ) -> None:
     """If requests wait for it: the warning names the holders, and the wait ends with the request."""
-    for module in (blocking, asynchronous):
-        monkeypatch.setattr(module, "RENEWAL", 0.1)
+    monkeypatch.setattr(blocking, "RENEWAL", 0.1)
     other = broker_app.serve(APP, options=EVICTS.format(tmp_path).split())
-    client = broker_app.connect() if blocks else AsyncClient(broker_app.base_path, device="cpu", timeout=30.0)
-
-    async def done(answer: Any) -> Any:
-        return await answer if inspect.isawaitable(answer) else answer
-
-    handle = await done(client.call("load"))
-    lose_and_evict(other, handle, client)
-    buffer = other.create_buffer(CAPACITY)
-    await done(client.ping())
-    assert (handle.suspended, has_numbers(handle._value)) == (True, True)
-    assert [f"pid {os.getpid()} uses" in record.message for record in caplog.records if handle.object_id in record.message] == [
-        True
-    ]
-    buffer.release()
-    assert state(other, handle.object_id) == ("file", 1, 0)
-    await done(handle.resume())
-    assert (has_numbers(handle.value), other.get_server_info()["sessions"]) == (True, 2)
-    await done(handle.release())
-    await done(client.close())
-
-
-def outdated(client: Client, other: Client) -> Handle[torch.Tensor]:
-    """A handle that was suspended because its object had no capacity, which it has now."""
+    client = broker_app.connect()
     handle = client.call("load")
     lose_and_evict(other, handle, client)
-    with other.create_buffer(2 * CAPACITY):
+    with other.create_buffer(CAPACITY):
         client.ping()
-    assert handle.suspended
-    return handle
-
-
-def test_outdated_memory_is_unmapped_on_suspension(client: Client, other: Client) -> None:
-    """Not before: another handle of the object does not unmap it."""
-    handle = outdated(client, other)
-    value = handle._value
-    new = client.call("load")
-    new.suspend()
-    assert mapped(handle) and has_numbers(value)
-    handle.suspend()
-    assert not mapped(handle)
-    evict(other, handle.object_id)
+        assert (handle.suspended, has_numbers(handle._value)) == (True, True)
+    (record,) = [record for record in caplog.records if handle.object_id in record.message]
+    assert f"pid {os.getpid()} uses" in record.message
+    assert state(other, handle.object_id) == ("file", 1, 0)
     handle.resume()
-    assert (has_numbers(value), new.suspended, handle.suspended) == (True, True, False)
+    assert has_numbers(handle.value)
 
 
 def test_memory_without_atomic_replacement_is_replaced_on_resumption(
@@ -328,60 +230,6 @@ def test_memory_without_atomic_replacement_is_replaced_on_resumption(
     handle.resume()
     write(other)
     assert torch.equal(value, torch.arange(SIZE) + 1)
-
-
-# Handles that are suspended and resumed between the sessions.
-
-
-def test_a_session_lost_during_a_resumption_is_renewed(client: Client, other: Client) -> None:
-    """After the server has sent the memory, and before it is mapped: it is requested again, in the new session."""
-    handle = client.call("load")
-    value = handle.value
-    handle.suspend()
-    turn, maps = Turn(), []
-
-    def perform(step: Step) -> Any:
-        if isinstance(step, Work) and not maps:
-            maps.append(step)
-            lose_and_evict(other, handle, client)
-            client.ping()
-        return client._perform(turn, step)
-
-    drive(awakened(client, handle), perform)
-    assert state(other, handle.object_id) == ("device", 1, 1)
-    write(other)
-    assert torch.equal(value, torch.arange(SIZE) + 1)
-
-
-@pytest.mark.deep
-@pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_an_interrupted_renewal_is_completed_later(client: Client, other: Client) -> None:
-    """At any point of a signal handler: the handle has the present memory after the next one, or is suspended."""
-    handle = client.call("load")
-    value = handle.value
-
-    def begin() -> None:
-        client.ping()
-        handle.resume()
-        lose_and_evict(other, handle, client)
-
-    def is_present() -> bool:
-        client.ping()
-        if handle.suspended:
-            return True
-        with other.call("load") as theirs:
-            theirs.value.add_(1)
-            return torch.equal(theirs.value, value)
-
-    begin()
-    points = points_of(client.ping)
-    seed = random.randrange(1 << 30)
-    print(f"points chosen with the seed {seed}")
-    for point in random.Random(seed).sample(range(1, points + 1), min(repetitions(40, 3000), points)):
-        begin()
-        with raising_handler(Interrupted):
-            place, _ = interrupted_at(point, client.ping)
-        eventually(is_present, 5.0, f"interrupted in {place}")
 
 
 # Leases of the session that was lost.
@@ -403,32 +251,11 @@ def test_a_lease_lost_before_its_handle_is_not_renewed(client: Client, other: Cl
     assert state(other, handle.object_id) == ("device", 1, 1)
 
 
-def test_a_lost_lease_of_a_failed_rebuild_is_not_released(
-    client: Client, other: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The new session has a lease on the same object for another handle."""
-    handle = client.call("load")
-    client._values.clear()
-
-    def failing(result: ReceivedResult, values: Any) -> Any:
-        lose(other, handle.object_id, client)
-        client.ping()
-        raise ValueError("it cannot be rebuilt")
-
-    monkeypatch.setattr(binding, "rebuild", failing)
-    with pytest.raises(ValueError, match="it cannot be rebuilt"):
-        client.call("load")
-    assert state(other, handle.object_id) == ("device", 1, 1)
-
-
-@pytest.mark.parametrize("release", [lambda client, handle: handle.release(), Client.release], ids=["handle", "client"])
-def test_a_release_after_the_session_was_lost_affects_no_other(
-    client: Client, other: Client, release: Callable[[Client, Handle[Any]], object]
-) -> None:
+def test_a_release_after_the_session_was_lost_affects_no_other(client: Client, other: Client) -> None:
     """The new session has a lease for another handle of the object."""
     first, second = client.call("load"), client.call("load")
     lose(other, first.object_id, client)
-    release(client, first)
+    first.release()
     client.ping()
     assert state(other, second.object_id) == ("device", 1, 1)
 
