@@ -85,17 +85,14 @@ def test_ls_prints_a_row_for_each_server(served: Server, connect: Connect) -> No
     assert row[:8] == [served.socket_path, str(os.getpid()), "cpu", "load, ones", "1", "4.0 KiB", "1", "1"]
 
 
-def test_ls_orders_servers_by_socket_and_omits_dead_ones(served: Server, another: Server, tmp_path: Path) -> None:
-    """The socket of a killed server is left out silently."""
+def test_ls_omits_dead_servers_and_other_programs(
+    served: Server, another: Server, listener: socket.socket, tmp_path: Path
+) -> None:
+    """Silently: /run/user/1000 has many sockets; those of servers have a lock file beside them."""
     with socket.socket(socket.AF_UNIX) as sock:
         sock.bind(str(tmp_path / "dead.sock"))
     (tmp_path / "dead.sock.lock").touch()
     assert listed() == [another.socket_path, served.socket_path]
-
-
-def test_ls_does_not_connect_to_other_programs(served: Server, listener: socket.socket) -> None:
-    """/run/user/1000 has many sockets; those of servers have a lock file beside them."""
-    assert listed() == [served.socket_path]
     with pytest.raises(BlockingIOError):
         listener.accept()
 
@@ -114,32 +111,22 @@ def test_ls_reports_a_server_that_does_not_answer(
 # The choice of a server.
 
 
-def test_base_path_selects_a_server(served: Server, another: Server, base_path: str) -> None:
-    """Every command takes it, also where one base path begins with another one."""
-    for words in (["info"], ["objects"], ["devices"], ["objects", "invalidate", "load"]):
-        assert cli(*words, "--base-path", base_path, "--json").code == 0
-    for base in (base_path, f"{base_path}-another"):
-        assert cli("info", "--json", "--base-path", base).data["server"]["socket_path"] == f"{base}-cpu.sock"
-
-
-def test_several_servers_need_a_choice(served: Server, another: Server) -> None:
-    """The error lists their sockets, one of which ``--socket`` names."""
+def test_several_servers_need_a_choice(served: Server, another: Server, base_path: str) -> None:
+    """By their socket, or their base path, also where one base path begins with another one; the error lists the sockets."""
     sockets = f"{another.socket_path}, {served.socket_path}"
     assert cli("info").complaint == f"several servers answer; choose one with --socket: {sockets}"
     data = cli("info", "--json", "--socket", another.socket_path).data
     assert data["server"]["socket_path"] == another.socket_path
-
-
-def test_servers_of_a_base_path(served: Server, another: Server, base_path: str, tmp_path: Path) -> None:
-    """There may be one for each device; servers of other base paths are no candidates."""
+    for words in (["info"], ["objects"], ["devices"], ["objects", "invalidate", "load"]):
+        assert cli(*words, "--base-path", base_path, "--json").code == 0
     gpu = f"{base_path}-0f0f0f0f.sock"
-    with Server(Provider(device="cpu"), socket_path=gpu), Server(Provider(device="cpu"), socket_path=f"{tmp_path}/own.sock"):
+    with Server(Provider(device="cpu"), socket_path=gpu):
         assert listed("--base-path", base_path) == [gpu, served.socket_path]
         assert cli("stop", "--base-path", base_path).complaint.endswith(f": {gpu}, {served.socket_path}")
-        assert len(listed()) == 4
+        assert len(listed()) == 3
 
 
-def test_no_server_to_ask(another: Server, base_path: str, tmp_path: Path) -> None:
+def test_no_server_to_ask(base_path: str, tmp_path: Path) -> None:
     """The error says where the command looked, and how to start a server."""
     assert cli("objects", "--base-path", base_path).complaint.startswith(
         f"no server answers at {base_path}-<tag>.sock: start one with 'shared-rpc serve app.py'"
@@ -147,8 +134,7 @@ def test_no_server_to_ask(another: Server, base_path: str, tmp_path: Path) -> No
     assert cli("info", "--socket", f"{tmp_path}/none.sock").complaint.startswith(
         f"cannot connect to {tmp_path}/none.sock: no server listens there"
     )
-    another.stop()
-    for words in (["objects"], ["tasks", "wait", "a-1"], ["tasks", "cancel", "a-1"], ["top", "--once"]):
+    for words in (["objects"], ["tasks", "wait", "a-1"], ["top", "--once"]):
         assert cli(*words).complaint.startswith(f"no server answers in {tmp_path}: start one with")
 
 
@@ -235,12 +221,6 @@ def test_text_of_clients_moves_no_cursor(provider: Provider, serve: Serve, conne
     assert "\x1b" not in cli("info", "--socket", f"{tmp_path}/\x1b[2J.sock").complaint
 
 
-def test_characters_that_the_output_lacks_are_replaced(served: Server, connect: Connect) -> None:
-    """With a question mark."""
-    connect().call("load", 4, name="größe").release()
-    assert re.search(r"name='gr\?+e'", cli("objects", encoding="ascii").succeeded)
-
-
 def test_invalidating_an_endpoint_or_a_call(served: Server, connect: Connect) -> None:
     """Arguments are Python literals or plain text; the output says how many results were dropped."""
     for name in ("base", "big", "3"):
@@ -251,12 +231,10 @@ def test_invalidating_an_endpoint_or_a_call(served: Server, connect: Connect) ->
     assert cli("objects", "invalidate", "load", "--json").data == {"endpoint": "load", "invalidated": 1}
 
 
-@pytest.mark.parametrize("command", [["objects", "invalidate"], ["call"]], ids=" ".join)
-def test_a_call_that_does_not_exist(served: Server, connect: Connect, command: list[str]) -> None:
+def test_a_call_that_does_not_exist(served: Server, connect: Connect) -> None:
     """A wrong name is an error of one line, and does nothing."""
-    assert "no endpoint 'lod': did you mean 'load'?" in cli(*command, "lod").complaint
-    assert "unexpected keyword argument 'siez'" in cli(*command, "load", "size=1", "siez=1").complaint
-    assert "missing a required argument: 'size'" in cli(*command, "load", "name=big").complaint
+    assert "no endpoint 'lod': did you mean 'load'?" in cli("call", "lod").complaint
+    assert "unexpected keyword argument 'siez'" in cli("objects", "invalidate", "load", "size=1", "siez=1").complaint
     assert connect().list_tasks() == []
 
 
@@ -268,9 +246,7 @@ def test_doctor(base_path: str, tmp_path: Path) -> None:
     header, *rows = cli("doctor").rows
     assert header == ["what", "found", "what to do"]
     found = {row[1]: (row[0], row[2]) for row in rows}
-    assert found["environment"] == ("ok", "role local")
     assert found["socket directory"] == ("ok", f"{tmp_path}, mode 0700")
-    assert found["host memory"][0] == "ok"
     assert found["torch"][1].startswith(torch.__version__)
 
 
@@ -330,26 +306,14 @@ def test_help_lists_the_commands() -> None:
         assert re.search(rf"\b{command} +[A-Z]", text)
     assert cli("-h").succeeded == text
     assert cli().output.strip() == text.strip()
-    for command in ("serve", "run"):
-        assert cli(command, "-h").succeeded == cli(command, "--help").succeeded
-
-
-def test_completion_in_a_shell() -> None:
-    """A shell gets the commands that begin as typed, and the options of a command."""
-
-    def completed(line: str) -> list[str]:
-        environ = {"_SHARED_RPC_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1)}
-        return CliRunner().invoke(program, env=environ, prog_name="shared-rpc").output.split()
-
-    assert completed("shared-rpc re") == ["reload"]
-    assert completed("shared-rpc serve --max-b") == ["--max-bytes"]
+    assert cli("run", "-h").succeeded == cli("run", "--help").succeeded
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
-        *(["lst"], ["ls", "--jsn"], ["serve"], ["serve", "app.py", "--threads", "0"], ["serve", "app", "--max-tasks", "0"]),
-        *(["tasks", "wait"], ["tasks", "cancel"], ["call"], ["tasks", "wait", "a-1", "--timeout", "-1"]),
+        *(["lst"], ["ls", "--jsn"], ["serve"], ["serve", "app.py", "--threads", "0"], ["serve", "app", "--when-full", "wait"]),
+        *(["call"], ["tasks", "wait", "a-1", "--timeout", "-1"], ["tasks", "--status", "done"], ["top", "--sort", "colour"]),
     ],
     ids=str,
 )
@@ -360,28 +324,9 @@ def test_unknown_words_are_misuse(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "choices"),
-    [
-        (("objects", "evict", "load", "--to", "moon"), ("host", "file")),
-        (("top", "--once", "--sort", "colour"), ("size", "age", "leases", "name", "access")),
-        (("tasks", "--status", "done"), ("pending", "running", "completed", "failed", "cancelled")),
-        (("serve", "app", "--when-full", "wait"), ("evict", "refuse")),
-    ],
-    ids=" ".join,
-)
-def test_an_unknown_choice_is_misuse(arguments: tuple[str, ...], choices: tuple[str, ...]) -> None:
-    """The error names the choices."""
-    ran = cli(*arguments)
-    assert (ran.code, ran.output) == (2, "")
-    assert all(choice in ran.errors for choice in choices)
-
-
-@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (("objects", "invalidate", "load", "16"), "'16' is no argument: write key=value"),
-        (("call", "load", "16"), "'16' is no argument: write key=value"),
-        (("objects", "import", "x.record", "16", "--endpoint", "load"), "'16' is no argument: write key=value"),
         (("objects", "import", "x.record", "size=16"), "name its endpoint with --endpoint"),
         (("stop", "--all", "--socket", "x.sock"), "--all and --socket contradict each other"),
         (("tasks", "--json", "wait", "a-1"), "--json is of the list: write the options of 'wait' after it"),
@@ -452,12 +397,11 @@ def test_commands_load_no_torch(served: Server, connect: Connect, children: list
     child.expect("checked")
 
 
-@pytest.mark.parametrize("unbuffered", ["1", ""])
-def test_a_reader_that_exits_early_is_no_error(served: Server, connect: Connect, unbuffered: str) -> None:
+def test_a_reader_that_exits_early_is_no_error(served: Server, connect: Connect) -> None:
     """``shared-rpc objects | head`` leaves no traceback."""
     for size in range(1, 40):
         connect().call("load", size).release()
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as output:
-        assert spawn("objects", "--json", stdout=output, environ={"PYTHONUNBUFFERED": unbuffered}).errors == ""
+        assert spawn("objects", "--json", stdout=output).errors == ""

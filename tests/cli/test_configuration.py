@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,18 +63,12 @@ def test_options_of_every_type(serve: Serve, tmp_path: Path) -> None:
 
 
 def test_the_nearest_file_is_used(serve: Serve, tmp_path: Path) -> None:
-    """It hides those above it, even if it has no table."""
-    write(tmp_path / "pyproject.toml", "[tool.shared-rpc]", "workers = 2")
-    assert serve(tmp_path / "a" / "b" / "app.py:provider").workers == 2
+    """It hides those above it, even if it has no table; the command line takes precedence, over a whole list too."""
+    write(tmp_path / "pyproject.toml", "[tool.shared-rpc]", "workers = 2", "threads = 3", 'quota = ["cpu=1G", "cuda=0.5"]')
+    options = serve(tmp_path / "a" / "b" / "app.py:provider", "--workers", "4", "--quota", "cpu=2G")
+    assert (options.workers, options.threads, options.quotas) == (4, 3, {"cpu": 2 << 30})
     write(tmp_path / "a" / "pyproject.toml", "[project]")
     assert serve(tmp_path / "a" / "b" / "app.py:provider") == ServeOptions()
-
-
-def test_the_command_line_takes_precedence(serve: Serve, tmp_path: Path) -> None:
-    """Over a value, and over a whole list."""
-    write(tmp_path / "pyproject.toml", "[tool.shared-rpc]", "workers = 2", "threads = 3", 'quota = ["cpu=1G", "cuda=0.5"]')
-    options = serve(tmp_path / "app.py", "--workers", "4", "--quota", "cpu=2G")
-    assert (options.workers, options.threads, options.quotas) == (4, 3, {"cpu": 2 << 30})
 
 
 def test_the_working_directory_does_not_matter(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,29 +78,18 @@ def test_the_working_directory_does_not_matter(serve: Serve, tmp_path: Path, mon
     assert serve(tmp_path / "there" / "app.py") == serve("app") == ServeOptions()
 
 
-@pytest.mark.parametrize("kind", ["file of another user", "link of another user", "file that all can write to"])
+@pytest.mark.parametrize("kind", ["file of another user", "file that all can write to"])
 def test_files_that_others_may_have_written_are_not_used(
     serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
     """A line says so, and how to use the file: one that is named is used, whoever owns it."""
-    mine = write(tmp_path / "mine" / "pyproject.toml", "[tool.shared-rpc]", "workers = 2")
-    path = tmp_path / "pyproject.toml"
+    path = write(tmp_path / "pyproject.toml", "[tool.shared-rpc]", "workers = 2")
     reason = "every user can write to it"
-    if kind == "link of another user":
-        path.symlink_to(mine)
-        assert serve(tmp_path / "app.py").workers == 2
-        try:
-            os.lchown(path, os.geteuid() + 1, -1)
-        except OSError as error:
-            pytest.skip(f"a link cannot be given to another user: {error}")
-        reason = f"it belongs to uid {os.geteuid() + 1}"
+    if kind == "file of another user":
+        monkeypatch.setattr(configuration, "is_own_or_root", lambda uid: False)
+        reason = f"it belongs to uid {path.stat().st_uid}"
     else:
-        mine.rename(path)
-        if kind == "file of another user":
-            monkeypatch.setattr(configuration, "is_own_or_root", lambda uid: False)
-            reason = f"it belongs to uid {path.stat().st_uid}"
-        else:
-            path.chmod(0o646)
+        path.chmod(0o646)
     assert serve(tmp_path / "app.py") == ServeOptions()
     error = capsys.readouterr().err
     assert f"{path} is not used: {reason}" in error and "--config" in error
@@ -126,20 +108,13 @@ def test_a_named_file(serve: Serve, tmp_path: Path) -> None:
     [
         ("worker = 2", "'worker' is no option of 'shared-rpc serve': use base-path, build-timeout, "),
         ("config = 'x.toml'", "'config' is no option"),
-        ("help = true", "'help' is no option"),
-        ("target = 'app.py'", "'target' is no option"),
         ("workers = '2'", "workers = '2': Expected `int`, got `str`"),
-        ("workers = true", "workers = True: Expected `int`, got `bool`"),
         ("workers = 0", "workers = 0: "),
         ("max-bytes = 5", "max-bytes = 5: Expected `str`, got `int`"),
-        ("quota = 'cpu=1G'", "quota = 'cpu=1G': Expected `array`, got `str`"),
         ("quota = [1]", "quota = [1]: Expected `str`, got `int` - at `$[0]`"),
-        ("in-process = 1", "in-process = 1: Expected `bool`, got `int`"),
         ("when-full = 'wait'", "when-full = 'wait': Invalid enum value 'wait'"),
-        ("log-level = 'loud'", "log-level = 'loud': Invalid enum value 'loud'"),
         ("workers 2", "is not TOML: Expected '='"),
         ("tool.shared-rpc = 2", "is not a table"),
-        ("tool = 2", "is not a table"),
     ],
     ids=str,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import stat
 from pathlib import Path
 
@@ -31,10 +32,6 @@ def server(provider: Provider, serve: Serve) -> Server:
     def other(size: int = 4) -> torch.nn.Module:
         raise AssertionError("this is never built")
 
-    @provider.share(managed=True, cache_format_key="{title}")
-    def titled(title: str) -> torch.nn.Module:
-        return torch.nn.Linear(2, 2)
-
     return serve()
 
 
@@ -59,14 +56,6 @@ def test_exporting_and_importing(client: Client, tmp_path: Path) -> None:
     assert (client.call("load", 8).value.weight == 1).all()
 
 
-def test_a_key_moves_no_cursor(client: Client, tmp_path: Path) -> None:
-    """Its text is a client's, and is printed without control characters."""
-    path = str(tmp_path / "titled.record")
-    object_id = client.call("titled", "a\x1b]0;title\x07b").object_id
-    for words in (("export", object_id, path), ("import", path)):
-        assert cli("objects", *words).succeeded.rstrip("\n").isprintable()
-
-
 def test_an_object_becomes_the_result_of_another_call(client: Client, tmp_path: Path) -> None:
     """Named by ``--endpoint`` and arguments. Scripts, which have no ids, export by key; the output may be JSON."""
     path = tmp_path / "load.record"
@@ -82,44 +71,15 @@ def test_errors_are_one_line(client: Client, exported: Path, tmp_path: Path) -> 
     """They name the missing file, or the file and the fault; nothing changes."""
     assert "has no object load(size=9)" in cli("objects", "export", "load(size=9)", str(tmp_path / "other")).complaint
     assert not (tmp_path / "other").exists()
-    assert "Is a directory" in cli("objects", "export", KEY, str(tmp_path)).complaint
     assert "cannot read the record" in cli("objects", "import", str(tmp_path / "none")).complaint
     path = str(exported)
     assert "no endpoint 'lod': did you mean" in cli("objects", "import", path, "--endpoint", "lod").complaint
-    assert "unexpected keyword argument" in cli("objects", "import", path, "--endpoint", "load", "width=5").complaint
-    exported.chmod(0o666)
-    assert "has mode 0666" in cli("objects", "import", path).complaint
-    exported.chmod(0o600)
     exported.write_bytes(exported.read_bytes()[:-1])
     assert f"the record {path} is damaged: it has " in cli("objects", "import", path).complaint
     assert [info["generation"] for info in client.list_objects()] == [1]
 
 
-def test_a_killed_export_leaves_nothing(client: Client, exported: Path, children: list[Child], base_path: str) -> None:
-    """Neither part of a file nor a lease; an earlier file stays whole."""
-    before = exported.read_bytes()
-    child = python(f"""
-        import os
-        from shared_rpc import Client
-        from shared_rpc.extras import record_file
-
-        def stuck(fd):
-            print("written", flush=True)
-            input()
-
-        os.fsync = stuck
-        with Client({base_path!r}, device="cpu") as client:
-            record_file.save(client, {client.call("load", 8).object_id!r}, {str(exported)!r})
-    """)
-    children.append(child)
-    child.expect("written")
-    child.kill()
-    assert (exported.read_bytes(), [one.name for one in exported.parent.glob("load*")]) == (before, ["load.record"])
-    eventually(lambda: client.get_server_info()["leases"] == 0)
-
-
-@pytest.mark.parametrize("end", ["kill", "interrupt"])
-def test_an_interrupted_import_leaves_nothing(client: Client, exported: Path, children: list[Child], end: str) -> None:
+def test_an_interrupted_import_leaves_nothing(client: Client, exported: Path, children: list[Child]) -> None:
     """The buffers into which the file is read end with the process."""
     client.invalidate_endpoint_cache("load")
     child = python(f"""
@@ -142,6 +102,6 @@ def test_an_interrupted_import_leaves_nothing(client: Client, exported: Path, ch
     children.append(child)
     child.expect("reading")
     eventually(lambda: client.get_server_info()["buffers"] == 1)
-    child.process.send_signal(9 if end == "kill" else 2)
+    child.process.send_signal(signal.SIGINT)
     child.close()
     eventually(lambda: client.list_objects() == [])

@@ -5,19 +5,15 @@ For common properties of all forks of zygotes and new processes, see `broker/tes
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import py_compile
-import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -92,128 +88,59 @@ def facts(place: Place, *words: object, **options: object) -> tuple[dict[str, ob
     return found[0], found[1]
 
 
-def differences(plain: dict[str, object], forked: dict[str, object]) -> dict[str, object]:
-    """Return the facts that differ."""
-    return {name: (plain[name], forked[name]) for name in plain if plain[name] != forked[name]}
-
-
-def test_a_script_sees_the_same(place: Place) -> None:
-    """Its names, arguments, path, streams, descriptors, environment, limits, signals."""
-    script = place.write(FACTS)
-    assert differences(*facts(place, script, "a", "", "ü \n -m", "--preload")) == {}
-
-
 def test_a_script_is_a_fork(place: Place) -> None:
     """Without this, the other tests would compare python with itself."""
     script = place.write("import sys; print('torch' in sys.modules)")
     assert [ran.output for ran in place.both(script)] == ["False\n", "True\n"]
 
 
-def test_a_script_inherits_from_its_command(place: Place, tmp_path: Path) -> None:
-    """Another environment, working directory, umask, limits, ignored and blocked signals, further descriptors."""
-    script = place.write(FACTS)
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
+def test_a_script_sees_the_same(place: Place, tmp_path: Path) -> None:
+    """Its names, arguments, path, streams, descriptors, environment, directory, umask, limits and signals."""
+    place.write(FACTS, "sub/script.py")
     reading, writing = os.pipe()
-    with open(script) as file:
-        high = fcntl.fcntl(file, fcntl.F_DUPFD, 77)
-        os.set_inheritable(high, True)
 
-        def begin() -> None:
-            os.umask(0o027)
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            signal.signal(signal.SIGHUP, signal.SIG_IGN)
-            signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
-            resource.setrlimit(resource.RLIMIT_NOFILE, (200, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-            resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    def begin() -> None:
+        os.umask(0o027)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
-        environ = {"A": "b=c", "EMPTY": "", "TZ": "America/New_York", "UNUSUAL": "\udcff\udcfe", "PWD": None}
-        try:
-            plain, forked = facts(
-                place, script, environ=environ, cwd=elsewhere, setup=begin, text="in\r\nput", pass_fds=(reading, writing, high)
-            )
-        finally:
-            for fd in (reading, writing, high):
-                os.close(fd)
-    assert differences(plain, forked) == {}
-    assert forked["place"] == [str(elsewhere), 0o027]
-    assert str(high) in forked["fds"]
-
-
-@pytest.mark.parametrize("closed", [(0, 1, 2), *deep(((0,),), ((1,),), ((2,),))], ids=str)
-def test_closed_streams_stay_closed(place: Place, closed: tuple[int, ...]) -> None:
-    """The interpreter has None for them, and files that are opened later get their numbers."""
-    report = place.folder / "report"
-    script = place.write(f"""
-        import os, sys
-        facts = [sys.stdin is None, sys.stdout is None, sys.stderr is None, os.open("/dev/null", os.O_RDONLY)]
-        with open({str(report)!r}, "w") as file:
-            file.write(repr(facts))
-    """)
-
-    def close() -> None:
-        for fd in closed:
-            os.close(fd)
-
-    found = []
-    for way in (place.python, place.run):
-        assert way(script, setup=close).code == 0
-        found.append(report.read_text())
-    assert found[0] == found[1]
+    environ = {"A": "b=c", "EMPTY": "", "TZ": "America/New_York", "UNUSUAL": "\udcff\udcfe", "PWD": None}
+    words = ("./script.py", "a", "", "ü \n -m", "--preload")
+    try:
+        plain, forked = facts(
+            place, *words, environ=environ, cwd=place.folder / "sub", setup=begin, text="in\r\nput", pass_fds=(reading, writing)
+        )
+    finally:
+        os.close(reading)
+        os.close(writing)
+    assert {name: (plain[name], forked[name]) for name in plain if plain[name] != forked[name]} == {}
+    assert forked["place"] == [str(place.folder / "sub"), 0o027]
 
 
 #: How a script ends without a traceback.
 ENDS = {
     "exit with a code": "import sys; print('x', end=''); sys.exit(7)",
-    "exit with a large code": "import sys; sys.exit(259)",
-    "exit with a negative code": "import sys; sys.exit(-1)",
     "exit with a text": "import sys; sys.exit('a text')",
-    "exit with None": "raise SystemExit",
-    "exit in an error's handler": "import sys\ntry: 1 / 0\nexcept ZeroDivisionError: sys.exit(3)",
     "a hook of its own": "import sys; sys.excepthook = lambda *x: print('mine', x[0]); 1 / 0",
     "os._exit": "import os; print('lost'); os._exit(5)",
-    "SIGKILL": "import os; os.kill(os.getpid(), 9)",
-    "SIGABRT": "import os; os.abort()",
     "SIGSEGV": "import ctypes; ctypes.string_at(0)",
-    "a real-time signal": "import os; os.kill(os.getpid(), 40)",
     "the end of its group": "import os; os.setpgid(0, 0); os.killpg(0, 15)",
     "exit callbacks that exit": "import atexit, sys; atexit.register(sys.exit, 4)",
     "a thread that is left": "import threading, time\nthreading.Thread(target=time.sleep, args=(99,), daemon=True).start()",
     "a process in its place": "import os, sys; os.execv(sys.executable, [sys.executable, '-c', 'print(1); exit(6)'])",
+    "a fork that returns": "import os, sys\nif os.fork() == 0: sys.exit(9)\nprint(os.waitstatus_to_exitcode(os.wait()[1]))",
     "a closed output": "import os; os.close(1); print('x')",
-    "encoding": "# coding: latin-1\nprint(ascii('ä'))",
+    "pickled classes": "import pickle\nclass B: pass\nprint(type(pickle.loads(pickle.dumps(B()))) is B, B.__module__)",
+    "seeds differ": "import random; print(random.random() == random.Random(1).random())",
 }
 
 #: How it ends with one.
 ERRORS = {
     "an error": "def f(x):\n    return 1 / x\n\nprint('before')\nf(0)",
-    "errors of errors": (
-        "try:\n    {}[1]\nexcept KeyError as error:\n    some = ExceptionGroup('some', [ValueError(1), TypeError(2)])\n"
-        "    some.add_note('a note')\n    raise some from error"
-    ),
     "no syntax": "print('x'\nprint('y')",
-    "recursion": "def f(): f()\nf()",
     "KeyboardInterrupt": "raise KeyboardInterrupt",
-    "no source": "import os\nos.unlink(__file__)\nprint('on')\ndef f(): 1 / 0\nf()",
-}
-
-#: The actions of a script.
-PIECES = {
-    "KeyboardInterrupt that is handled": "try:\n    raise KeyboardInterrupt\nexcept KeyboardInterrupt: print('no')",
-    "an unraisable error": "class A:\n    def __del__(self): 1 / 0\nA()\nprint('on')",
-    "a thread that fails": "import threading\nt = threading.Thread(target=lambda: 1 / 0, name='t'); t.start(); t.join()",
-    "a warning": "import warnings\nwarnings.warn('careful')\nwarnings.warn('again', DeprecationWarning, stacklevel=1)",
-    "a daemon": "import os\nif os.fork() == 0:\n    os.setsid()\n    os._exit(0)\nos.wait(); print('parent', flush=True)",
-    "a fork that returns": "import os, sys\nif os.fork() == 0: sys.exit(9)\nprint(os.waitstatus_to_exitcode(os.wait()[1]))",
-    "seeds differ": "import random; print(random.random() == random.Random(1).random())",
-    "pickled classes": "import pickle\nclass B: pass\nprint(type(pickle.loads(pickle.dumps(B()))) is B, B.__module__)",
-    "annotations": "x: int = 1\nprint(__annotations__)",
-    "a thread that goes on": "import time\nthreading.Thread(target=lambda: (time.sleep(.1), print('late'))).start()",
-    "exit callbacks": "import atexit; atexit.register(print, 'one'); atexit.register(print, 'two')",
-    "what is deleted last": "class C:\n    def __del__(self): print('gone')\nc = C()\nd = [c]; d.append(d)",
-    "what is not flushed": "sys.stdout.write('no end'); sys.stderr.write('no end')",
-    "an error": "{}[1]",
 }
 
 
@@ -229,32 +156,16 @@ def forked_sockets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.mark.parametrize("name", ENDS)
 def test_a_script_ends_the_same(tmp_path: Path, forked_sockets: Path, name: str) -> None:
     """With the same code or signal, and output."""
-    same_both_ways(Place(tmp_path, forked_sockets, forks=True), ENDS[name])
+    place = Place(tmp_path, forked_sockets, forks=True)
+    plain, forked = place.both(place.write(ENDS[name]))
+    assert forked == plain
 
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_a_script_fails_the_same(place: Place, name: str) -> None:
     """With the same code or signal, and traceback: it has no frame below the script's own."""
-    same_both_ways(place, ERRORS[name])
-
-
-def test_a_script_runs_the_same(place: Place) -> None:
-    """Through many features, to an end that leaves much to do."""
-    same_both_ways(place, "\n".join(PIECES.values()))
-
-
-def same_both_ways(place: Place, source: str) -> None:
-    """Check that there is no difference."""
-    found = []
-    for way in (place.python, place.run):
-        script = place.write(source)  # for each run: it may have deleted itself
-        found.append(tuple(map(comparable, way(script))))
-    assert found[0] == found[1]
-
-
-def comparable(value: Any) -> Any:
-    """Remove addresses, and the depth of an endless recursion: the interpreter counts its C frames too."""
-    return re.sub(r"0x[0-9a-f]+|repeated \d+ more", "…", value) if isinstance(value, str) else value
+    plain, forked = place.both(place.write(ERRORS[name]))
+    assert forked == plain
 
 
 def test_a_broken_pipe_is_the_script_s(place: Place) -> None:
@@ -286,13 +197,6 @@ def test_a_stream_that_the_script_closes_ends(place: Place, children: list[Child
 # Kinds of programs.
 
 
-def test_a_relative_path_is_kept(place: Place) -> None:
-    """It is the script's __file__ and sys.argv[0]; its directory is a whole path."""
-    place.write(FACTS, "sub/script.py")
-    assert differences(*facts(place, "sub/script.py")) == {}
-    assert differences(*facts(place, "./script.py", cwd=place.folder / "sub")) == {}
-
-
 def test_modules_beside_the_script_are_imported(place: Place) -> None:
     """Where a link leads to, as python does it; never from the working directory."""
     place.write("name = 'beside'", "real/beside.py")
@@ -305,55 +209,32 @@ def test_modules_beside_the_script_are_imported(place: Place) -> None:
     assert "beside" in forked.output
 
 
-@pytest.mark.parametrize("kind", ["directory", "archive", "compiled"])
+@pytest.mark.parametrize("kind", ["directory", "archive"])
 def test_other_kinds_of_scripts(place: Place, kind: str) -> None:
-    """A directory or a zip archive with a __main__.py, and a file of bytecode."""
+    """A directory or a zip archive with a __main__.py."""
     place.write("name = 'helped'", "whole/helper.py")
-    main = place.write(
-        f"import sys\n{'import helper; print(helper.name)' if kind != 'compiled' else ''}\n"
-        "print(__name__, __file__, __package__, __spec__ and __spec__.name, sys.argv, sys.path[0])\ndef f(): 1 / 0\nf()",
+    what = place.write(
+        "import helper, sys\nprint(helper.name, __name__, __file__, __package__, __spec__.name, sys.argv, sys.path[0])",
         "whole/__main__.py",
-    )
-    what = main.parent
+    ).parent
     if kind == "archive":
-        what = place.folder / "whole.pyz"
-        with zipfile.ZipFile(what, "w") as archive:
-            for name in ("__main__.py", "helper.py"):
-                archive.write(main.parent / name, name)
-    elif kind == "compiled":
-        what = Path(py_compile.compile(str(main), str(place.folder / "script.pyc")) or "")
+        what = Path(shutil.make_archive(str(place.folder / "whole"), "zip", what))
     plain, forked = place.both(what, "argument")
     assert forked == plain
-    assert forked.code == 1
+    assert "helped" in forked.output
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        *("package", "package.fails", "missing", "json.tool"),
-        *deep("package.part", "single", "package.missing", "interrupted"),
-    ],
-)
+@pytest.mark.parametrize("module", ["package", "package.fails", "missing", *deep("package.part", "json.tool", "single")])
 def test_modules(place: Place, module: str) -> None:
     """As with python -m: the interpreter's own frames are in a traceback, and none of ours."""
     show = "import sys; print(__name__, __package__, __file__, __spec__.name, sys.argv, sys.path[0], sorted(globals()))"
     place.write("", "package/__init__.py")
     place.write(show, "package/__main__.py")
-    place.write(f"from . import fine; {show}", "package/part.py")
-    place.write("", "package/fine.py")
+    place.write(f"from . import fails; {show}", "package/part.py")
     place.write("def f(): 1 / 0\nf()", "package/fails.py")
     place.write(show, "single.py")
-    place.write("raise KeyboardInterrupt", "interrupted.py")
-    plain, forked = place.both("-m", module, "-x", "--preload", text='{"a": 1}' if module == "json.tool" else "")
+    plain, forked = place.both("-m", module, "-x", "--preload", text='{"a": 1}')
     assert forked == plain
-
-
-@pytest.mark.parametrize("words", [["missing.py"], ["."], ["-m", "shared_rpc"]], ids=str)
-def test_python_explains_what_cannot_be_run(place: Place, words: list[str]) -> None:
-    """With its own message alone."""
-    plain, forked = place.both(*words)
-    assert forked == plain
-    assert forked.code != 0
 
 
 # Processes that a script starts.
@@ -365,7 +246,7 @@ CHILDREN = """
         def __init__(self, value): self.value = value
 
     def work(kept, results):
-        results.put((type(kept).__qualname__, kept.value * 2, __name__, multiprocessing.current_process().name))
+        results.put((type(kept).__qualname__, kept.value * 2, __name__))
 
     if __name__ == "__main__":
         os.chdir("/")
@@ -375,7 +256,6 @@ CHILDREN = """
         process.start()
         print(results.get(), flush=True)
         process.join()
-        print(process.exitcode, multiprocessing.parent_process(), sys.executable)
 """
 
 
@@ -390,13 +270,8 @@ def test_children_of_multiprocessing(place: Place, method: str) -> None:
 
 # Signals, sent to the command.
 
-PASSED_ON = [
-    *(signal.SIGINT, signal.SIGTERM, signal.SIGWINCH),
-    *deep(signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM),
-]
 
-
-@pytest.mark.parametrize("number", PASSED_ON, ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGWINCH, *deep(signal.SIGHUP, signal.SIGUSR1)])
 def test_a_signal_reaches_the_script_once(place: Place, children: list[Child], number: signal.Signals) -> None:
     """By way of its command."""
     script = place.write(
@@ -418,9 +293,7 @@ def test_a_signal_reaches_the_script_once(place: Place, children: list[Child], n
     assert child.close() == (0, "")
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, signal.SIGTERM, *deep(signal.SIGHUP, signal.SIGUSR1, signal.SIGABRT, signal.SIGPIPE)]
-)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_command_as_it_ends_the_script(place: Place, children: list[Child], number: signal.Signals) -> None:
     """The command's parent sees the same status."""
     script = place.write(WAITS + "\n        os.write(1, b'ready\\n'); line(); print('on')")
@@ -430,8 +303,6 @@ def test_a_signal_ends_the_command_as_it_ends_the_script(place: Place, children:
         children.append(child)
         child.expect("ready")
         child.process.send_signal(number)
-        if number == signal.SIGPIPE:  # python ignores it
-            child.tell("")
         code, errors = child.process.wait(20), child.process.stderr and child.process.stderr.read()
         codes.append((code, (errors or "").splitlines()[-1:]))  # the line before identifies the call
     assert codes[0] == codes[1]
@@ -493,33 +364,16 @@ def test_the_key_of_a_zygote(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     """It depends on all that a fork cannot change, and on nothing else; a relative path depends on the directory."""
     environ = {"PATH": "/bin", "HOME": "/home/somebody", "OMP_NUM_THREADS": "1"}
     key = key_of(environ, [])
-    assert len(key) == 16
     assert key_of({**environ, "PATH": "/sbin", "SHARED_TENSOR_ROLE": "spawn"}, []) == key
     assert key_of(environ, ["b", "a", "a"]) == key_of(environ, ["a", "b"]) != key
-    changed = (
-        *("PYTHONPATH", "PYTHONWARNINGS", "LD_PRELOAD", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"),
-        *("TORCH_LOGS", "LANG", "HOME"),
-    )
-    assert len({key, *(key_of({**environ, name: "another"}, []) for name in changed)}) == len(changed) + 1
+    for name in ("PYTHONPATH", "LD_PRELOAD", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "TORCH_LOGS", "LANG", "HOME"):
+        assert key_of({**environ, name: "another"}, []) != key, name
     assert key_of({**environ, "VLLM_X": "1"}, ["vllm.engine"]) != key_of(environ, ["vllm.engine"])
-    keys = set()
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        monkeypatch.chdir(tmp_path / name)
-        keys |= {key_of({"PYTHONPATH": "src"}, []), key_of({"PYTHONPATH": "/src"}, [])}
-    assert len(keys) == 3
+    here = key_of({"PYTHONPATH": "src"}, [])
+    monkeypatch.chdir(tmp_path)
+    assert key_of({"PYTHONPATH": "src"}, []) != here
     monkeypatch.setattr(sys, "warnoptions", ["error"])
     assert key_of(environ, []) != key
-
-
-def test_options_of_the_interpreter_are_kept(place: Place) -> None:
-    """They are part of the key."""
-    script = place.write("import sys, warnings; print(sys.flags.dev_mode, sys.warnoptions); warnings.warn('x')")
-    options = ["-X", "dev", "-W", "error"]
-    plain = place._finish([sys.executable, *options, str(script)])
-    forked = place._finish([sys.executable, *options, *RUN, str(script)])
-    assert forked == plain
-    assert forked.code == 1
 
 
 def test_zygotes_are_listed_and_stopped(place: Place) -> None:
@@ -573,13 +427,10 @@ def test_the_server_role_serves_until_it_is_interrupted(place: Place, children: 
 @pytest.mark.parametrize(
     "words",
     [
-        ["x.py"],
         ["x.py", "--preload", "a", "-m", "--help"],
         ["-m", "a.b", "-c"],
-        ["--preload", "a", "--preload=b", "x.py"],
-        ["--idle-exit", "5", "-m", "a"],
+        ["--preload", "a", "--preload=b", "--idle-exit", "5", "x.py"],
         ["--", "-x.py", "--"],
-        ["x.py", "--", "y"],
     ],
     ids=str,
 )
@@ -603,6 +454,5 @@ def test_the_quick_parser_leaves_help_and_misuse_to_typer() -> None:
         ["-m"],
     ):
         assert parse(words) is None
-    text = cli("run", "--help").succeeded
-    assert "--preload" in text and "--idle-exit" in text
+    assert "--preload" in cli("run", "--help").succeeded
     assert cli("run", "--no-such", "x.py").code == 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -57,16 +56,10 @@ def loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("loading")
-def test_all_providers_of_an_app_are_served(app: Write) -> None:
-    """Those at the top level, each once."""
-    app("other = Provider('/nowhere/s', device='cpu')\nalias = other")
-    assert [provider.base_path for provider in load_providers("app")] == [None, "/nowhere/s"]
-
-
-@pytest.mark.usefixtures("loading")
-def test_a_named_provider_is_served_alone(app: Write) -> None:
-    """``package.module:provider`` is found from the working directory."""
-    app("other = Provider('/nowhere/s', device='cpu')", "package/models.py")
+def test_the_providers_of_an_app_are_served(app: Write) -> None:
+    """Those at the top level, each once; ``package.module:provider`` is one alone, found from the working directory."""
+    app("other = Provider('/nowhere/s', device='cpu')\nalias = other", "package/models.py")
+    assert [provider.base_path for provider in load_providers("package.models")] == [None, "/nowhere/s"]
     (provider,) = load_providers("package.models:other")
     assert isinstance(provider, Provider) and provider.base_path == "/nowhere/s"
 
@@ -77,11 +70,9 @@ def test_a_named_provider_is_served_alone(app: Write) -> None:
     [
         ("none.py", "no such file: none.py"),
         ("none", "no such module: 'none'; for a file write none.py"),
-        ("json.none", "no such module: 'json.none'"),
         ("app:none", "app has no Provider named 'none'"),
         ("json", "json has no Provider at its top level: add one, or name it with json:name"),
         ("./app", "'./app' is neither a file nor a module"),
-        (":provider", "'' is neither a file nor a module"),
     ],
 )
 def test_a_target_that_does_not_exist(app: Write, target: str, complaint: str) -> None:
@@ -121,37 +112,29 @@ def test_an_app_that_cannot_be_served(
     assert not list(tmp_path.glob("*.sock*"))
 
 
-def test_classes_of_a_served_file_travel_as_code(app: Write, start: Start, connect: Connect) -> None:
-    """A client that cannot import the file gets its classes with the object."""
+def test_classes_of_a_served_file_travel_as_code(app: Write, start: Start, connect: Connect, tmp_path: Path) -> None:
+    """A client that cannot import the file gets its classes; its directory is on the path, and its role is the server."""
+    (tmp_path / "factors.py").write_text("DOUBLE = 2.0")
     path = app("""
-        import torch
+        import factors, torch
+
+        print('loaded', factors.DOUBLE, provider.execution_mode, flush=True)
 
         class Scale(torch.nn.Module):
-            def __init__(self, factor):
-                super().__init__()
-                self.factor = torch.nn.Parameter(torch.tensor(factor))
-
             def forward(self, x):
-                return x * self.factor
+                return 2 * x
 
         @provider.share(managed=True)
-        def load(factor):
-            return Scale(factor)
+        def load():
+            return Scale()
     """)
-    server = start("serve", str(path))
+    server = start("serve", str(path), cwd=Path("/"), environ={"SHARED_TENSOR_ENABLED": "0", "SHARED_TENSOR_ROLE": "client"})
+    assert server.expect("loaded") == "loaded 2.0 server"
     client = connect()
     assert server.expect("serving") == f"serving load at {client.socket_path}"
-    module = client.call("load", 3.0).value
-    assert torch.equal(module(torch.ones(2)), torch.full((2,), 3.0))
+    module = client.call("load").value
+    assert torch.equal(module(torch.ones(2)), torch.full((2,), 2.0))
     assert type(module).__name__ == "Scale" and "app" not in sys.modules
-
-
-def test_an_app_is_loaded_like_a_script_with_the_server_role(app: Write, start: Start, tmp_path: Path) -> None:
-    """Its own directory is on the path, wherever the command runs, and variables of the shell do not change the role."""
-    (tmp_path / "weights.py").write_text("WHERE = 'beside'")
-    path = app("import weights; print('loaded', weights.WHERE, provider.execution_mode, flush=True)")
-    server = start("serve", str(path), cwd=Path("/"), environ={"SHARED_TENSOR_ENABLED": "0", "SHARED_TENSOR_ROLE": "client"})
-    assert server.expect("loaded") == "loaded beside server"
 
 
 @pytest.mark.parametrize("kind", [BROKER, IN_PROCESS], ids=str)
@@ -184,55 +167,33 @@ def test_a_module_that_calls_its_own_endpoints_while_it_is_loaded(
 # Where it listens.
 
 
-@pytest.mark.parametrize(("option", "name"), [("--socket", "mine.sock"), *deep(("--base-path", "mine-cpu.sock"))])
-def test_options_override_the_place(app: Write, start: Start, tmp_path: Path, option: str, name: str) -> None:
+def test_options_override_the_place(app: Write, start: Start, tmp_path: Path) -> None:
     """That of the app and of the environment; a relative path is one of the working directory."""
     app()
-    value = name.removesuffix("-cpu.sock")
-    assert start("serve", "app", option, value).expect("serving").endswith(f" {tmp_path}/{name}")
+    assert start("serve", "app", "--socket", "mine.sock").expect("serving").endswith(f" {tmp_path}/mine.sock")
 
 
-@pytest.mark.parametrize("kind", [BROKER, *deep((IN_PROCESS,))], ids=str)
-def test_a_socket_path_that_is_not_utf_8(app: Write, tmp_path: Path, kind: tuple[str, ...]) -> None:
+def test_a_socket_path_that_is_not_utf_8(app: Write, tmp_path: Path) -> None:
     """A server could not report its own path: it does not start."""
     app("provider.share('endpoint')(lambda: 0)")
     path = os.fsdecode(bytes(tmp_path / "caf") + b"\xe9")
     error = f"the socket path b'{tmp_path}/caf\\xe9"
-    for option in ("--base-path", "--socket"):
-        assert cli("serve", "app.py", *kind, option, path, cwd=tmp_path).misuse.startswith(error)
-    ran = spawn("serve", "app.py", *kind, environ={"SHARED_TENSOR_BASE_PATH": path}, cwd=tmp_path)
+    assert cli("serve", "app.py", "--base-path", path, cwd=tmp_path).misuse.startswith(error)
+    ran = spawn("serve", "app.py", environ={"SHARED_TENSOR_BASE_PATH": path}, cwd=tmp_path)
     assert ran.complaint.startswith(error) and "is not UTF-8" in ran.complaint
 
 
 @pytest.mark.parametrize("kind", [BROKER, *deep((IN_PROCESS,))], ids=str)
-def test_an_app_in_a_directory_whose_name_is_not_utf_8(start: Start, tmp_path: Path, kind: tuple[str, ...]) -> None:
-    """It is served like any other."""
-    folder = tmp_path / os.fsdecode(b"caf\xe9")
-    folder.mkdir()
-    (folder / "beside.py").touch()
-    (folder / "app.py").write_text("import beside\nfrom shared_rpc import Provider\nprovider = Provider(device='cpu')\n")
-    server = start("serve", str(folder / "app.py"), *kind)
-    server.expect("serving")
-    server.process.send_signal(signal.SIGTERM)
-    assert server.close()[0] == 0
-
-
-@pytest.mark.parametrize(
-    ("closed", "kind"), [("012", BROKER), ("1", IN_PROCESS), *deep(("0", BROKER), ("2", BROKER), ("012", IN_PROCESS))]
-)
 def test_serving_with_closed_standard_streams(
-    app: Write, connect: Connect, children: list[Child], tmp_path: Path, kind: tuple[str, ...], closed: str
+    app: Write, connect: Connect, children: list[Child], tmp_path: Path, kind: tuple[str, ...]
 ) -> None:
     """As after ``>&-``: no other file gets their numbers, or their output."""
     app("print('said', flush=True)\nprovider.share('endpoint')(lambda: 0)")
-    code = (
-        "import os, sys; [os.close(int(n)) for n in sys.argv.pop(1)]; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
-    )
-    child = Child("-c", code, closed, *MODULE, "serve", "app.py", *kind, cwd=tmp_path, fresh=True)
+    code = "import os, sys; os.closerange(0, 3); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    child = Child("-c", code, *MODULE, "serve", "app.py", *kind, cwd=tmp_path, fresh=True)
     children.append(child)
     pid = connect(connect_timeout=40.0).get_server_info()["pid"]
-    for number in closed:
-        assert os.readlink(f"/proc/{pid}/fd/{number}") == os.devnull
+    assert [os.readlink(f"/proc/{pid}/fd/{number}") for number in range(3)] == [os.devnull] * 3
     child.process.terminate()
     assert child.close()[0] == 0
 
@@ -274,22 +235,14 @@ def test_limits_reach_the_server(app: Write, start: Start, connect: Connect, kin
     [
         (["--device", "tpu"], "device='tpu': use 'auto', 'cpu', 'cuda', 'cuda:<index>'"),
         (["--max-bytes", "lots"], "--max-bytes lots: use a number of bytes, or one with K, M, G or T"),
-        (["--max-bytes", "-1"], "--max-bytes -1: use a number of bytes"),
-        (["--max-bytes", "inf"], "--max-bytes inf: use a number of bytes"),
         (["--quota", "cpu"], "--quota cpu: write device=amount, as in cuda:0=0.8 or cpu=8GiB"),
-        (["--quota", "=5"], "--quota =5: write device=amount"),
-        (["--quota", "cpu=lots"], "--quota cpu=lots: use a number of bytes, or one with K, M, G or T"),
-        (["--quota", "cpu=-1"], "--quota cpu=-1: use a number of bytes"),
         (["--quota", "cpu=1.5"], "--quota cpu=1.5: a fraction is more than 0 and at most 1.0; bytes are whole, or have a unit"),
-        (["--quota", "cpu=0.0"], "--quota cpu=0.0: a fraction is more than 0"),
         (["--quota", "cpu=1G", "--quota", "cpu=2G"], "--quota cpu=2G: cpu has a quota already"),
         (["--quota", "disk=5"], "--quota disk=5: device='disk': use 'auto', 'cpu', 'cuda'"),
         (["--when-full", "evict"], "--when-full evict needs a --quota DEVICE=AMOUNT"),
         (["--host-quota", "lots"], "--host-quota lots: use a number of bytes, or one with K, M, G or T"),
-        (["--host-quota", "1.5"], "--host-quota 1.5: a fraction is more than 0 and at most 1.0"),
         (["--device", "cpu", "--worker-device", "cpu"], "--device and --worker-device both name devices"),
         (["--in-process", "--workers", "2"], "--in-process has no workers"),
-        (["--in-process", "--host-quota", "lots"], "--host-quota lots: use a number of bytes"),
     ],
     ids=" ".join,
 )
@@ -306,9 +259,6 @@ def test_unusable_options_are_misuse(app: Write, base_path: str, tmp_path: Path,
         ([], {}),
         (["cpu=8GiB"], {"cpu": 8 << 30}),
         (["cuda:0=0.8", "cpu = 1.5 M"], {"cuda:0": 0.8, "cpu": 3 << 19}),
-        (["cuda=1.0"], {"cuda": 1.0}),
-        (["cuda=.5"], {"cuda": 0.5}),
-        (["GPU-0af4=0"], {"GPU-0af4": 0}),
         (["cpu=1"], {"cpu": 1}),
     ],
 )

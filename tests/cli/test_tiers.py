@@ -56,23 +56,14 @@ def test_objects_are_named_by_their_key_or_endpoint(client: Client) -> None:
     assert cli("objects", "evict", "load").succeeded == "nothing is to be moved\n"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    [
-        (("evict", "load"), str(os.getpid())),
-        (("evict", "stays"), "pinned"),
-        (("evict", "load", "--to", "host"), "host"),
-        (("evict", "nothing"), "nothing"),
-        (("restore", "nothing"), "nothing"),
-    ],
-    ids=["in use", "pinned", "no such tier", "evict nothing", "restore nothing"],
-)
-def test_objects_that_cannot_be_moved(client: Client, arguments: tuple[str, ...], word: str) -> None:
+def test_objects_that_cannot_be_moved(client: Client) -> None:
     """The error says why, and all stay where they are."""
     client.call("stays").release()
     with client.call("load", 1) as handle:
-        words = [handle.object_id if word == str(os.getpid()) and part == "load" else part for part in arguments]
-        assert word in cli("objects", *words).complaint
+        assert str(os.getpid()) in cli("objects", "evict", handle.object_id).complaint
+        assert "pinned" in cli("objects", "evict", "stays").complaint
+        assert "host" in cli("objects", "evict", "load", "--to", "host").complaint
+        assert "nothing" in cli("objects", "restore", "nothing").complaint
         assert tiers(client) == ["device", "device"]
 
 
