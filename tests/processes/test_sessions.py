@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -26,9 +25,8 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 
 #: A client process without torch: hold() takes a lease on an object that it does not map.
 HOLDER = """
-import os, signal, sys, threading
+import os, signal, sys
 from shared_rpc import Client
-from shared_rpc.client import results
 from shared_rpc.operations.calls import fetch
 
 client = Client(device="cpu")
@@ -41,7 +39,6 @@ def hold():
 @pytest.fixture
 def shared(provider: Provider, go: threading.Event, begun: threading.Event) -> Provider:
     """The endpoints of this module."""
-
     provider.share("kept", managed=True)(lambda size: torch.ones((size,)))
     provider.share("own", managed=True, cache=False)(lambda size: torch.ones((size,)))
 
@@ -70,9 +67,6 @@ def holders(client: Client) -> list[int]:
     return sorted(holder["pid"] for stored in client.list_objects() for holder in stored["holders"])
 
 
-# Leases.
-
-
 def test_closing_the_client_releases_all_leases(server: Server, client: Client) -> None:
     """At once; tensors stay valid; later operations give the reason."""
     handles = [client.call("own", size) for size in (1, 2, 3)]
@@ -87,32 +81,19 @@ def test_closing_the_client_releases_all_leases(server: Server, client: Client) 
     client.close()
 
 
-# The end of a process.
-
 ENDS = {"exit": "", "SIGKILL": "os.kill(os.getpid(), signal.SIGKILL)"}
 
 
 @pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
 def test_ended_processes_release_their_leases(server: Server, children: list[Child], end: str) -> None:
-    """Within a second, however they end, and with any number of threads."""
-    child = python(
-        HOLDER
-        + f"""
-threads = [threading.Thread(target=hold) for _ in range(5)]
-for thread in threads: thread.start()
-for thread in threads: thread.join()
-print("held")
-sys.stdin.readline()
-{end}
-"""
-    )
+    """Within a second, however they end."""
+    child = python(f"{HOLDER}\nhold()\nprint('held')\nsys.stdin.readline()\n{end}")
     children.append(child)
     child.expect("held")
     assert leases(server) == 1
     child.tell("end")
     child.process.wait()
-    eventually(lambda: leases(server) == 0, seconds=1)
-    eventually(lambda: server.info()["sessions"] == 0, seconds=1)
+    eventually(lambda: leases(server) == server.info()["sessions"] == 0, seconds=1)
 
 
 def test_a_process_killed_during_a_call_leaves_a_cached_result(
@@ -132,24 +113,20 @@ def test_a_process_killed_during_a_call_leaves_a_cached_result(
 # Threads.
 
 
-def test_threads_share_one_session(server: Server, connect: Connect) -> None:
+def test_threads_share_one_session(server: Server, client: Client) -> None:
     """Even if all use the client for the first time at once: any of them may release a handle."""
-    for _ in range(4):
-        client, start = connect(), threading.Barrier(8)
+    start = threading.Barrier(8)
 
-        def call(client: Client = client, start: threading.Barrier = start) -> Handle[torch.Tensor]:
-            start.wait()
-            return client.call("own", 3)
+    def call() -> Handle[torch.Tensor]:
+        start.wait()
+        return client.call("own", 3)
 
-        with ThreadPoolExecutor(8) as pool:
-            handles = [future.result() for future in [pool.submit(call) for _ in range(8)]]
-        eventually(lambda: server.info()["sessions"] == 1)
-        assert leases(server) == 8
-        for handle in handles:
-            handle.release()
-        assert leases(server) == 0
-        client.close()
-        eventually(lambda: server.info()["connections"] == 0)
+    with ThreadPoolExecutor(8) as pool:
+        handles = [future.result() for future in [pool.submit(call) for _ in range(8)]]
+    assert (server.info()["sessions"], leases(server)) == (1, 8)
+    for handle in handles:
+        handle.release()
+    assert leases(server) == 0
 
 
 def test_closing_a_client_that_many_threads_use(server: Server, connect: Connect) -> None:
@@ -242,10 +219,8 @@ def test_a_timeout_keeps_the_session(
     assert not held.is_stale()
     assert (server.info()["sessions"], server.info()["connections"]) == (1, 1)
     go.set()
-    eventually(lambda: server.info()["running"] == 0)
-    builds = server.info()["builds"]
     assert client.call("slow", 3).value.sum() == 3
-    assert server.info()["builds"] == builds
+    assert server.info()["builds"] == 2
 
 
 # Forks.
@@ -272,36 +247,6 @@ signal.pause()
     eventually(lambda: holders(client) == [child], seconds=1)
     parent.tell("end, child")
     eventually(lambda: holders(client) == [], seconds=1)
-
-
-def test_a_fork_during_a_connect_keeps_no_copy(base_path: str, children: list[Child]) -> None:
-    """The child closes the connection being opened."""
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(f"{base_path}-cpu.sock")
-        listener.listen()
-        listener.settimeout(10)
-        parent = python(
-            HOLDER
-            + """
-threading.Thread(target=client.ping, daemon=True).start()
-sys.stdin.readline()
-if os.fork() == 0:
-    sys.stdin.readline()
-    os._exit(0)
-print("forked")
-signal.pause()
-"""
-        )
-        children.append(parent)
-        connection, _ = listener.accept()
-        with connection:
-            connection.settimeout(2)
-            assert connection.recv(1000)
-            parent.tell("fork")
-            parent.expect("forked")
-            os.kill(parent.pid, signal.SIGKILL)
-            assert connection.recv(1) == b""
-        parent.tell("end")
 
 
 # Another server.
@@ -348,34 +293,3 @@ def test_a_dropped_object_is_reported(server: Server, client: Client) -> None:
     with pytest.raises(StaleHandleError):
         handle.get_object_info()
     assert handle.is_stale()
-
-
-def test_forked_children_close_their_parents_connections(server: Server, children: list[Child]) -> None:
-    """Those of both clients."""
-    parent = python(
-        """
-import gc, os, sys, warnings
-import anyio
-from shared_rpc import AsyncClient, Client
-
-dropped = []
-
-async def main():
-    client, other = Client(device="cpu"), AsyncClient(device="cpu")
-    client.ping()
-    await other.ping()
-    pid = os.fork()
-    if pid == 0:
-        gc.collect()
-        client.ping()
-        print("dropped:", dropped)
-        os._exit(0)
-    os.waitpid(pid, 0)
-
-sys.unraisablehook = lambda problem: dropped.append(str(problem.exc_value))
-warnings.simplefilter("error", ResourceWarning)
-anyio.run(main)
-"""
-    )
-    children.append(parent)
-    assert parent.expect("dropped:").strip() == "dropped: []"

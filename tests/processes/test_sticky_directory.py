@@ -20,8 +20,6 @@ from shared_rpc.client import link as link_module
 from shared_rpc.client.starting import ServerStarter
 from shared_rpc.errors import ConfigurationError, ConnectError
 from shared_rpc.protocol.peers import Peer
-from shared_rpc.server import listener as listener_module
-from shared_rpc.server.listener import bind_socket
 from shared_rpc.settings import ServeOptions
 from tests.kit import attacker
 from tests.kit.attacker import as_uid, needs_another_uid
@@ -103,10 +101,16 @@ def everybody_is_a_stranger(monkeypatch: pytest.MonkeyPatch) -> None:
 def server() -> Server:
     """A server of one endpoint at the base path of the environment."""
     provider = Provider(device="cpu")
-
     provider.share("ones")(lambda size: torch.ones((size,)))
-
     return Server(provider)
+
+
+def open_file(path: str, suffix: str) -> None:
+    """Have this process open a file of a socket: a server its lock, and a client that starts one the others."""
+    if suffix == "lock":
+        server().start()
+    else:
+        ServerStarter(lambda: "app.py", ServeOptions())(path, 5.0, float("inf"))
 
 
 def client(**options: float) -> Client:
@@ -137,10 +141,7 @@ def test_servers_work_in_a_sticky_directory(sticky: Path, path: str) -> None:
     try:
         with server(), client() as mine:
             assert mine.call("ones", 3).tolist() == [1, 1, 1]
-            assert {name: stat.S_IMODE(os.lstat(name).st_mode) for name in (path, f"{path}.lock")} == {
-                path: 0o600,
-                f"{path}.lock": 0o600,
-            }
+            assert [stat.S_IMODE(os.lstat(name).st_mode) for name in (path, f"{path}.lock")] == [0o600, 0o600]
     finally:
         os.umask(before)
     assert os.listdir(sticky) == ["s-cpu.sock.lock"]
@@ -233,10 +234,7 @@ def test_clients_do_not_wait_for_a_strangers_end(sticky: Path, everybody_is_a_st
 @needs_root
 def test_servers_name_the_squatter(path: str, squatter: Child) -> None:
     """With its user, its process and the remedy."""
-    text = (
-        rf"{path} belongs to uid {NOBODY}, not 0, and is served by pid {squatter.pid} of uid {NOBODY}: "
-        r"have that user remove it, or choose another base_path \(SHARED_TENSOR_BASE_PATH\)"
-    )
+    text = rf"{path} belongs to uid {NOBODY}, not 0, and is served by pid {squatter.pid} .*SHARED_TENSOR_BASE_PATH"
     with pytest.raises(ConfigurationError, match=text):
         server().start()
     assert os.lstat(path).st_uid == NOBODY
@@ -255,25 +253,6 @@ def test_a_squatter_who_never_accepts_is_named(path: str, stranger: Callable[...
             server().start()
         with client(timeout=0.5) as mine, pytest.raises(ConnectError, match=f"the file belongs to uid {NOBODY}, not to you"):
             mine.ping()
-
-
-@needs_root
-def test_a_squatter_between_check_and_bind_is_named(
-    path: str, stranger: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Like any other."""
-    looks: list[str] = []
-    make_way = listener_module._remove_dead_socket
-
-    def look(where: str) -> None:
-        make_way(where)
-        looks.append(where)
-        if len(looks) == 1:
-            stranger(LISTENING.format(backlog=5)).expect("listening")
-
-    monkeypatch.setattr(listener_module, "_remove_dead_socket", look)
-    with pytest.raises(ConfigurationError, match=f"belongs to uid {NOBODY}, not 0, and is served"):
-        bind_socket(path)
 
 
 @needs_root
@@ -327,24 +306,18 @@ def test_files_of_another_user_are_refused(path: str, kind: str, suffix: str) ->
         os.chmod(name, 0o666 if kind == "open file" else 0o600)
     os.lchown(name, NOBODY, NOBODY)
     with pytest.raises(ConfigurationError, match=rf"{name} belongs to uid {NOBODY}"):
-        if suffix == "lock":
-            server().start()
-        else:
-            ServerStarter(lambda: "app.py", ServeOptions())(path, 5.0, float("inf"))
+        open_file(path, suffix)
     assert precious.read_text() == "precious"
 
 
-@pytest.mark.parametrize("suffix", ["lock", "spawn", "log"])
+@pytest.mark.parametrize("suffix", ["lock", *deep("spawn", "log")])
 def test_hard_links_to_our_files_are_refused(path: str, suffix: str) -> None:
     """By them, another user could make this process write to an unrelated file."""
     precious = Path(f"{path}.precious")
     precious.write_text("7\nprecious")
     os.link(precious, f"{path}.{suffix}")
     with pytest.raises(ConfigurationError, match=rf"{path}.{suffix} .* has 2 names"):
-        if suffix == "lock":
-            server().start()
-        else:
-            ServerStarter(lambda: "app.py", ServeOptions())(path, 5.0, float("inf"))
+        open_file(path, suffix)
     assert precious.read_text() == "7\nprecious"
 
 
