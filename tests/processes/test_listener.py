@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import stat
@@ -117,38 +116,24 @@ def test_a_child_of_a_dead_server_does_not_keep_its_socket_alive(
     parent.tell("end")
 
 
-@pytest.mark.parametrize("kind", ["file", "link"])
-def test_other_files_are_not_replaced(path: str, serve: Serve, kind: str) -> None:
+def test_other_files_are_not_replaced(path: str, serve: Serve) -> None:
     """Only sockets are."""
-    if kind == "file":
-        Path(path).write_text("precious")
-    else:
-        Path(path).symlink_to("nowhere")
+    Path(path).write_text("precious")
     with pytest.raises(ConfigurationError, match=f"{path} exists and is no socket: remove the file"):
         serve()
-    assert os.path.lexists(path)
-    assert kind != "file" or Path(path).read_text() == "precious"
-
-
-def test_an_unavailable_lock_is_reported(path: str, serve: Serve) -> None:
-    """The error names the socket."""
-    Path(f"{path}.lock").mkdir()
-    with pytest.raises(ConfigurationError, match=f"cannot listen on {path}"):
-        serve()
+    assert Path(path).read_text() == "precious"
 
 
 # The end.
 
 
-def test_stopping_again_leaves_the_next_server_alone(path: str, serve: Serve, connect: Connect) -> None:
+def test_stopping_again_leaves_the_next_server_alone(serve: Serve, connect: Connect) -> None:
     """A server removes its own socket, once, whatever inode number the next one's has."""
-    for _ in range(5):
-        first = serve()
-        first.stop()
-        second = serve()
-        first.stop()
-        connect().ping()
-        second.stop()
+    first = serve()
+    first.stop()
+    serve()
+    first.stop()
+    connect().ping()
 
 
 def test_stop_removes_only_the_own_socket(path: str, serve: Serve) -> None:
@@ -170,15 +155,14 @@ def test_a_failed_start_leaves_no_socket(path: str, serve: Serve) -> None:
 # The directory.
 
 
-def test_directory_and_socket_are_private(tmp_path: Path, connect: Connect) -> None:
+def test_directory_and_socket_are_private(tmp_path: Path) -> None:
     """Whatever the umask: 0700 for every created directory, 0600 for the socket."""
     base = tmp_path / "a" / "b" / "s"
     before = os.umask(0)
     try:
         with Server(Provider(base, device="cpu")):
             assert [mode(tmp_path / "a"), mode(tmp_path / "a" / "b")] == [0o700, 0o700]
-            assert mode(f"{base}-cpu.sock") == 0o600
-            assert mode(f"{base}-cpu.sock.lock") == 0o600
+            assert [mode(f"{base}-cpu.sock"), mode(f"{base}-cpu.sock.lock")] == [0o600, 0o600]
     finally:
         os.umask(before)
 
@@ -204,20 +188,6 @@ def test_a_failure_to_create_the_directory_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match=r"cannot use the socket directory .*/file/below"):
         Server(Provider(tmp_path / "file" / "below" / "s", device="cpu")).start()
-
-
-def test_a_full_disk_is_reported(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Although the file that could not be created cannot be examined."""
-    real = os.open
-
-    def full(path: str, flags: int, *rest: int) -> int:
-        if flags & os.O_CREAT:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
-        return real(path, flags, *rest)
-
-    monkeypatch.setattr(os, "open", full)
-    with pytest.raises(ConfigurationError, match="No space left on device"):
-        serve()
 
 
 @needs_root
@@ -262,31 +232,28 @@ else:
 """
 
 
+def stranger(path: str, children: list[Child]) -> Child:
+    """Start a process of another user that connects to a server, and prints the outcome."""
+    children.append(as_uid(CONNECT, path, before="from shared_rpc.client.link import BlockingLink"))
+    return children[-1]
+
+
 @needs_another_uid
 def test_a_client_of_another_user_is_refused(children: list[Child]) -> None:
     """Even if directory and socket permit it: the server gets the user from the kernel."""
-    with (
-        common_directory() as directory,
-        Server(Provider(directory / "s", device="cpu")) as server,
-        Client(directory / "s", device="cpu") as mine,
-    ):
+    with common_directory() as directory, Server(Provider(directory / "s", device="cpu")) as server:
         os.chmod(server.socket_path, 0o666)
-        stranger = as_uid(CONNECT, server.socket_path, before="from shared_rpc.client.link import BlockingLink")
-        children.append(stranger)
-        assert stranger.expect("") == (
+        assert stranger(server.socket_path, children).expect("") == (
             f"ConfigurationError the server (pid {os.getpid()}) of uid 0 admits its own user alone, and this process is of uid "
             f"{STRANGER}: run both as one user"
         )
-        assert mine.get_server_info()["connections"] == 1
 
 
 @needs_another_uid
 def test_the_sockets_mode_keeps_other_users_out(children: list[Child]) -> None:
     """Before the server checks the user."""
     with common_directory() as directory, Server(Provider(directory / "s", device="cpu")) as server:
-        stranger = as_uid(CONNECT, server.socket_path, before="from shared_rpc.client.link import BlockingLink")
-        children.append(stranger)
-        assert "Permission denied" in stranger.expect("ConnectError")
+        assert "Permission denied" in stranger(server.socket_path, children).expect("ConnectError")
 
 
 @pytest.mark.parametrize(("namespace", "own"), [((), "True"), (("unshare", "--user"), "False")], ids=["mapped", "unmapped"])

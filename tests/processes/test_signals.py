@@ -125,7 +125,7 @@ def test_signals_taken_by_a_brokers_loop_thread_are_handled(app: BrokerApp, tmp_
 
 #: A child gets a signal while it still has the handlers of its parent: before it sets the first of its own.
 NEWBORN = """
-    import atexit, signal
+    import signal
 
     parent, born, go_on, set_handler = os.getpid(), os.pipe(), os.pipe(), signal.signal
 
@@ -138,23 +138,15 @@ NEWBORN = """
 
     signal.signal = set_when_told
 
-    def newborn(number):
+    @provider.share(cache=False)
+    def fork(number):
         pid = os.fork()
         if pid == 0:
             os._exit(0)
         os.read(born[0], 1)
         os.kill(pid, number)
         os.write(go_on[1], b".")
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-    @provider.share(cache=False)
-    def fork(number):
-        return torch.tensor(newborn(number))
-
-    @provider.share(cache=False)
-    def fork_at_exit(number):
-        atexit.register(lambda: print("at exit", newborn(number), flush=True))
-        return torch.zeros(1)
+        return torch.tensor(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
 
 
@@ -167,17 +159,6 @@ def test_signals_end_children_forked_by_an_endpoint(
     app.write(NEWBORN)
     begin(kind, app, children)
     assert app.connect().call("fork", int(number)).item() == -number
-
-
-@pytest.mark.parametrize("kind", ["server role", *deep("in-process")])
-def test_signals_end_children_forked_by_an_exit_callback(kind: str, app: BrokerApp, children: list[Child]) -> None:
-    """A process that is exiting ignores signals; its children do not."""
-    app.write(NEWBORN)
-    server = begin(kind, app, children)
-    app.connect().call("fork_at_exit", int(signal.SIGTERM))
-    server.process.terminate()
-    assert server.expect("at exit") == f"at exit {-signal.SIGTERM}"
-    assert server.close() == (0, "")
 
 
 # The exit.
@@ -235,7 +216,7 @@ def left():
 
 @each_end
 def test_ctrl_c_does_not_interrupt_the_exit(kind: str, which: str, app: BrokerApp, children: list[Child]) -> None:
-    """It does not interrupt the exit."""
+    """Nor does any number of signals."""
     seen = Path(f"{app.base_path}-seen")
     options = leave(
         app,

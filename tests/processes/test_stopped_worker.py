@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import errno
 import os
 import signal
-import subprocess
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,17 +18,13 @@ import torch
 from shared_rpc import AsyncClient, errors
 from shared_rpc.broker import dispatch as dispatch_module
 from shared_rpc.broker.dispatch import Backlog
-from shared_rpc.broker.transfer import ForwardedTransfer
-from shared_rpc.broker.worker import Worker, WorkerCommand
 from shared_rpc.execution.run import Run
 from shared_rpc.memory.records import Arguments
 from shared_rpc.memory.segments import Segment
-from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.specs import EndpointSpec
-from shared_rpc.settings import ServeOptions
 from tests.kit.brokers import BrokerApp, fds_of, is_running, worker_pids
 from tests.kit.deep import deep
-from tests.kit.processes import Child, eventually, python, sigstop
+from tests.kit.processes import Child, eventually, sigstop
 
 #: More than the capacity of a socket that is not read.
 LARGE = "x" * 4_000_000
@@ -89,27 +82,6 @@ def test_cancelled_calls_leave_nothing(app: BrokerApp, stop: Callable[[], int]) 
     os.kill(pid, signal.SIGCONT)
     assert client.call("echo", torch.ones(3)).sum() == 3
     eventually(lambda: client.get_server_info()["workers"][0]["runs"] == 0)
-
-
-def test_killed_clients_leave_nothing(app: BrokerApp, stop: Callable[[], int], children: list[Child]) -> None:
-    """Their queued calls are dropped."""
-    broker = app.start("--no-preload")
-    client = app.connect()
-    client.ping()
-    stop()
-    fds = fds_of(broker.pid)
-    child = python("""
-        import sys, threading, torch
-        from shared_rpc import Client
-        client = Client(device="cpu")
-        for size in range(20):
-            threading.Thread(target=client.call, args=("echo", torch.ones(3_000_000 + size)), daemon=True).start()
-        sys.stdin.read()
-    """)
-    children.append(child)
-    eventually(lambda: len(client.list_runs()) >= 20 and fds_of(broker.pid) > fds, what="its calls wait")
-    child.kill()
-    eventually(lambda: fds_of(broker.pid) <= fds, what="descriptors are closed")
 
 
 @pytest.mark.parametrize("then", ["it is killed", *deep("it goes on", "it is replaced")])
@@ -210,76 +182,3 @@ def test_backlogs_are_limited(unit: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert not backlog.remove(runs[1])
     backlog.check(run(**size), "")
     assert list(backlog) == [runs[0], runs[2], runs[3]]
-
-
-def test_workers_are_asked_for_chunks_once() -> None:
-    """Until they have returned some, or have ended."""
-    worker = Mock()
-    transfer = ForwardedTransfer("app", "session")
-    transfer.sent(worker, [1, 2, 3])
-    for _ in range(100):
-        transfer.await_chunks(lambda: None)
-    worker.send.assert_called_once_with(w.AwaitChunks("app", "session"))
-    transfer.came_back(worker, [])
-    transfer.await_chunks(lambda: None)
-    assert worker.send.call_count == 1
-    transfer.came_back(worker, [1])
-    transfer.await_chunks(lambda: None)
-    assert worker.send.call_count == 2
-    transfer.lost(worker)
-    transfer.sent(worker, [4])
-    transfer.await_chunks(lambda: None)
-    assert worker.send.call_count == 3
-
-
-class Deaf:
-    """Starts a process that never reads."""
-
-    options = ServeOptions()
-
-    def __init__(self) -> None:
-        self.started: list[subprocess.Popen[bytes]] = []
-
-    def start(self, number: int, fd: int) -> subprocess.Popen[bytes]:
-        """See :class:`WorkerCommand`."""
-        self.started.append(subprocess.Popen(["sleep", "60"], stderr=subprocess.PIPE, pass_fds=(fd,)))
-        return self.started[-1]
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize(
-    ("place", "error"),
-    [
-        ("shared_rpc.broker.worker.os.pidfd_open", OSError(errno.EMFILE, "Too many open files")),
-        ("shared_rpc.broker.worker.FramedStream.start", OSError(errno.ENOSPC, "No space left on device")),
-        ("shared_rpc.observability.stderr.threading.Thread.start", RuntimeError("can't start new thread")),
-    ],
-    ids=["no descriptor", "no watch", "no thread"],
-)
-@pytest.mark.usefixtures("no_leaks")
-async def test_a_worker_that_cannot_be_watched_leaves_nothing(
-    monkeypatch: pytest.MonkeyPatch, place: str, error: Exception
-) -> None:
-    """Its process is killed and reaped, and its descriptors are closed."""
-    command, ended = Deaf(), Mock()
-    with monkeypatch.context() as patch, pytest.raises(type(error), match=str(error.args[-1])):
-        patch.setattr(place, Mock(side_effect=error))
-        Worker(cast("WorkerCommand", command), 0, {}, lambda _: None, ended, lambda: None)
-    [process] = command.started
-    assert process.returncode == -signal.SIGKILL
-    await asyncio.sleep(0)
-    ended.assert_not_called()
-
-
-@pytest.mark.asyncio
-async def test_dropped_objects_are_one_message() -> None:
-    """While the worker does not read."""
-    caught_up = asyncio.Event()
-    worker = Worker(cast("WorkerCommand", Deaf()), 0, {}, lambda _: None, lambda _: None, caught_up.set)
-    worker.send(w.Stop(), payload=bytes(1_000_000))
-    assert worker.congested
-    unread = worker._link._socket.unsent
-    for _ in range(1000):
-        worker.reclaim()
-    assert worker._link._socket.unsent == unread
-    worker.end(0)
