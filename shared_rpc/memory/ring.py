@@ -122,6 +122,7 @@ class Ring:
             except (BlockingIOError, PermissionError):
                 continue
             if side.state == _PRESENT:
+                lock.close()  # the error's traceback may keep this frame, and the others must see the end
                 raise self._closed(side, "ended")
             after_fork(lock.close)  # a child's copy would keep the lock of a killed parent
             self._locks[side] = lock

@@ -208,8 +208,11 @@ def test_a_killed_reader_is_detected_within_a_second(client: Client, peer: Calla
                 channel.send({"x": torch.ones(1)}, timeout=20)
         assert time.monotonic() - killed[0] < 1
         assert (caught.value.reason, caught.value.pid) == ("ended", reader.pid)
-        with pytest.raises(ChannelClosed):
+        with client.open_channel("c") as successor, pytest.raises(ChannelClosed) as kept:
+            next(iter(successor))
+        with pytest.raises(ChannelClosed):  # also while the error of a successor is kept
             channel.send({})
+        del kept
 
 
 @pytest.mark.parametrize("device", ["cpu"])
