@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import resource
 import signal
 import socket
 import threading
@@ -323,6 +324,20 @@ def test_the_server_sends_descriptors(left: tuple[bytes, int]) -> None:
         fetch(FD_SERVER.address, token)
     os.close(one)
     os.close(other)
+
+
+def test_the_server_outlasts_a_lack_of_descriptors(left: tuple[bytes, int], caplog: pytest.LogCaptureFixture) -> None:
+    """Its memory can be opened again once there are some."""
+    token, _ = left
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            peer.connect("\0" + FD_SERVER.address)
+            eventually(lambda: "Too many open files" in caplog.text)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    os.close(fetch(FD_SERVER.address, token))
 
 
 def test_a_silent_peer_is_disconnected(left: tuple[bytes, int], monkeypatch: pytest.MonkeyPatch) -> None:

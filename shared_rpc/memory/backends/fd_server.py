@@ -14,6 +14,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 
 from shared_rpc.errors import CapabilityError
 from shared_rpc.forks import after_fork
@@ -24,6 +25,8 @@ _log = logging.getLogger("shared_rpc")
 TOKEN_BYTES = 16
 #: Seconds for a client's request, and for the answer.
 _ASKING, _ANSWERING = 1.0, 10.0
+#: Seconds after a failed accept(2).
+_PAUSE = 0.1
 
 
 class FdServer:
@@ -75,9 +78,10 @@ class FdServer:
         while True:
             try:
                 asking, _ = listener.accept()
-            except OSError as error:
-                _log.error("the descriptor server at %s closed: %s", self.address, error)
-                return
+            except OSError as error:  # for example too many open files
+                _log.warning("the descriptor server at %s cannot accept a client: %s", self.address, error)
+                time.sleep(_PAUSE)
+                continue
             with asking:
                 try:
                     self._answer(asking)
