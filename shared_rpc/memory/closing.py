@@ -90,10 +90,7 @@ class Closer:
             self._discarder.submit(self._close_discarded)
 
     def _close_discarded(self) -> None:
-        try:
-            os.close(self._discarded[0])
-        finally:
-            self._discarded.popleft()
+        os.close(self._discarded.popleft())
 
     def left(self) -> dict[str, int]:
         """Sum the bytes of pending frees, by device."""
@@ -121,8 +118,7 @@ class Closer:
     def _after_fork(self) -> None:
         # The child's copies would keep the memory. The first one may be closed already, and its number another file's.
         THREAD.spared = False
-        # The first one may be closed.
-        close_all(list(self._discarded)[1:])
+        close_all(list(self._discarded))
         self._discarded.clear()
         left, self._left = self._left, deque()
         for closing in left:

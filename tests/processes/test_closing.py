@@ -155,6 +155,26 @@ with CLOSER.spare_this_thread(), late_closings():
     assert printed_by(program) == "[] [] 0"
 
 
+def test_a_forked_child_closes_pending_descriptors_of_other_processes() -> None:
+    """They may keep memory that nobody else does."""
+    program = """
+import os, threading
+from shared_rpc.memory.closing import CLOSER
+
+free = threading.Event()
+with CLOSER.spare_this_thread():
+    CLOSER._discarder.submit(free.wait)
+    read, write = os.pipe()
+    CLOSER.discard([read, write])
+    if os.fork() == 0:
+        os.write(1, str([os.path.exists(f"/proc/self/fd/{number}") for number in (read, write)]).encode())
+        os._exit(0)
+    os.wait()
+    free.set()
+"""
+    assert printed_by(program) == "[False, False]"
+
+
 def test_a_child_does_not_close_reused_numbers(tmp_path: Path) -> None:
     """The kernel reuses the number as soon as close(2) begins, and frees the memory afterwards."""
     program = """
