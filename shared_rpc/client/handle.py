@@ -168,7 +168,7 @@ class Lease(Generic[T]):
         """End such a block; return True if the handle must be suspended now."""
         with self._lock:
             self._blocks -= 1
-            return self._resting and not self._blocks and not self._released
+            return self._resting and not (self._suspended or self._blocks or self._released)
 
     def _drop(self) -> bool:
         """Drop the value; return True if there is a lease to release."""

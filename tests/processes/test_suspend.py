@@ -217,12 +217,16 @@ def test_suspended_values_cannot_be_arguments(client: Client) -> None:
 def test_handles_without_a_lease_are_not_suspended(no_leaks: None, broker_app: BrokerApp) -> None:
     """Their memory could not be restored: a restarted server lacks the object."""
     broker_app.write(APP)
-    first = broker_app.start()
-    handle = broker_app.connect().call("load")
+    first, client = broker_app.start(), broker_app.connect()
+    handle, suspended = client.call("load"), client.call("load_read_only")
+    suspended.suspend()
     first.kill()
     broker_app.start()
     with pytest.raises(StaleHandleError):
         handle.suspend()
+    with pytest.raises(StaleHandleError):
+        suspended.active().__enter__()
+    assert suspended.suspended  # its memory is unmapped still
     with handle.active() as value:
         pass
     assert (handle.suspended, has_numbers(value)) == (False, True)
