@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import platform
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from shared_rpc.errors import ConfigurationError, SharedRPCError
+from shared_rpc.errors import SharedRPCError
 from shared_rpc.lifecycle.ending import end_now, is_child
 from shared_rpc.lifecycle.signals import wait_for_signal
 
@@ -110,7 +109,6 @@ def _serve() -> None:
 
     try:
         if any(provider._serves_at_end() for provider in _providers):
-            _check_that_threads_start()
             wait_for_signal(begin, end=end, last=True)
     except Exception as error:
         close_all()
@@ -124,17 +122,6 @@ def _remember_main_file() -> None:
     main = sys.modules["__main__"]
     if _main_file is not None and not hasattr(main, "__file__"):
         main.__file__ = _main_file
-
-
-def _check_that_threads_start() -> None:
-    """Raise if the interpreter already forbids new threads: Python 3.12.0 to 3.12.2 do after the main code (gh-113964)."""
-    try:
-        threading.Thread(target=int, daemon=True).start()
-    except RuntimeError as error:
-        raise ConfigurationError(
-            f"Python {platform.python_version()} starts no threads after the end of the main code ({error}), so this process "
-            f"cannot serve: use Python 3.12.3 or later, or 'shared-rpc serve', or Server(provider).start(blocking=True)"
-        ) from error
 
 
 def close_all() -> None:

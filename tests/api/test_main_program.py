@@ -5,7 +5,6 @@ Each test runs as ``python app.py`` in the server role, as ``shared-rpc serve ap
 
 from __future__ import annotations
 
-import platform
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -527,23 +526,3 @@ def test_processes_of_a_stuck_endpoint_end_with_the_server(serve: Callable[..., 
     code, _, _ = served.end()
     assert code == 0
     eventually(lambda: not is_running(pid), what=f"the end of {pid}")
-
-
-def test_interpreters_without_late_threads_are_reported(script: Callable[..., Served]) -> None:
-    """Python 3.12.0 to 3.12.2: the process cannot serve, and the error gives the remedies."""
-    served = script(
-        """
-import threading
-
-
-def refuse(*_, **__):
-    raise RuntimeError("can't create new thread at interpreter shutdown")
-
-
-threading.Thread.start = refuse
-"""
-    )
-    code, errors = served.child.close()
-    assert code == 1
-    assert errors.startswith(f"shared_rpc: Python {platform.python_version()} starts no threads after the end of the main code")
-    assert "'shared-rpc serve'" in errors
