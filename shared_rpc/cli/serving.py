@@ -241,9 +241,9 @@ def serve(
 
 
 def _serve_in_process(target: str, options: ServeOptions) -> None:
-    from shared_rpc.lifecycle.main_end import close_all, end_now_if_busy
     from shared_rpc.lifecycle.signals import wait_for_signal
     from shared_rpc.provider.app import load_providers
+    from shared_rpc.provider.main_end import close_all, end_now_if_busy
     from shared_rpc.provider.runtime import set_host
 
     host = _InProcessHost(options)

@@ -17,7 +17,6 @@ from shared_rpc.errors import ConfigurationError
 from shared_rpc.execution.endpoints import Endpoint, Registry, describe
 from shared_rpc.forks import after_fork, fork_safe_lock
 from shared_rpc.lifecycle.ending import is_child
-from shared_rpc.lifecycle.main_end import register, unregister
 from shared_rpc.memory.backends.choice import MechanismOption, choose_mechanism, mechanism_info
 from shared_rpc.memory.devices import device_id
 from shared_rpc.memory.pool import PoolOptions
@@ -25,6 +24,7 @@ from shared_rpc.operations.binding import bound
 from shared_rpc.operations.client import BlockingOperations
 from shared_rpc.protocol.generations import Generation
 from shared_rpc.protocol.infos import EndpointInfo, MechanismInfo, RuntimeInfo
+from shared_rpc.provider.main_end import register, unregister
 from shared_rpc.provider.runtime import ClientRuntime, ClientSettings, LocalRuntime, Runtime, ServerRuntime, host
 from shared_rpc.server.server import Server
 from shared_rpc.settings import Role, resolve_cluster, resolve_role

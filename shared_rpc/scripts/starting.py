@@ -22,7 +22,7 @@ _BELIEVED = 600.0
 _MODULES = (
     *("numpy", "torch"),
     *("shared_rpc.provider.provider", "shared_rpc.operations.client", "shared_rpc.operations.async_client"),
-    *("shared_rpc.codec.arguments", "shared_rpc.codec.results", "shared_rpc.lifecycle.main_end"),
+    *("shared_rpc.codec.arguments", "shared_rpc.codec.results", "shared_rpc.provider.main_end"),
     *("shared_rpc.provider.loopback", "shared_rpc.provider.spawn"),
     *("shared_rpc.extras.materialize", "shared_rpc.extras.safetensors"),
     *("shared_rpc.protocol.ticket", "shared_rpc.memory.backends.host", "shared_rpc.server.server"),

@@ -6,9 +6,9 @@ import argparse
 import sys
 
 from shared_rpc.errors import ConfigurationError, SharedRPCError
-from shared_rpc.lifecycle.main_end import close_all
 from shared_rpc.observability.logs import configure
 from shared_rpc.provider.app import load_providers
+from shared_rpc.provider.main_end import close_all
 from shared_rpc.provider.runtime import set_host
 from shared_rpc.settings import ServeOptions
 from shared_rpc.worker.beginning import Beginning

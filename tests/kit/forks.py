@@ -67,7 +67,7 @@ MODULES = (
     *(
         "shared_rpc.extras.materialize",
         "shared_rpc.provider.loopback",
-        "shared_rpc.lifecycle.main_end",
+        "shared_rpc.provider.main_end",
         "shared_rpc.provider.spawn",
         "shared_rpc.protocol.ticket",
     ),

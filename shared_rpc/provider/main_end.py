@@ -11,25 +11,7 @@ from typing import Any, Protocol
 from shared_rpc.errors import SharedRPCError
 from shared_rpc.lifecycle.ending import end_now, is_child
 from shared_rpc.lifecycle.signals import wait_for_signal
-
-
-class RunningServer(Protocol):
-    """A server that continues after the end of the main code."""
-
-    @property
-    def socket_path(self) -> str:
-        """The path where it listens."""
-
-    @property
-    def busy(self) -> bool:
-        """True while an endpoint runs."""
-
-    @property
-    def running(self) -> bool:
-        """True while it serves."""
-
-    def stop(self) -> None:
-        """End it."""
+from shared_rpc.server.server import Server
 
 
 class Serves(Protocol):
@@ -38,7 +20,7 @@ class Serves(Protocol):
     def _serves_at_end(self) -> bool:
         """Return True if it continues to serve."""
 
-    def _server_at_end(self) -> RunningServer | None:
+    def _server_at_end(self) -> Server | None:
         """Return the server that continues, started if necessary."""
 
     def close(self) -> None:
@@ -95,9 +77,9 @@ _threading._shutdown = _end_of_main
 
 def _serve() -> None:
     """Serve until the process must end, if any provider continues to serve."""
-    serving: list[RunningServer] = []
+    serving: list[Server] = []
 
-    def begin() -> list[RunningServer] | None:
+    def begin() -> list[Server] | None:
         serving.extend(server for server in (provider._server_at_end() for provider in _providers) if server is not None)
         for server in serving:
             print(f"shared_rpc: serving at {server.socket_path} until SIGINT or SIGTERM", file=sys.stderr, flush=True)
@@ -130,7 +112,7 @@ def close_all() -> None:
         provider.close()
 
 
-def end_now_if_busy(servers: Iterable[RunningServer]) -> None:
+def end_now_if_busy(servers: Iterable[Server]) -> None:
     """End the process if a stopped server still runs an endpoint: its thread cannot be ended, and the interpreter must not be
     finalised under it.
     """
