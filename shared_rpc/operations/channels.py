@@ -4,6 +4,10 @@ A channel is two buffers of a server. One has the slots, on the device of the te
 in host memory its settings and a header for each slot; the page of its revision has the ring's counters, see
 :mod:`shared_rpc.memory.ring`. Once both sides have the buffers, no message goes through the server.
 
+Small content for a GPU lies in host memory behind the slot's header: copies within a GPU are kernels, and two processes that
+run kernels in turn make the GPU switch contexts, for 0.15 ms each time (measured on an H200), while its copy engines read and
+write host memory without a switch.
+
 The sender copies tensors into a slot, waits for the device, writes the header, and publishes the slot. A reader copies them
 out, waits for the device, and acknowledges the slot. So no work of one process on a device waits for that of another.
 """
@@ -43,8 +47,8 @@ T = TypeVar("T")
 #: Steps of a channel's work: functions that block briefly or copy; each result is sent back.
 Steps = Generator[Any, Any, T]
 
-#: Bytes of the settings, and of the header of a slot. Some ten thousand tensors fit into one slot.
-_SETTINGS, _HEADER = 4096, 1 << 20
+#: Bytes of the settings, of the header of a slot, and of small content behind it. Some ten thousand tensors fit into one slot.
+_SETTINGS, _HEADER, _SMALL = 4096, 1 << 20, 64 << 10
 #: Maximum bytes of ``meta``, and of a tensor's name.
 _META, _NAME = _HEADER // 2, 1000
 #: Upper bound of a piece's bytes in a header besides its name.
@@ -90,6 +94,8 @@ class _Header(msgspec.Struct, array_like=True):
     last: bool
     pieces: list[_Piece]
     meta: msgspec.Raw = msgspec.Raw(b"\xc0")  # None
+    #: True if the pieces lie behind the header.
+    small: bool = False
 
 
 _NOTHING = msgspec.Raw(b"\xc0")
@@ -113,7 +119,7 @@ def create(
     if device is not None:
         chosen = yield Work(lambda: device_id(str(device)))
     data: Lease[Any] = yield from created(ctx, request_of(nbytes * slots, "uint8", chosen, False, None, None, False))
-    request = request_of(_SETTINGS + _HEADER * slots, "uint8", "cpu", True, None, None, False)
+    request = request_of(_SETTINGS + (_HEADER + _SMALL) * slots, "uint8", "cpu", True, None, None, False)
     control: Lease[Any] = yield from created(ctx, msgspec.structs.replace(request, name=name))
     page = yield from GenerationOperations.revision_page.body(ctx, control.object_id)
     settings = _Settings(data.object_id, nbytes, slots, readers)
@@ -146,7 +152,7 @@ def _settings_of(control: torch.Tensor, name: str) -> _Settings:
         settings = msgspec.msgpack.decode(text, type=_Settings)
     except msgspec.DecodeError as error:
         raise ProtocolError(f"buffer {name!r} is no channel: {error}") from error
-    if control.nbytes < _SETTINGS + _HEADER * settings.slots or not 1 <= settings.readers <= MOST_READERS:
+    if control.nbytes < _SETTINGS + (_HEADER + _SMALL) * settings.slots or not 1 <= settings.readers <= MOST_READERS:
         raise ProtocolError(f"buffer {name!r} is no channel: it is too small for {settings}")
     if settings.nbytes <= 0 or settings.nbytes != aligned(settings.nbytes):
         raise ProtocolError(f"buffer {name!r} is no channel: it has slots of {settings.nbytes} bytes")
@@ -196,11 +202,13 @@ class Parts:
         self.ring = ring
         flat: torch.Tensor = data.value.view(-1)
         self.slots = [_Slot(flat[at * settings.nbytes : (at + 1) * settings.nbytes]) for at in range(settings.slots)]
-        self.headers = [control.value.data_ptr() + _SETTINGS + at * _HEADER for at in range(settings.slots)]
+        headers = range(_SETTINGS, _SETTINGS + (_HEADER + _SMALL) * settings.slots, _HEADER + _SMALL)
+        self.headers = [control.value.data_ptr() + at for at in headers]
+        self.small_slots = [_Slot(control.value[at + _HEADER : at + _HEADER + _SMALL]) for at in headers]
         mapping = MAPPINGS.find(flat.data_ptr())
         assert mapping is not None, "a buffer is mapped"
         self._backend: Any = mapping[0].backend
-        self._device = flat.device
+        self.device = flat.device
 
     def synchronize(self, *, copied: bool) -> None:
         """Wait until no queued work of this process accesses a slot.
@@ -209,10 +217,10 @@ class Parts:
         """
         import torch
 
-        if not copied or self._device.type != "cuda":
+        if not copied or self.device.type != "cuda":
             over = self._backend.synchronize()
         elif over := not torch.cuda.is_current_stream_capturing():
-            self._backend.wait(torch.cuda.current_stream(self._device).cuda_stream)
+            self._backend.wait(torch.cuda.current_stream(self.device).cuda_stream)
         if not over:
             raise CapabilityError(
                 f"channel {self.name!r} waits for the GPU, and a CUDA graph is being captured: send and receive before or after"
@@ -292,8 +300,7 @@ def _part(tensor: torch.Tensor, piece: _Piece) -> torch.Tensor:
     return tensor.view(-1)[piece.start // item : (piece.start + piece.nbytes) // item]
 
 
-def _put(parts: Parts, turn: int, fill: Sequence[tuple[_Piece, torch.Tensor]]) -> None:
-    slot = parts.slots[turn]
+def _put(parts: Parts, slot: _Slot, fill: Sequence[tuple[_Piece, torch.Tensor]]) -> None:
     for piece, tensor in fill:
         whole = piece.nbytes == tensor.nbytes
         _copy(_place(slot, piece), tensor.detach() if whole else _part(tensor.detach().contiguous(), piece))
@@ -313,8 +320,10 @@ def _sent(parts: Parts, tensors: Mapping[str, torch.Tensor], meta: Any, timeout:
         while not ring.acknowledged(ring.slots - 1):
             yield functools.partial(ring.wait_acknowledged, ring.slots - 1, until)
         turn = ring.turn
-        yield functools.partial(_put, parts, turn, fill)
-        header = _Header(first, following is None, [piece for piece, _ in fill], text if first else _NOTHING)
+        pieces = [piece for piece, _ in fill]
+        small = parts.device.type == "cuda" and (not pieces or pieces[-1].offset + pieces[-1].nbytes <= _SMALL)
+        yield functools.partial(_put, parts, (parts.small_slots if small else parts.slots)[turn], fill)
+        header = _Header(first, following is None, pieces, text if first else _NOTHING, small)
         _write(parts.headers[turn], _encode(header))
         ring.advance()
         fill, first = following, False
@@ -371,7 +380,8 @@ class _Reception:
             raise ProtocolError(f"a header of channel {self._parts.name!r} cannot be read: {error}") from error
 
     def _enter(self, header: _Header) -> None:
-        self._header, self._slot = header, self._parts.slots[self._parts.ring.turn]
+        self._header = header
+        self._slot = (self._parts.small_slots if header.small else self._parts.slots)[self._parts.ring.turn]
         self._pieces = iter(header.pieces)
 
     def _next_piece(self) -> Steps[_Piece | None]:
@@ -411,12 +421,14 @@ class _Reception:
         if piece is None:
             return None
         assert self._slot is not None, "a piece has a slot"
-        found = _place(self._slot, piece)
-        if piece.nbytes == piece.extent.nbytes:
+        if piece.nbytes == piece.extent.nbytes and self._slot.device == self._parts.device:
             self._lent = True
-            return piece.name, found
-        whole = yield functools.partial(_new, piece, self._slot.device)
-        yield from self._assembled(piece, whole)
+            return piece.name, _place(self._slot, piece)
+        whole = yield functools.partial(_new, piece, self._parts.device)
+        if piece.nbytes == piece.extent.nbytes:
+            yield functools.partial(_copy, whole, _place(self._slot, piece))
+        else:
+            yield from self._assembled(piece, whole)
         return piece.name, whole
 
     def _assembled(self, piece: _Piece, whole: torch.Tensor) -> Steps[None]:
@@ -448,7 +460,7 @@ class _Reception:
             elif target.is_contiguous():
                 yield from self._assembled(piece, target.detach())
             else:
-                whole = yield functools.partial(_new, piece, self._slot.device)
+                whole = yield functools.partial(_new, piece, self._parts.device)
                 yield from self._assembled(piece, whole)
                 yield functools.partial(_copy, target, whole)
             names.append(piece.name)
@@ -504,7 +516,8 @@ class TensorMessage(_Reception):
     """Named tensors of one message, as a context manager, and as an iterator over pairs of name and tensor.
 
     A tensor lies in a slot, and is valid until a step reaches the next slot, or the block or iterator ends: clone or copy
-    tensors to keep. One that is larger than a slot is a separate tensor. The unread rest of a message is skipped.
+    tensors to keep. One that is larger than a slot is a separate tensor, and so are those of a small message on a GPU. The
+    unread rest of a message is skipped.
     """
 
     def copy_to(self, targets: Mapping[str, torch.Tensor]) -> list[str]:
