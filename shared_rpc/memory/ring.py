@@ -48,10 +48,8 @@ class _Side:
 
     @property
     def count(self) -> int:
-        """The number of slots published or acknowledged. Later reads of a slot are at least as new."""
-        count = int(self._words[0])
-        futex.fence()
-        return count
+        """The number of slots published or acknowledged."""
+        return int(self._words[0])
 
     def advance(self, slots: int = 1) -> None:
         """Add to the counter, after this process's earlier writes, and wake its waiters."""
@@ -171,13 +169,20 @@ class Ring:
                 raise self._closed(side, "closed" if side.state == _CLOSED else "ended")
 
     def given(self) -> bool:
-        """Return True if this reader's slot is published."""
+        """Return True if this reader's slot is published. Later reads of the slot are at least as new."""
         assert self._own is not None, "a side was taken"
-        return self._sides[0].count != self._own.count
+        given = self._sides[0].count != self._own.count
+        futex.fence()
+        return given
 
     def acknowledged(self, pending: int) -> bool:
-        """Return True if each reader has acknowledged all published slots except the last ``pending``."""
-        return self._behind(pending) is None
+        """Return True if each reader has acknowledged all published slots except the last ``pending``.
+
+        Later writes to the other slots come after the readers' reads.
+        """
+        behind = self._behind(pending)
+        futex.fence()
+        return behind is None
 
     def _behind(self, pending: int) -> tuple[_Side, int] | None:
         """Return a reader with more than ``pending`` slots to acknowledge, and its counter."""
@@ -212,8 +217,10 @@ class Ring:
         state = side.state
         if state == _ABSENT and self._maker.state == _PRESENT and self._is_over(self._maker):
             raise self._closed(self._maker, "ended")  # it may be the missing peer
-        if self._is_over(side) and side.count == seen:  # no progress before its end
-            raise self._closed(side, "closed" if side.state == _CLOSED else "ended")
+        if self._is_over(side):
+            futex.fence()
+            if side.count == seen:  # no progress before its end
+                raise self._closed(side, "closed" if side.state == _CLOSED else "ended")
         left = until - time.monotonic()
         if left <= 0:
             role = "the sender" if side.number == 0 else f"reader {side.number}"

@@ -215,16 +215,28 @@ class Parts:
 
         :param copied: True if only copies on the current stream do, so that nothing else is waited for.
         """
+        self.check_capture()
+        if copied and self.device.type == "cuda":
+            import torch
+
+            self._backend.wait(torch.cuda.current_stream(self.device).cuda_stream)
+        elif not self._backend.synchronize():
+            raise self._captured()
+
+    def check_capture(self) -> None:
+        """Check that no CUDA graph is being captured on the current stream.
+
+        :raises CapabilityError: if one is.
+        """
         import torch
 
-        if not copied or self.device.type != "cuda":
-            over = self._backend.synchronize()
-        elif over := not torch.cuda.is_current_stream_capturing():
-            self._backend.wait(torch.cuda.current_stream(self.device).cuda_stream)
-        if not over:
-            raise CapabilityError(
-                f"channel {self.name!r} waits for the GPU, and a CUDA graph is being captured: send and receive before or after"
-            )
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise self._captured()
+
+    def _captured(self) -> CapabilityError:
+        return CapabilityError(
+            f"channel {self.name!r} waits for the GPU, and a CUDA graph is being captured: send and receive before or after"
+        )
 
 
 def _until(timeout: float | None) -> float:
@@ -301,10 +313,12 @@ def _part(tensor: torch.Tensor, piece: _Piece) -> torch.Tensor:
 
 
 def _put(parts: Parts, slot: _Slot, fill: Sequence[tuple[_Piece, torch.Tensor]]) -> None:
+    parts.check_capture()
     for piece, tensor in fill:
         whole = piece.nbytes == tensor.nbytes
         _copy(_place(slot, piece), tensor.detach() if whole else _part(tensor.detach().contiguous(), piece))
-    parts.synchronize(copied=True)
+    if slot.device.type == "cuda":  # a copy to the host is complete
+        parts.synchronize(copied=True)
 
 
 def _sent(parts: Parts, tensors: Mapping[str, torch.Tensor], meta: Any, timeout: float | None) -> Steps[None]:
