@@ -23,7 +23,7 @@ def run(
     device: Device = "auto",
     megabytes: Annotated[int, typer.Option(help="MiB of a message; by default 16,384 on a GPU and 1,024 on the host.")] = 0,
     slot: Annotated[int, typer.Option(help="MiB of a slot; by default 1,024 on a GPU and 256 on the host.")] = 0,
-    slots: Annotated[int, typer.Option(help="Slots of the channel.")] = 2,
+    slots: Annotated[int, typer.Option(help="Slots of the channel.")] = 3,
     rounds: Annotated[int, typer.Option(help="Messages, each beside two copies.")] = 7,
     syncs: Annotated[int, typer.Option(help="Small messages, each of which is acknowledged before the next one.")] = 10_000,
     json: Json = None,

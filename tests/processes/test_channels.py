@@ -468,3 +468,21 @@ async def test_cancelled_coroutines_leave_the_channel_intact(client: Client, bas
             async with reader.receive(timeout=5) as message:
                 target = {"x": torch.zeros(1)}
                 assert (message.meta, await message.copy_to(target), target["x"].item()) == (2, ["x"], 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"])
+@pytest.mark.parametrize("elements", [4, 1 << 20], ids=["small", "large"])
+def test_sending_during_a_capture_is_refused(client: Client, elements: int) -> None:
+    """The capture is undisturbed, and afterwards the tensor can be sent."""
+    value, out = torch.ones(elements, device="cuda"), torch.zeros(elements, device="cuda")
+    with client.create_channel("c", 8 << 20) as channel, client.open_channel("c") as reader:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out.copy_(value + 1)
+            with pytest.raises(CapabilityError, match="being captured"):
+                channel.send({"x": out})
+        graph.replay()
+        channel.send({"x": out})
+        with reader.receive(timeout=20) as message:
+            assert [tensor.sum().item() for _, tensor in message] == [2 * elements]
