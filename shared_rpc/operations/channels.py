@@ -420,8 +420,13 @@ class _Reception:
         return piece
 
     def _acknowledge(self) -> None:
+        # A copy from pageable host memory to a GPU has read that when it returns ("API synchronization behavior" of CUDA).
+        read = self._header is not None and self._header.small
+        if read:
+            self._parts.ring.advance()
         self._parts.synchronize(copied=not self._lent)
-        self._parts.ring.advance()
+        if not read:
+            self._parts.ring.advance()
 
     def _left(self) -> Steps[None]:
         """Acknowledge the slot, from any position."""
