@@ -17,7 +17,7 @@ from shared_rpc import Client, Provider
 from shared_rpc.errors import CapabilityError, CodecError, EndpointNotFound, RemoteError
 from tests.kit.apps import App, Connect, Serve
 from tests.kit.deep import deep
-from tests.kit.models import Marked, State
+from tests.kit.models import Locked, Marked, State
 
 
 class Refusal(NamedTuple):
@@ -35,6 +35,7 @@ RESULTS = {
         "returned a generator, which runs in this process only: return what it yields, as a list",
     ),
     "lock": Refusal(lambda: State(1, {"m": [Lock()]}), "result.moments['m'][0] cannot be pickled"),
+    "lock of a module": Refusal(Locked, "result.layers.1.guard['of'][0] cannot be pickled"),
     "graph of a subclass": Refusal(
         lambda: [torch.ones(1, requires_grad=True).as_subclass(Marked) * 2], "result[0] carries an autograd graph"
     ),
