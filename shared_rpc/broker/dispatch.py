@@ -144,11 +144,7 @@ class Dispatcher:
     def _able(self, run: Run[Any]) -> list[Worker]:
         """Return the workers that can execute a run."""
         place: _Place = run.place
-        able = [worker for worker in self.workers() if worker.serves(place.executor.key, run.spec.name)]
-        if place.arguments.held and (transfer := place.transfer) is not None:
-            # Only the worker that owns results which it takes as arguments can hold these.
-            return [worker for worker in able if worker is transfer.owner(place.arguments.held)] or able
-        return able
+        return [worker for worker in self.workers() if worker.serves(place.executor.key, run.spec.name)]
 
     def _send_or_end(self, run: Run[Any]) -> bool:
         """Send a run, or end it if no worker will ever execute it; return False if it must wait.

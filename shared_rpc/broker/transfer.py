@@ -71,10 +71,6 @@ class ForwardedTransfer(SessionTransfer):
             if segment.info.id not in self._segments:
                 self._segments[segment.info.id] = segment.duplicate(), worker
 
-    def owner(self, chunks: Iterable[int]) -> Worker | None:
-        """Return the worker that owns the pool of these chunks."""
-        return next((self._results[chunk] for chunk in chunks if chunk in self._results), None)
-
     def lost(self, worker: Worker) -> None:
         """Free the client's chunks of an ended worker. The worker's own pool now belongs to its readers."""
         self._workers.discard(worker)
@@ -90,12 +86,8 @@ class ForwardedTransfer(SessionTransfer):
         """Return the sinks of the chunks in a call."""
         return dict.fromkeys(chunks, self)
 
-    def retain(self, chunks: Sequence[int]) -> dict[int, ChunkSink] | None:
-        """Return no sinks: the worker itself holds chunks of results on receipt of the call, and may refuse them."""
-        return {} if all(chunk in self._results for chunk in chunks) else None
-
     def result_segment(self, segment_id: str) -> Segment | None:
-        """Return a segment of the pools of results; None for an unknown id."""
+        """Return an arena of the workers' pools; None for an unknown id."""
         found = self._segments.get(segment_id)
         return found[0] if found is not None else None
 

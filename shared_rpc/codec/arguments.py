@@ -44,7 +44,7 @@ def encode_arguments(
     :raises PoolFull: if the pool has too little free memory now.
     """
     if pool is not None:
-        single = _encode_single(args, kwargs, kind, server, pool, purpose)
+        single = _encode_single(args, kwargs, kind, pool, purpose)
         if single is not None:
             return single
     scan = Scan(kind)
@@ -75,7 +75,6 @@ def encode_arguments(
         placed.segments,
         placed.arenas,
         placed.chunks,
-        placed.held,
     )
 
 
@@ -85,16 +84,14 @@ _ALONE = encode_call([TensorRef(0)], {})
 _SCALARS = (int, float, bool, str, bytes, complex, type(None))
 
 
-def _encode_single(
-    args: Sequence[Any], kwargs: dict[str, Any], kind: str, server: str, pool: Pool, purpose: str
-) -> Arguments | None:
+def _encode_single(args: Sequence[Any], kwargs: dict[str, Any], kind: str, pool: Pool, purpose: str) -> Arguments | None:
     """Encode one plain tensor, alone or with scalars; return None for anything else."""
     rest = [value for value in (*args, *kwargs.values()) if type(value) not in _SCALARS]
     if len(rest) != 1 or type(rest[0]) is not torch.Tensor:
         return None
     alone = len(args) == 1 and not kwargs
     written = _ALONE if alone else encode_call(*lower_call(args, kwargs, lambda value, path: TensorRef(0)))
-    copied = copy_single(rest[0], kind, pool, purpose, server)
+    copied = copy_single(rest[0], kind, pool, purpose)
     if copied is None:
         return None
     copied.wait()

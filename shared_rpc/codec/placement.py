@@ -24,7 +24,6 @@ from shared_rpc.codec.storages import copy_bytes, current_stream
 from shared_rpc.errors import CapabilityError
 from shared_rpc.memory.arena import aligned, pack
 from shared_rpc.memory.backends.choice import backend_for
-from shared_rpc.memory.chunk_references import chunk_of
 from shared_rpc.memory.devices import id_of
 from shared_rpc.memory.mapping import MAPPINGS, Mapping
 from shared_rpc.memory.pool import Pool
@@ -58,10 +57,9 @@ class Placement:
         #: Bytes that readers map in place, and bytes that each reader copies or converts.
         self.nbytes = 0
         self.private_nbytes = 0
-        #: Numbers of the segments that are arenas of the pool, of its used chunks, and of the reader's own chunks.
+        #: Numbers of the segments that are arenas of the pool, and of its used chunks.
         self.arenas: set[int] = set()
         self.chunks: list[int] = []
-        self.held: list[int] = []
         self._numbers: dict[str, int] = {}
         for span in found:
             if span.nbytes == 0:
@@ -86,12 +84,12 @@ class Placement:
             self.devices.append(name)
         return self.devices.index(name)
 
-    def segment(self, mapping: Mapping, access: Access, *, named: bool = False) -> int:
-        """Return the number of a mapping's segment. ``named``: the reader has it by its id."""
+    def segment(self, mapping: Mapping, access: Access) -> int:
+        """Return the number of a mapping's segment."""
         number = self._numbers.get(mapping.info.id)
         if number is None:
             number = self._numbers[mapping.info.id] = len(self.segments)
-            if named or mapping.segment is None:
+            if mapping.segment is None:
                 self.segments.append(Segment(mapping.info))
             else:
                 mapping.publish(access)
@@ -131,16 +129,9 @@ class Placement:
             return False
         mapping, offset = found
         known = bool(self._reader) and mapping.owner == self._reader
-        chunk = 0
-        if mapping.pooled:
-            # Only the pool's own side may get the number of a chunk, and only of a chunk in use.
-            chunk = chunk_of(self._scan.storages[block.spans[0].storage]) if known else 0
-            if not chunk:
-                return False
-            self.held.append(chunk)
-        elif (not known and mapping.segment is None) or (access == "read" and mapping.may_change):
+        if mapping.pooled or (not known and mapping.segment is None) or (access == "read" and mapping.may_change):
             return False
-        self.put(block, self.segment(mapping, access, named=mapping.pooled), offset, chunk)
+        self.put(block, self.segment(mapping, access), offset)
         return True
 
     def close(self) -> None:

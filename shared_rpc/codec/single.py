@@ -72,13 +72,10 @@ def _plain(tensor: torch.Tensor) -> bool:
 _capturing = torch.cuda.is_current_stream_capturing
 
 
-def copy_single(
-    tensor: torch.Tensor, kind: str, pool: Pool, purpose: str, reader: str = "", limit: int | None = None
-) -> Copied | None:
+def copy_single(tensor: torch.Tensor, kind: str, pool: Pool, purpose: str, limit: int | None = None) -> Copied | None:
     """Copy a tensor into a pool; return None if the general path must handle the tensor, errors included.
 
     :param kind: the type of device that it must be on.
-    :param reader: the id of the server that reads the copy, ``""`` for any reader.
     :param limit: the most bytes to copy; None for the pool's own limit.
     :raises PoolFull: if the pool has too little free memory now.
     """
@@ -96,7 +93,7 @@ def copy_single(
         return None
     address = tensor.data_ptr()
     found = MAPPINGS.find(address)
-    if found is not None and not (found[0].pooled and (not reader or found[0].owner != reader)):
+    if found is not None and not found[0].pooled:
         return None  # the reader can map the memory in place: see Placement.stays()
     chunk = pool.acquire_one(id_of(device), size, purpose)
     try:
@@ -151,7 +148,6 @@ def rebuild_single(
         hold = references.holds.get(info.id) if references is not None and 0 in arenas else None
         if references is None or hold is None or info.nbytes > hold.mapping.info.nbytes:
             return None
-        hold.mapping.owner = owner or hold.mapping.owner
         storage = storage_over(hold.mapping)
         del pooled[place.chunk]
         references.acquire(place.chunk, place.nbytes, hold.mapping, (storage,))

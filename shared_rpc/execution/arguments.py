@@ -30,11 +30,11 @@ def read_arguments(
         sends a descriptor of every segment except arenas.
     """
     transfer = transfers.find(session)
-    if transfer is None and (message.freed or message.arenas or message.chunks or message.held):
+    if transfer is None and (message.freed or message.arenas or message.chunks):
         transfer = transfers.of(session)
     if transfer is not None and message.freed:
         transfer.release_results(message.freed)
-    memory = message.segments or message.skeletons or message.kept or message.arenas or message.chunks or message.held
+    memory = message.segments or message.skeletons or message.kept or message.arenas or message.chunks
     if not (memory or frame.fds or frame.payload):
         return Arguments(message.args, message.kwargs, bytes(message.table), nbytes=len(frame.body))
     numbers, kept = range(len(message.segments)), set(message.kept)
@@ -46,7 +46,7 @@ def read_arguments(
     ):
         raise ProtocolError("the descriptors or skeletons of a call do not match its message")
     arguments = Arguments(message.args, message.kwargs, bytes(message.table), arenas=frozenset(message.arenas))
-    arguments.chunks, arguments.held = message.chunks, message.held
+    arguments.chunks = message.chunks
     arguments.nbytes = len(frame.body) + len(frame.payload)
     arguments.session = session
     #: None for segments still to be looked up by their ids.
@@ -57,15 +57,8 @@ def read_arguments(
         if frame.fds:
             # The sent segments first: the client sends an arena only once, even if this call fails.
             _take_sent(segments, frame, message, transfer, trusted=segment_of is None)
-        if transfer is not None and message.held:
-            # Chunks of results in the session's pool: they are retained while the endpoint uses them.
-            held = transfer.retain(message.held)
-            if held is None:
-                ids = [info.id[:100] for info in message.segments]
-                raise SegmentNotFound("the session does not hold the result chunks of the call", ids)
-            arguments.pooled.update(held)
         if not kept.issubset(message.arenas):
-            _find_kept(segments, message, transfer, segment_of)
+            _find_kept(segments, message, segment_of)
         for number in message.kept:
             if segments[number] is None and transfer is not None:
                 segments[number] = transfer.arena(message.segments[number].id)
@@ -106,16 +99,12 @@ def _renamed(info: SegmentInfo) -> SegmentInfo:
     return msgspec.structs.replace(info, id=new_segment_id())
 
 
-def _find_kept(
-    segments: list[Segment | None], message: m.Call, transfer: SessionTransfer | None, segment_of: SegmentOf | None
-) -> None:
-    """Duplicate the segments named by their ids, except arenas: segments that the server keeps."""
+def _find_kept(segments: list[Segment | None], message: m.Call, segment_of: SegmentOf | None) -> None:
+    """Duplicate the segments of the server's objects, which are named by their ids."""
     unknown = []
     for number in set(message.kept) - set(message.arenas):
         segment_id = message.segments[number].id
-        # A segment of an object or of the session's results, whose owner keeps it.
         found = segment_of(segment_id) if segment_of is not None else None
-        found = found or (transfer.result_segment(segment_id) if transfer is not None else None)
         if found is None:
             unknown.append(segment_id[:100])
         elif segments[number] is None:

@@ -63,14 +63,11 @@ class Publisher:
                 slabs = self.slabs if run.shares_slab else None
                 record = publish(only[0], self._device, spec.access, spec.name, tensors=spec.tensors, slabs=slabs)
                 return Completed(record, only[0])
-            for again in (True, False):
-                try:
-                    record = publish(only[0], self._device, spec.access, spec.name, transfer.results, spec.tensors)
-                    return Completed(record, None)
-                except PoolFull as full:
-                    if not (again and transfer.reclaim()):
-                        return AwaitingPool(None, only[0], str(full), full.frees)
-            raise AssertionError("the second attempt returns")
+            try:
+                record = publish(only[0], self._device, spec.access, spec.name, transfer.results, spec.tensors)
+                return Completed(record, None)
+            except PoolFull as full:
+                return AwaitingPool(None, only[0], str(full), full.frees)
         finally:
             only.clear()
 

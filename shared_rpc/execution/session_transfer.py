@@ -56,14 +56,6 @@ class SessionTransfer(ABC):
         """Return the sinks that take back the chunks of a call."""
 
     @abstractmethod
-    def retain(self, chunks: Sequence[int]) -> dict[int, ChunkSink] | None:
-        """Add a hold on chunks of the session's results that it sends as arguments; None if one of them is not in use."""
-
-    @abstractmethod
-    def result_segment(self, segment_id: str) -> Segment | None:
-        """Return a segment of the results' pool, which keeps ownership."""
-
-    @abstractmethod
     def release_results(self, chunks: Sequence[int]) -> None:
         """Free chunks of the results' pool that the client has released, or that were never sent."""
 

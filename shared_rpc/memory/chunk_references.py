@@ -35,12 +35,6 @@ class _ChunkPin(msgspec.Struct, eq=False, weakref=True):
 _HELD = "_shared_rpc_chunk"
 
 
-def chunk_of(user: object) -> int:
-    """Return the number of the chunk that an object keeps, 0 for none."""
-    pin = getattr(user, _HELD, None)
-    return pin.number if isinstance(pin, _ChunkPin) else 0
-
-
 class ChunkReference(weakref.ref[_ChunkPin]):
     """A weak reference to a pin, with the chunk, of which ``nbytes`` are used."""
 

@@ -17,7 +17,6 @@ import msgspec
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.memory.arena import Extents, aligned
 from shared_rpc.memory.mapping import MAPPINGS, Mapping, MappingHold
-from shared_rpc.memory.segments import Segment
 
 
 class PoolOptions(msgspec.Struct, frozen=True):
@@ -50,17 +49,13 @@ class PoolFull(Exception):
 
 
 class Chunk(msgspec.Struct, eq=False):
-    """``nbytes`` bytes at ``offset`` of an arena. ``purpose`` describes them for error texts.
-
-    It is free again when it has been released as often as it was retained.
-    """
+    """``nbytes`` bytes at ``offset`` of an arena. ``purpose`` describes them for error texts."""
 
     number: int
     arena: Arena
     offset: int
     nbytes: int
     purpose: str
-    holds: int = 1
 
 
 class Arena(msgspec.Struct, eq=False):
@@ -162,28 +157,15 @@ class Pool:
             f"{self._what} has no free memory for {nbytes} bytes: {total} of at most {limit} bytes exist, in use are {holders}"
         )
 
-    def retain(self, numbers: Iterable[int]) -> list[Chunk]:
-        """Add a hold on chunks in use, all or none; return none if one of them is not in use."""
-        with self._lock:
-            chunks = [self._chunks.get(number) for number in numbers]
-            held = [chunk for chunk in chunks if chunk is not None]
-            if len(held) < len(chunks):
-                return []
-            for chunk in held:
-                chunk.holds += 1
-            return held
-
     def release(self, numbers: Iterable[int]) -> int:
-        """Release chunks; return how many became free. Numbers not in use are ignored."""
+        """Free chunks; return how many. Numbers not in use are ignored."""
         freed = 0
         with self._lock:
             for number in numbers:
                 chunk = self._chunks.get(number)
                 if chunk is not None:
-                    chunk.holds -= 1
-                    if chunk.holds == 0:
-                        self._free(chunk)
-                        freed += 1
+                    self._free(chunk)
+                    freed += 1
             self.frees += freed
             if freed:
                 self._wake()
@@ -213,15 +195,6 @@ class Pool:
         del self._chunks[chunk.number]
         self.taken -= chunk.nbytes
         chunk.arena.extents.release(chunk.offset, chunk.nbytes)
-
-    def segment(self, segment_id: str) -> Segment | None:
-        """Return the segment of an arena; the pool keeps ownership."""
-        with self._lock:
-            for arenas in self._arenas.values():
-                for arena in arenas:
-                    if arena.mapping.info.id == segment_id:
-                        return arena.mapping.segment
-        return None
 
     @property
     def nbytes(self) -> int:

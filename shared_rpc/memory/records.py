@@ -29,7 +29,6 @@ class CallFields(TypedDict):
     kept: list[int]
     arenas: list[int]
     chunks: list[int]
-    held: list[int]
 
 
 class BodyFields(TypedDict):
@@ -98,8 +97,8 @@ class Arguments(msgspec.Struct):
     forwards a call does not decode them.
 
     This object owns the segments' descriptors. Those with the numbers ``arenas`` are of the caller's pool, of which the
-    arguments use the chunks ``chunks``; ``held`` are chunks of the server's pool, which the caller has as results. In the
-    reading process, ``pooled`` has the sink that takes back each chunk: a :class:`ChunkReferences` if that maps them.
+    arguments use the chunks ``chunks``. In the reading process, ``pooled`` has the sink that takes back each chunk: a
+    :class:`ChunkReferences` if that maps them.
 
     ``session``: the owner of the memory, which differs from the run's if the call became a task. ``nbytes``: bytes of the
     message that carried them, without the memory.
@@ -112,7 +111,6 @@ class Arguments(msgspec.Struct):
     segments: list[Segment] = msgspec.field(default_factory=list)
     arenas: Collection[int] = ()
     chunks: Sequence[int] = ()
-    held: Sequence[int] = ()
     session: str = ""
     pooled: dict[int, ChunkSink] = msgspec.field(default_factory=dict)
     nbytes: int = 0
@@ -132,7 +130,6 @@ class Arguments(msgspec.Struct):
             "kept": kept,
             "arenas": list(self.arenas) if lent and self.chunks else [],
             "chunks": list(self.chunks) if lent else [],
-            "held": list(self.held) if lent else [],
         }
 
     def detach_pooled(self) -> dict[int, ChunkSink]:

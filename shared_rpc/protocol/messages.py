@@ -109,8 +109,8 @@ class Call(Message):
     id. The payload has one skeleton of each size in ``skeletons``.
 
     The segments with the numbers ``arenas`` belong to the caller's pool, which the server keeps mapped for the session; the
-    call uses its chunks ``chunks``. ``held`` are chunks of the server's pool that the caller holds as results and passes
-    here. ``freed`` are chunks that it returns. ``pooled`` allows the result in the server's pool.
+    call uses its chunks ``chunks``. ``freed`` are chunks of the server's pool that it returns. ``pooled`` allows the result
+    in that pool.
 
     ``chain`` is set if an endpoint of the same server makes the call, see :attr:`shared_rpc.context.RunContext.chain`.
     """
@@ -124,7 +124,6 @@ class Call(Message):
     kept: Numbers = []
     arenas: Numbers = []
     chunks: Chunks = []
-    held: Chunks = []
     freed: Chunks = []
     pooled: bool = False
     chain: Annotated[list[str], msgspec.Meta(max_length=1000)] = []

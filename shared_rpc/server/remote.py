@@ -330,7 +330,7 @@ class RemoteCaller(msgspec.Struct, eq=False):
             object_id=stored.object_id if stored is not None else "",
             generation=stored.generation if stored is not None else 1,
             managed=outcome.managed,
-            owner=self.core.server_id if stored is not None or record.arenas else "",
+            owner=self.core.server_id if stored is not None else "",
         )
         owners = tuple([segment.owner for number, segment in enumerate(record.segments) if number not in message.kept])
         if self.reply(message, record.skeleton, owners):

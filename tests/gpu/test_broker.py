@@ -70,7 +70,7 @@ def test_a_broker_holds_no_memory_of_its_own_on_the_gpu(app: BrokerApp) -> None:
 
 
 def test_short_calls_use_pools_through_a_worker(app: BrokerApp) -> None:
-    """Arguments and results, by reference and back; chunks lent to a dead worker are free again."""
+    """Arguments and results; chunks lent to a dead worker are free again."""
     app.start()
     client = connect(app)
     x = torch.arange(5000.0, device="cuda")

@@ -211,18 +211,6 @@ def test_calls_go_to_the_worker_with_the_least_to_do(setting: Setting) -> None:
     assert [len(peer.sent) for peer in setting.peers] == [2, 2, 2]
 
 
-def test_a_result_as_argument_goes_to_its_worker(setting: Setting) -> None:
-    """However busy that is: no other has the chunk."""
-    setting.peers.append(Peer())
-    for _ in range(3):
-        setting.start()
-    busy = setting.peers[0]
-    setting.transfer._results[100] = cast("Worker", busy)
-    arguments = Arguments(held=[100], pooled=setting.transfer.retain([100]) or {})
-    setting.start_with(arguments, SESSION)
-    assert busy.last(w.StartRun).held == [100]
-
-
 def test_a_task_uses_its_submitters_memory(setting: Setting) -> None:
     """Its run has no session, but its arguments do: the worker returns them to that session."""
     arguments = Arguments(chunks=[7], pooled=setting.transfer.lent([7]), session=SESSION)

@@ -23,7 +23,9 @@ from shared_rpc.errors import CapabilityError
 from shared_rpc.memory import mapping as mapping_module
 from shared_rpc.memory.arena import pack
 from shared_rpc.memory.backends.host import HOST, MemfdBackend
+from shared_rpc.memory.chunk_references import ChunkReferences
 from shared_rpc.memory.mapping import MAPPINGS
+from shared_rpc.memory.pool import Pool, PoolOptions
 from shared_rpc.memory.records import Record
 from shared_rpc.memory.segments import Segment
 from tests.kit.apps import at_once
@@ -149,6 +151,20 @@ def test_a_returned_argument_is_not_copied(device: str, no_leaks: None) -> None:
         ([received], _), sent = decode_arguments(arguments), arguments.segments[0].info.id
     with closing(publish(received, device, "read_write", "echo")) as record:
         assert ids(record) == [sent]
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["one tensor", "several"])
+def test_short_lived_results_are_copied_as_arguments(no_leaks: None, alone: bool) -> None:
+    """Also for the server whose pool they lie in."""
+    references, options = ChunkReferences(lambda: None), PoolOptions()
+    with closing(Pool(options, "the server's pool")) as theirs, closing(Pool(options, "the client's pool")) as mine:
+        with closing(publish(torch.ones(3), "cpu", "read_write", "f", theirs)) as record:
+            pooled = dict.fromkeys(record.chunks, references)
+            result = decode_result(record.skeleton, record.table, record.segments, "server", pooled, record.arenas)
+        with closing(encode_arguments([result] if alone else [result, result[1:]], {}, "cpu", "server", mine)) as arguments:
+            assert len(arguments.chunks) == mine.used == 1
+            assert [segment.info.id for segment in arguments.segments] != ids(record)
+        references.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float64])
@@ -309,6 +325,7 @@ from torch import nn
 from shared_rpc.codec.results import publish
 from shared_rpc.memory.arena import SEGMENT_LIMIT
 from shared_rpc.memory.mapping import MAPPINGS
+from shared_rpc.memory.pool import Pool, PoolOptions
 
 
 def linear():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import heapq
 import itertools
@@ -299,24 +298,6 @@ def test_arguments_found_by_another_endpoint_are_returned(serving: ServerTransfe
         gpu.done = True
         serving.poll()
     assert sent == [chunk_references._BATCH]
-
-
-@pytest.mark.parametrize("captures", [False, True])
-def test_results_dropped_before_a_wait_are_freed(serving: ServerTransfer, gpu: Gpu, clock: Clock, captures: bool) -> None:
-    """They came back as arguments, and were dropped before another result began to wait."""
-    gpu.captures = captures
-
-    async def story() -> None:
-        frees = serving.results.frees
-        retried = asyncio.Event()
-        lend(serving.own, serving.results, gpu)
-        serving.park("a result", retried.set, frees)
-        clock.advance(1)
-        gpu.captures = False
-        clock.advance(1)
-        await asyncio.wait_for(retried.wait(), 10)
-
-    asyncio.run(story())
 
 
 # The server's arenas.

@@ -323,7 +323,7 @@ def test_full_pools_block_until_memory_is_returned(app: BrokerApp) -> None:
 
 
 def test_results_can_be_arguments(app: BrokerApp) -> None:
-    """By reference, for objects and for the pool: the worker finds its own memory."""
+    """Objects by reference: the worker finds its own memory. Short-lived results as copies."""
     client = app.serve("""
         @provider.share(cache=False)
         def where(x):
