@@ -125,10 +125,6 @@ class Mapping(msgspec.Struct, eq=False):
         """
         return self.info.mechanism == "memfd" and not self.made and not (self.sealed and self.owner)
 
-    def view(self) -> object:
-        """Return the bytes, see :meth:`Backend.view`. Valid while this mapping has a user."""
-        return self.backend.view(self.address, self.info.nbytes)
-
 
 class _Pin:
     """The object that the objects over a mapping hold, those of one use together: it goes with the last of them."""

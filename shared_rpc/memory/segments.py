@@ -234,9 +234,6 @@ class Backend(Protocol):
         :param done: gets an item as soon as that was done, like ``made`` of :meth:`map`.
         """
 
-    def view(self, address: int, nbytes: int) -> object:
-        """Return the mapped bytes with the buffer protocol or, on a GPU, with ``__cuda_array_interface__``."""
-
 
 @contextmanager
 def gpu_support(what: str = "GPU memory") -> Iterator[None]:

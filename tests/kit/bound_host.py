@@ -60,9 +60,5 @@ class BoundHost(ExporterOwnedBackend):
         """Return the test's setting."""
         return self.waits_for
 
-    def view(self, address: int, nbytes: int) -> memoryview:
-        """Return the bytes."""
-        return HOST.view(address, nbytes)
-
 
 BACKEND = BoundHost()

@@ -247,18 +247,6 @@ class BackendConformance:
         segment_peer.store(backend, writable + 6, b"after")
         assert segment_peer.load(backend, readable, 11) == b"beforeafter"
 
-    def test_view_shows_the_mapped_bytes(self, backend: Backend, segment: Segment, mapped: Callable[..., int]) -> None:
-        """The view is the mapped memory itself, for any reader of its protocol."""
-        import torch
-
-        address = mapped(segment)
-        view = backend.view(address, 4)
-        segment_peer.store(backend, address, b"view")
-        if not hasattr(view, "__cuda_array_interface__"):
-            view = torch.frombuffer(view, dtype=torch.uint8)
-        assert torch.as_tensor(view).data_ptr() == address
-        assert bytes(torch.as_tensor(view).tolist()) == b"view"
-
     def test_descriptor_may_close_before_the_mapping(self, nothing_left: None, backend: Backend) -> None:
         """A mapping alone keeps the memory; unmapping frees it."""
         segment = backend.create(1)

@@ -36,7 +36,7 @@ def _copy(segment: Segment, data: bytes | None, offset: int) -> bytes:
     size = len(data) if data is not None else segment.info.nbytes
     address = backend.map(segment.fileno(), segment.info.nbytes, "read_write")
     if segment.info.device == "cpu":
-        view = backend.view(address, segment.info.nbytes)
+        view = HOST.view(address, segment.info.nbytes)
         if data is not None:
             view[offset : offset + size] = data
         found = bytes(view)

@@ -20,28 +20,33 @@ from __future__ import annotations
 import importlib
 import socket
 import sys
+from typing import Any
 
 import msgspec
 
 from shared_rpc.memory.backends.choice import backend_for
+from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.segments import Backend, Segment
 from shared_rpc.protocol.records import SegmentInfo
 from tests.kit.processes import open_fds
 
 
+def is_gpu_memory(backend: Any) -> bool:
+    """Return True if the processor cannot access a backend's memory."""
+    return hasattr(backend, "ordinal") and getattr(backend, "on_gpu", True)
+
+
 def load(backend: Backend, address: int, nbytes: int) -> bytes:
     """Return bytes of mapped memory of any kind."""
-    view = backend.view(address, nbytes)
-    if isinstance(view, memoryview):
-        return bytes(view)
-    return tensor_of(backend, address, nbytes).cpu().numpy().tobytes()
+    if is_gpu_memory(backend):
+        return tensor_of(backend, address, nbytes).cpu().numpy().tobytes()
+    return bytes(HOST.view(address, nbytes))
 
 
 def store(backend: Backend, address: int, data: bytes) -> None:
     """Write ``data`` to mapped memory; a GPU's has it on return."""
-    view = backend.view(address, len(data))
-    if isinstance(view, memoryview):
-        view[:] = data
+    if not is_gpu_memory(backend):
+        HOST.view(address, len(data))[:] = data
         return
     import torch
 

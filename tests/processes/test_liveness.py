@@ -249,7 +249,7 @@ def test_a_segment_is_opened_once_for_all_its_mappings(tmp_path: Path) -> None:
     peer = Peer(tmp_path, "tests.kit.bound_host:BACKEND")
     with closing(BACKEND.create(1)) as segment:
         address = BACKEND.map(segment.fileno(), 1, "read_write")
-        BACKEND.view(address, 4)[:] = b"here"
+        HOST.view(address, 4)[:] = b"here"
         peer.give(segment)
         before = int(peer.ask("fds"))
         peer.ask("map read")

@@ -12,6 +12,7 @@ def test_fork_keeps_mappings_with_their_descriptors(children: list[Child]) -> No
     child = python(
         """
         import os
+        from shared_rpc.memory.backends.host import HOST
         from shared_rpc.memory.mapping import MAPPINGS
 
         class User: pass
@@ -28,17 +29,18 @@ def test_fork_keeps_mappings_with_their_descriptors(children: list[Child]) -> No
         users = [User(), User()]
         with MAPPINGS.create(1, "cpu") as mapping:
             MAPPINGS.keep_for((mapping, user) for user in users)
-        mapping.view()[:5] = b"first"
+        HOST.view(mapping.address, 5)[:] = b"first"
         if os.fork() == 0:
-            print("child reads:", bytes(mapping.view()[:5]).decode(), "descriptors:", segments(), mapping.segment)
-            mapping.view()[:5] = b"other"
+            print("child reads:", bytes(HOST.view(mapping.address, 5)).decode(), "descriptors:", segments(), mapping.segment)
+            HOST.view(mapping.address, 5)[:] = b"other"
             users.clear()
             MAPPINGS.drain()
             maps = open("/proc/self/maps").read()
             print("child mappings:", len(MAPPINGS), maps.count("memfd:shared-rpc"), "descriptors:", segments())
             os._exit(0)
         os.wait()
-        print("parent reads:", bytes(mapping.view()[:5]).decode(), "descriptors:", segments(), "mappings:", len(MAPPINGS))
+        text = bytes(HOST.view(mapping.address, 5)).decode()
+        print("parent reads:", text, "descriptors:", segments(), "mappings:", len(MAPPINGS))
         """
     )
     children.append(child)

@@ -108,7 +108,7 @@ def mapped() -> list[str]:
 def test_created_memory_is_mapped_while_the_block_runs(no_leaks: None, table: MappingTable, fails: bool) -> None:
     """Memory without further holders is unmapped and closed at the end of the block that created it, however that ends."""
     with suppress(ZeroDivisionError), table.create(1, "cpu") as mapping:
-        mapping.view()[:3] = b"abc"
+        HOST.view(mapping.address, 3)[:] = b"abc"
         assert mapped().count(mapping.info.id) == 1
         if fails:
             raise ZeroDivisionError
@@ -141,8 +141,8 @@ def test_each_access_has_its_mapping(table: MappingTable, segments: MakeSegments
     (segment,) = segments(1)
     with closing(segment.duplicate("read")) as readable, table.attach([segment, readable]) as [writer, reader]:
         assert writer.address != reader.address
-        writer.view()[:2] = b"rw"
-        assert bytes(reader.view()[:2]) == b"rw"
+        HOST.view(writer.address, 2)[:] = b"rw"
+        assert bytes(HOST.view(reader.address, 2)) == b"rw"
 
 
 def test_keep_holds_a_descriptor(no_leaks: None, table: MappingTable, segments: MakeSegments) -> None:
@@ -238,7 +238,7 @@ def test_a_failed_attach_keeps_other_mappings(table: MappingTable, segments: Mak
     with table.attach([good]) as [mapping]:
         with pytest.raises(ValueError, match=closed.info.id), table.attach([good, closed]):
             pass
-        mapping.view()[:4] = b"mine"
+        HOST.view(mapping.address, 4)[:] = b"mine"
         assert mapped().count(good.info.id) == 1
 
 
@@ -278,12 +278,12 @@ def test_a_finaliser_unmaps_nothing(
     user.itself = user  # goes in a collection, between any two instructions
     with table.attach([segment]) as [mapping]:
         table.keep_for([(mapping, user)])
-    mapping.view()[:5] = b"still"
+    HOST.view(mapping.address, 5)[:] = b"still"
     device.log.clear()
     del user
     gc.collect()
     assert device.events == []
-    assert bytes(mapping.view()[:5]) == b"still"
+    assert bytes(HOST.view(mapping.address, 5)) == b"still"
     finalizer_held.set()
     eventually(lambda: device.events == ["unmap"], what="unmapped")
 
@@ -368,7 +368,7 @@ def test_segments_with_a_pending_unmap_can_be_attached(
     device.idle = True
     table.drain()
     assert mapped().count(segment.info.id) == 1
-    new.view()[:3] = b"new"
+    HOST.view(new.address, 3)[:] = b"new"
     assert table.find(new.address) == (new, 0)
     del user
     table.drain()

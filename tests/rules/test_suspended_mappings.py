@@ -219,7 +219,7 @@ def test_private_pages_stay(table: MappingTable, make: Make, use: Use) -> None:
     """Pages that the process has written to are nowhere else."""
     shared, private = make(b"shared"), make(b"before", access="copy")
     _user, [mapping, copy] = use([shared, private], "a")
-    copy.view()[:6] = b"mine  "
+    HOST.view(copy.address, 6)[:] = b"mine  "
     table.suspend("a")
     assert (mapping.vacated, copy.vacated) == (True, False)
     table.resume("a", [shared, make(b"before", of=private, access="copy")])

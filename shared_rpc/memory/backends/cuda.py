@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from cuda.bindings import driver
@@ -151,18 +150,6 @@ def relaxed_captures() -> Iterator[None]:
         yield
     finally:
         check(driver.cuThreadExchangeStreamCaptureMode(mode))
-
-
-@dataclass(frozen=True)
-class DeviceBytes:
-    """GPU memory as ``uint8``, for anything that reads ``__cuda_array_interface__``."""
-
-    address: int
-    nbytes: int
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, object]:
-        return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "version": 3, "stream": None}
 
 
 class _Event:
@@ -330,7 +317,3 @@ class CudaBackend:
             self._pool = tuple(driver.CUstream(handle) for handle in handles)
         current = torch.cuda.current_stream(self.ordinal).cuda_stream
         return (*self._pool, driver.CUstream(current)) if current else self._pool
-
-    def view(self, address: int, nbytes: int) -> object:
-        """Return the bytes as a CUDA array."""
-        return DeviceBytes(address, nbytes)

@@ -26,7 +26,6 @@ from shared_rpc.memory.backends.cuda import (
     under_mps,
     visible_gpus,
 )
-from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.segments import Segment, new_segment_id
 from shared_rpc.protocol.records import Access, Mechanism, SegmentInfo
 
@@ -208,7 +207,3 @@ class HostVmmBackend(VmmBackend):
         host.location = self._location
         host.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         check(driver.cuMemSetAccess(address, nbytes, [access_for(self.ordinal), host], 2))
-
-    def view(self, address: int, nbytes: int) -> memoryview:
-        """Return the bytes themselves."""
-        return HOST.view(address, nbytes)
