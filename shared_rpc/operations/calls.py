@@ -2,36 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
-from shared_rpc.client.results import ReceivedResult, result_of
-from shared_rpc.client.sending import lower, send
-from shared_rpc.client.steps import Operation, Request, ask, reached
+from shared_rpc.client.sending import lower
+from shared_rpc.client.steps import Request, ask, reached
 from shared_rpc.client.suspension import Context
 from shared_rpc.operations.binding import Steps, operation, taken
 from shared_rpc.protocol import messages as m
-
-
-class _Server(msgspec.Struct):
-    """A server with only its device known: calls to it include all memory, and use no pools."""
-
-    device: str
-    server_id: str = ""
-    pid: int = 0
-    transfer: None = None
-
-
-def fetch(endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Operation[ReceivedResult]:
-    """Call an endpoint and take its record, without rebuilding the value. Needs torch only for tensors in arguments.
-
-    :param device: the id of the server's device.
-    """
-    what, server = f"{endpoint}()", _Server(device)
-    reply, transfer = yield from send(lambda: server, m.Call, endpoint, args, kwargs, what, pooled=False)
-    return result_of(what, reply, transfer)
 
 
 class CallOperations:

@@ -27,12 +27,13 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 HOLDER = """
 import os, signal, sys
 from shared_rpc import Client
-from shared_rpc.operations.calls import fetch
+from shared_rpc.protocol import messages as m
 
 client = Client(device="cpu")
 
-def hold():
-    client._run(fetch("kept", (3,), {}, "cpu")).close()
+def hold(endpoint="kept"):
+    reply, _ = client._run(client._sent(m.Call, endpoint, (3,), {}, endpoint))
+    reply.frame.close()
 """
 
 
@@ -100,7 +101,7 @@ def test_a_process_killed_during_a_call_leaves_a_cached_result(
     server: Server, children: list[Child], go: threading.Event, begun: threading.Event
 ) -> None:
     """The run continues, and its result has no lease."""
-    child = python(HOLDER + 'client._run(fetch("slow", (3,), {}, "cpu"))')
+    child = python(f"{HOLDER}\nhold('slow')")
     children.append(child)
     begun.wait(10)
     child.kill()

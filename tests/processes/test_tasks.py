@@ -764,7 +764,6 @@ CROWD = 500
 CLIENT = """
 import signal, sys
 from shared_rpc import Client
-from shared_rpc.operations.calls import fetch
 from shared_rpc.operations.tasks import fetch_task
 
 client = Client(device="cpu", connect_timeout=10)
