@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable, Sequence
-from typing import Protocol, TypedDict
+from typing import Any, Protocol
 
 import msgspec
 
 from shared_rpc.memory.segments import Segment
-from shared_rpc.protocol.records import EMPTY_TABLE, NO_ARGS, NO_KWARGS, SegmentInfo
+from shared_rpc.protocol.records import EMPTY_TABLE, NO_ARGS, NO_KWARGS
 
 
 class ChunkSink(Protocol):
@@ -16,29 +16,6 @@ class ChunkSink(Protocol):
 
     def release(self, numbers: Iterable[int]) -> None:
         """Take back unused chunks."""
-
-
-class CallFields(TypedDict):
-    """Fields of the arguments in every message with a call."""
-
-    args: msgspec.Raw
-    kwargs: msgspec.Raw
-    table: msgspec.Raw
-    segments: list[SegmentInfo]
-    skeletons: list[int]
-    kept: list[int]
-    arenas: list[int]
-    chunks: list[int]
-
-
-class BodyFields(TypedDict):
-    """Fields of the record in every message with one."""
-
-    table: msgspec.Raw
-    segments: list[SegmentInfo]
-    kept: list[int]
-    arenas: list[int]
-    chunks: list[int]
 
 
 class Record(msgspec.Struct, eq=False):
@@ -70,7 +47,7 @@ class Record(msgspec.Struct, eq=False):
         if self.private_nbytes < 0:
             self.private_nbytes = len(self.skeleton)
 
-    def body(self, known: Container[str]) -> BodyFields:
+    def body(self, known: Container[str]) -> dict[str, Any]:
         """Return the fields of a :class:`~shared_rpc.protocol.messages.RecordBody`.
 
         :param known: the ids of the pool's segments whose descriptors the reader already has.
@@ -115,7 +92,7 @@ class Arguments(msgspec.Struct):
     pooled: dict[int, ChunkSink] = msgspec.field(default_factory=dict)
     nbytes: int = 0
 
-    def body(self, kept: list[int], *, lent: bool = True) -> CallFields:
+    def body(self, kept: list[int], *, lent: bool = True) -> dict[str, Any]:
         """Return the fields of a :class:`~shared_rpc.protocol.messages.Call`.
 
         :param kept: the numbers of segments that the reader has by id.
