@@ -80,23 +80,6 @@ def preload_codec() -> None:
             importlib.import_module("shared_rpc.memory.backends.vmm")
 
 
-class Address:
-    """The path of a server's socket, resolved on first use: resolving a GPU's name needs the driver."""
-
-    def __init__(
-        self, base_path: str | os.PathLike[str] | None, device: str, socket_path: str | os.PathLike[str] | None
-    ) -> None:
-        self._base_path = base_path
-        self._device = device
-        self._path = os.path.abspath(socket_path) if socket_path is not None else None
-
-    def path(self) -> str:
-        """Return the path."""
-        if self._path is None:
-            self._path = socket_path(resolve_base_path(self._base_path), device_tag(device_id(self._device)))
-        return self._path
-
-
 class BaseClient(Context):
     """The base of a client. For the parameters see :class:`shared_rpc.Client`.
 
@@ -113,7 +96,8 @@ class BaseClient(Context):
         connect_timeout: float = 5.0,
         pool: PoolOptions | None = None,
     ) -> None:
-        self._address = Address(base_path, device, socket_path)
+        self._base_path, self._device = base_path, device
+        self._socket_path = os.path.abspath(socket_path) if socket_path is not None else ""
         self._timeout = timeout
         self._connect_timeout = connect_timeout
         self._pool_options = pool or PoolOptions()
@@ -191,7 +175,9 @@ class BaseClient(Context):
     @property
     def socket_path(self) -> str:
         """The path of the server's socket."""
-        return self._address.path()
+        if not self._socket_path:  # resolved on first use: resolving a GPU's name needs the driver
+            self._socket_path = socket_path(resolve_base_path(self._base_path), device_tag(device_id(self._device)))
+        return self._socket_path
 
     @abstractmethod
     def _known(self) -> Link | None:
