@@ -14,17 +14,12 @@ def test_fork_keeps_mappings_with_their_descriptors(children: list[Child]) -> No
         import os
         from shared_rpc.memory.backends.host import HOST
         from shared_rpc.memory.mapping import MAPPINGS
+        from tests.kit.processes import links_of
 
         class User: pass
 
         def segments():
-            links = []
-            for number in os.listdir("/proc/self/fd"):
-                try:
-                    links.append(os.readlink(f"/proc/self/fd/{number}"))
-                except OSError:
-                    pass
-            return sum("memfd:shared-rpc" in link for link in links)
+            return sum("memfd:shared-rpc" in link for link in links_of())
 
         users = [User(), User()]
         with MAPPINGS.create(1, "cpu") as mapping:
@@ -47,36 +42,6 @@ def test_fork_keeps_mappings_with_their_descriptors(children: list[Child]) -> No
     assert child.expect("child reads:") == "child reads: first descriptors: 1 None"
     assert child.expect("child mappings:") == "child mappings: 0 0 descriptors: 0"
     assert child.expect("parent reads:") == "parent reads: other descriptors: 1 mappings: 1"
-
-
-def test_fork_keeps_pending_unmaps(children: list[Child]) -> None:
-    """Mappings that the parent's finaliser thread was about to unmap are unmapped at the child's next safe point."""
-    child = python(
-        """
-        import os, threading
-        from shared_rpc.memory.mapping import MAPPINGS
-        from shared_rpc.lifecycle.finalizer import FINALIZER
-
-        class User: pass
-
-        free, held = threading.Event(), threading.Event()
-        FINALIZER.start()
-        FINALIZER.submit(lambda: (held.set(), free.wait()))
-        held.wait()
-        user = User()
-        with MAPPINGS.create(1, "cpu") as mapping:
-            MAPPINGS.keep_for([(mapping, user)])
-        del user
-        if os.fork() == 0:
-            MAPPINGS.drain()
-            print("child mappings:", len(MAPPINGS), open("/proc/self/maps").read().count("memfd:shared-rpc"))
-            os._exit(0)
-        os.wait()
-        free.set()
-        """
-    )
-    children.append(child)
-    assert child.expect("child mappings:") == "child mappings: 0 0"
 
 
 @pytest.mark.gpu
@@ -196,8 +161,6 @@ BIG = """
             self.layers = nn.ModuleList(nn.Linear(8192, 8192) for _ in range(4))
             for layer in self.layers:
                 nn.init.normal_(layer.weight)
-            angles = torch.outer(torch.arange(4096), 10000 ** (-torch.arange(0, 128, 2).float() / 128))
-            self.register_buffer("cos", angles.cos(), persistent=False)
 
     def resident():
         return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,25 +16,23 @@ from shared_rpc.protocol.records import SegmentInfo, StorageEntry, TensorEntry, 
 from shared_rpc.protocol.values import TensorRef, encode
 from tests.kit.apps import Connect
 from tests.kit.models import Tied
-from tests.kit.processes import Child, python
 from tests.kit.raw import Raw
 
-#: A client process. ``copied`` counts the bytes that its arguments were copied into.
-CLIENT = """
-import anyio, torch
+Remote = Callable[[str], tuple[Any, int]]
+
+#: Runs code in a client process, and counts the bytes that its arguments were copied into.
+COUNTED = """
+import anyio
 from shared_rpc import AsyncClient, Client
 from shared_rpc.memory.mapping import MAPPINGS
 
-copied = 0
-create = MAPPINGS.create
-
-def counted(nbytes, device):
-    global copied
-    copied += nbytes
-    return create(nbytes, device)
-
-MAPPINGS.create = counted
-client = Client(device=DEVICE)
+copied = []
+create, MAPPINGS.create = MAPPINGS.create, lambda nbytes, device: copied.append(nbytes) or create(nbytes, device)
+try:
+{code}
+finally:
+    MAPPINGS.create = create
+answer = [answer, sum(copied)]
 """
 
 
@@ -40,7 +40,6 @@ client = Client(device=DEVICE)
 def shared(device: str, no_leaks: None, base_path: str) -> Iterator[Provider]:
     """The server's script, served. Its endpoints return the places of their arguments."""
     provider = Provider(base_path, device=device)
-
     provider.share("weights", managed=True)(lambda size: torch.arange(float(size), device=device))
     provider.share("model", managed=True)(lambda: Tied().to(device))
 
@@ -83,128 +82,96 @@ def own(provider: Provider, endpoint: str, *args: object) -> torch.Tensor:
         return value
 
 
-def client(children: list[Child], device: str, code: str) -> Child:
-    """Start a client process that runs ``code``, and reports the number of copied bytes."""
-    child = python(CLIENT.replace("DEVICE", repr(device)) + code + "\nprint('copied', copied)\n")
-    children.append(child)
-    return child
+@pytest.fixture
+def remote(shared: Provider, elsewhere: Callable[..., Any]) -> Remote:
+    """``remote(code)`` runs code of a client process; returns its ``answer``, and the number of bytes copied for arguments."""
+    return lambda code: tuple(elsewhere(COUNTED.format(code=textwrap.indent(textwrap.dedent(code), "    "))))
 
 
-@pytest.mark.parametrize("call", ["client.call", "asynchronously", "as_a_task"])
-def test_tensors_of_the_server_are_sent_by_reference(shared: Provider, device: str, children: list[Child], call: str) -> None:
+@pytest.mark.parametrize(
+    "call",
+    [
+        "client.call('where', *tensors)",
+        "client.wait_for_task(client.submit('where', *tensors), 20)",
+        "anyio.run(asynchronously)",
+    ],
+    ids=["call", "task", "coroutine"],
+)
+def test_tensors_of_the_server_are_sent_by_reference(shared: Provider, remote: Remote, call: str) -> None:
     """The endpoint gets the server's own memory, including views, by any kind of call."""
-    child = client(
-        children,
-        device,
-        f"""
-def asynchronously(*args):
-    async def call():
-        async with AsyncClient(device={device!r}) as other:
-            return await other.call(*args)
-    return anyio.run(call)
-
-def as_a_task(*args):
-    return client.wait_for_task(client.submit(*args), 20)
-
-with client.call("weights", 1000) as handle:
-    value = handle.value
-    print("at", {call}("where", value, value[10:20], value.view(10, 100).T, torch.nn.Parameter(value)).tolist())
-""",
-    )
     start = own(shared, "weights", 1000).data_ptr()
-    assert child.expect("at").split("at ")[1].strip() == str([start, start + 40, start, start])
-    assert child.expect("copied").strip() == "copied 0"
+    assert remote(f"""
+        async def asynchronously():
+            async with AsyncClient(base_path, device=device) as other:
+                return await other.call("where", *tensors)
+
+        with client.call("weights", 1000) as handle:
+            value = handle.value
+            tensors = value, value[10:20], value.view(10, 100).T, torch.nn.Parameter(value)
+            answer = {call}.tolist()
+    """) == ([start, start + 40, start, start], 0)
 
 
-def test_modules_of_the_server_are_sent_by_reference(shared: Provider, device: str, children: list[Child]) -> None:
+def test_modules_of_the_server_are_sent_by_reference(shared: Provider, remote: Remote) -> None:
     """Their weights stay in place; the client's changes in Python are sent."""
-    child = client(
-        children,
-        device,
-        """
-with client.call("model") as handle:
-    handle.value.tag = 7
-    print("at", client.call("where_model", handle.value).tolist())
-""",
-    )
     with shared.call("model") as handle:
         theirs = [parameter.data_ptr() for parameter in handle.value.parameters()]
-    assert child.expect("at").split("at ")[1].strip() == str([7, *theirs])
-    assert child.expect("copied").strip() == "copied 0"
+    assert remote("""
+        with client.call("model") as handle:
+            handle.value.tag = 7
+            answer = client.call("where_model", handle.value).tolist()
+    """) == ([7, *theirs], 0)
 
 
-def test_references_can_be_mixed_with_other_memory(shared: Provider, device: str, children: list[Child]) -> None:
+def test_references_can_be_mixed_with_other_memory(shared: Provider, remote: Remote) -> None:
     """Only the client's own memory is sent; a write to the server's memory is visible to all."""
-    child = client(
-        children,
-        device,
-        f"""
-with client.call("weights", 1000) as handle:
-    client.call("add", handle.value, torch.ones(1000, device={device!r}))
-    print("first", handle.value[:3].tolist())
-""",
-    )
-    assert child.expect("first").strip() == "first [1.0, 2.0, 3.0]"
-    assert int(child.expect("copied").split()[1]) >= 4000
+    first, copied = remote("""
+        with client.call("weights", 1000) as handle:
+            client.call("add", handle.value, torch.ones(1000, device=device))
+            answer = handle.value[:3].tolist()
+    """)
+    assert (first, copied >= 4000) == ([1, 2, 3], True)
     assert own(shared, "weights", 1000)[:3].tolist() == [1, 2, 3]
 
 
 @pytest.mark.parametrize("endpoint", ["add_late", "add_later"])
-def test_writes_of_endpoints_are_complete_at_the_reply(
-    shared: Provider, device: str, children: list[Child], endpoint: str
-) -> None:
+def test_writes_of_endpoints_are_complete_at_the_reply(remote: Remote, endpoint: str) -> None:
     """Even without a result: the reply waits for the GPU."""
-    child = client(
-        children,
-        device,
-        f"""
-with client.call("weights", 1000) as handle:
-    for _ in range(3):
-        client.call({endpoint!r}, handle.value, torch.ones(1000, device={device!r}))
-        print("sum", handle.value.sum().item())
-""",
-    )
+    sums, _ = remote(f"""
+        answer = []
+        with client.call("weights", 1000) as handle:
+            for _ in range(3):
+                client.call({endpoint!r}, handle.value, torch.ones(1000, device=device))
+                answer.append(handle.value.sum().item())
+    """)
     begin = sum(range(1000))
-    assert [float(child.expect("sum").split()[1]) for _ in range(3)] == [begin + 1000, begin + 2000, begin + 3000]
+    assert sums == [begin + 1000, begin + 2000, begin + 3000]
 
 
-def test_memory_dropped_by_the_server_is_sent(shared: Provider, device: str, children: list[Child]) -> None:
+def test_memory_dropped_by_the_server_is_sent(remote: Remote) -> None:
     """The client's mapping outlives the server's object; it is copied then, transparently."""
-    child = client(
-        children,
-        device,
-        """
-handle = client.call("weights", 1 << 19)
-value = handle.value
-handle.release()
-client.invalidate_call_cache("weights", 1 << 19)
-target = client.call("weights", 4)
-client.call("add", target.value, value[100:104])
-print("sum", target.value.tolist())
-target.release()
-""",
-    )
-    assert child.expect("sum").strip() == "sum [100.0, 102.0, 104.0, 106.0]"
-    assert int(child.expect("copied").split()[1]) >= 16
+    total, copied = remote("""
+        with client.call("weights", 1 << 19) as handle:
+            value = handle.value
+        client.invalidate_call_cache("weights", 1 << 19)
+        with client.call("weights", 4) as target:
+            client.call("add", target.value, value[100:104])
+            answer = target.value.tolist()
+        del value, handle
+    """)
+    assert (total, copied >= 16) == ([100, 102, 104, 106], True)
 
 
-def test_another_server_gets_a_copy(shared: Provider, device: str, children: list[Child], base_path: str) -> None:
+def test_another_server_gets_a_copy(remote: Remote, device: str, base_path: str) -> None:
     """It does not have the first one's memory."""
     other = Provider(f"{base_path}-other", device=device)
-
     other.share("doubled", cache=False)(lambda x: x * 2)
-
     with Server(other):
-        child = client(
-            children,
-            device,
-            f"""
-with client.call("weights", 10) as handle, Client({base_path + "-other"!r}, device={device!r}) as other:
-    print("doubled", other.call("doubled", handle.value[:3]).tolist())
-""",
-        )
-        assert child.expect("doubled").strip() == "doubled [0.0, 2.0, 4.0]"
-        assert int(child.expect("copied").split()[1]) > 0
+        doubled, copied = remote("""
+            with client.call("weights", 10) as handle, Client(base_path + "-other", device=device) as other:
+                answer = other.call("doubled", handle.value[:3]).tolist()
+        """)
+    assert (doubled, copied > 0) == ([0, 2, 4], True)
 
 
 # By hand.

@@ -16,7 +16,6 @@ from shared_rpc.errors import CapabilityError
 from shared_rpc.execution.device_memory import DeviceMemory
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.mapping import MAPPINGS
-from shared_rpc.memory.pool import Pool, PoolOptions
 from shared_rpc.memory.records import Record
 from shared_rpc.memory.segments import Segment
 from shared_rpc.memory.spill import SpillDirectory
@@ -117,24 +116,12 @@ def test_the_holder_of_a_buffer_cannot_change_the_result(server: Server, client:
         assert not given.any()
 
 
-@pytest.fixture(params=["result", "argument's pool", "buffer", "restored"])
+@pytest.fixture(params=["result", "restored"])
 def sent(request: pytest.FixtureRequest, published: Callable[..., Record]) -> Iterator[int]:
     """A descriptor, as sent, of memory that a client may write to."""
     with ExitStack() as stack:
         if request.param == "result":
             yield published(torch.zeros(NBYTES)).segments[0].fileno()
-        elif request.param == "argument's pool":
-            pool = Pool(PoolOptions(), "the pool")
-            stack.callback(pool.close)
-            (segment,) = published(torch.zeros(NBYTES), pool=pool).segments
-            yield segment.fileno()
-        elif request.param == "buffer":
-            connect = request.getfixturevalue("connect")
-            request.getfixturevalue("server")
-            with connect().create_buffer(NBYTES) as buffer:
-                found = MAPPINGS.find(buffer.value.data_ptr())
-                assert found is not None and found[0].descriptor is not None
-                yield found[0].descriptor.fileno()
         else:
             segment = stack.enter_context(HOST.create(NBYTES))
             [copy] = MEMORY.lower([segment], "file", SpillDirectory(str(request.getfixturevalue("tmp_path"))))

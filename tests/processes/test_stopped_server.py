@@ -111,22 +111,6 @@ def test_coroutine_timeouts_hold(start: Callable[[str], Child], connect: Callabl
     anyio.run(main)
 
 
-def test_subscriptions_can_be_cancelled(start: Callable[[str], Child], tmp_path: Path) -> None:
-    """While the server does not answer, and without a timeout."""
-    server = start("stopped")
-
-    async def main() -> None:
-        async with AsyncClient(tmp_path / "stopped", device="cpu", timeout=None) as client:
-            await client.ping()
-            sigstop(server.pid)
-            with anyio.move_on_after(0.5) as scope:
-                await client.on_refresh(print)
-            assert scope.cancelled_caught
-            os.kill(server.pid, signal.SIGCONT)
-
-    anyio.run(main)
-
-
 def test_handles_are_not_stale(start: Callable[[str], Child], connect: Callable[..., Client]) -> None:
     """The server's state is unknown, which is an error."""
     server = start("stopped")
