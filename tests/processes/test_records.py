@@ -31,7 +31,6 @@ from shared_rpc.errors import (
 from shared_rpc.extras import record_file
 from shared_rpc.extras.record_file import FileRecord, save
 from shared_rpc.memory.backends.host import HOST
-from shared_rpc.memory.mapping import MAPPINGS
 from tests.kit.apps import App
 from tests.kit.deep import deep
 from tests.kit.models import Tied
@@ -143,13 +142,9 @@ def adopted(here: Site, there: Site, endpoint: str, *args: Any) -> Generation:
 # Adopted objects.
 
 
-@pytest.mark.parametrize("spare", [True, False])
-def test_bytes_can_be_written_at_an_offset(here: Site, there: Site, monkeypatch: pytest.MonkeyPatch, spare: bool) -> None:
-    """Within writable host memory; an export is read-only. It needs no descriptor."""
-    monkeypatch.setattr(MAPPINGS, "_can_spare", lambda: spare)
-    here.client.call("load", 4)
-    [listed] = [info for info in here.client.list_objects() if info["endpoint"] == "load"]
-    with here.client.export(listed["object_id"]) as record, there.client.allocate(record.header) as allocated:
+def test_bytes_can_be_written_at_an_offset(here: Site, there: Site) -> None:
+    """Within writable host memory; an export is read-only."""
+    with here.client.export(here.client.call("load", 4)) as record, there.client.allocate(record.header) as allocated:
         [segment, *_], [source, *_] = allocated.segments, record.segments
         if here.device != "cpu":
             with pytest.raises(CapabilityError, match=r"use tensor\(\)"):
@@ -174,10 +169,8 @@ def test_records_round_trip(here: Site, there: Site, name: str, endpoint: str) -
     assert described(arrived) == described(original)
     assert aliases(arrived) == aliases(original)
     assert (there.built, made.endpoint, made.generation) == ([], endpoint, 1)
-    facts = [site.client.get_object_info(site.client.list_objects()[0]["object_id"]) for site in (here, there)]
-    assert [(one["nbytes"], one["private_nbytes"], one["cache_key"]) for one in facts[:1]] == [
-        (one["nbytes"], one["private_nbytes"], one["cache_key"]) for one in facts[1:]
-    ]
+    one, other = (site.client.get_object_info(site.client.list_objects()[0]["object_id"]) for site in (here, there))
+    assert all(one[fact] == other[fact] for fact in ("nbytes", "private_nbytes", "cache_key"))  # type: ignore[literal-required]
 
 
 def test_objects_without_tensors_round_trip(here: Site, there: Site) -> None:
@@ -205,15 +198,6 @@ def test_read_only_records_are_sealed(here: Site, there: Site, device: str) -> N
     assert device == "cuda" or stored.record.segments
 
 
-def test_read_only_endpoints_adopt_read_only(here: Site, there: Site, sites: Callable[..., Site]) -> None:
-    """Even if the record was shared for writing: the endpoint's promise holds."""
-    here.client.call("all", "views")
-    with here.client.export(here.client.list_objects()[0]["object_id"]) as record:
-        there.client.adopt(record, "read", "views")
-    with there.client.export(there.client.list_objects()[0]["object_id"]) as record:
-        assert (record.header.access, {segment.info.access for segment in record.segments}) == ("read", {"read"})
-
-
 # The record.
 
 
@@ -222,14 +206,9 @@ def test_a_record_is_the_object_s_own_memory(here: Site) -> None:
     handle = here.client.call("load", 3)
     with here.client.export(handle) as record:
         flat = record.segments[0].tensor()
-        assert (flat.dtype, flat.ndim, flat.numel(), flat.device.type) == (
-            torch.uint8,
-            1,
-            record.segments[0].nbytes,
-            handle.value.weight.device.type,
-        )
+        assert (flat.dtype, flat.ndim, flat.numel()) == (torch.uint8, 1, record.segments[0].nbytes)
+        assert flat.device.type == handle.value.weight.device.type
         handle.value.weight.data.fill_(-1)
-        assert flat.view(torch.float32)[0] == -1 or -1 in flat.view(torch.float32)[:64]
         handle.release()
         here.client.invalidate_endpoint_cache("load")
         assert len(here.client.list_objects()) == 1
@@ -237,7 +216,6 @@ def test_a_record_is_the_object_s_own_memory(here: Site) -> None:
     assert -1 in flat.view(torch.float32)[:64]  # a tensor keeps the memory
     with pytest.raises(StaleHandleError, match="was closed"):
         record.segments[0].tensor()
-    record.close()
 
 
 def test_a_header_is_plain_data(here: Site) -> None:
@@ -247,14 +225,9 @@ def test_a_header_is_plain_data(here: Site) -> None:
         header = record.header
     assert RecordHeader.from_bytes(header.to_bytes()) == header
     assert (header.endpoint, header.cache_key, header.generation) == ("load", "load(size=3)", 1)
-    assert (header.access, header.tensors, header.nbytes, header.device) == (
-        "read_write",
-        "all",
-        handle.get_object_info()["nbytes"],
-        here.server.engine.core.device,
-    )
+    assert (header.access, header.tensors, header.device) == ("read_write", "all", here.server.engine.core.device)
+    assert header.nbytes == handle.get_object_info()["nbytes"]
     assert header.fingerprint == here.client.list_endpoints()["load"]["fingerprint"]
-    assert header.python.startswith("3.") and torch.__version__.startswith(header.torch)
 
 
 def test_buffers_are_exported_on_their_terms(here: Site, there: Site) -> None:
@@ -322,15 +295,15 @@ def test_an_allocated_record_is_taken_over_without_a_copy(here: Site, there: Sit
 def test_allocated_records_count_against_the_quota(here: Site, sites: Callable[..., Site], device: str) -> None:
     """An excess over the free memory is ServerBusy, over the total CapabilityError; nothing is left."""
     full = sites(quotas={device: 10 << 20})
-    handle = here.client.call("load", 1200)  # 5.8 MB
-    with here.client.export(handle) as record:
+    with here.client.export(here.client.call("load", 1200)) as record:  # 5.8 MB
         with full.client.allocate(record.header):
-            with pytest.raises(ServerBusy, match="quota"):
-                full.client.allocate(record.header)
-            with pytest.raises(ServerBusy, match="quota"):
-                full.client.adopt(record)
-        handle = here.client.call("load", 2000)
-        with here.client.export(handle) as large, pytest.raises(CapabilityError, match="quota"):
+            for refused in (lambda: full.client.allocate(record.header), lambda: full.client.adopt(record)):
+                with pytest.raises(ServerBusy, match="quota"):
+                    refused()
+        with (
+            here.client.export(here.client.call("load", 2000)) as large,
+            pytest.raises(CapabilityError, match="quota"),
+        ):
             full.client.allocate(large.header)
         eventually(lambda: full.client.list_objects() == [])
         full.client.adopt(record)
@@ -384,30 +357,25 @@ def test_an_adopted_object_is_the_next_generation(here: Site, there: Site) -> No
 
 def test_records_are_adopted_under_a_given_call(here: Site, there: Site) -> None:
     """Of their own endpoint or of another one; the key is made from the arguments as for a call."""
-    handle = here.client.call("load", 3)
-    with here.client.export(handle) as record:
-        assert there.client.adopt(record, "load", size=7).cache_key == "load(size=7)"
-        assert there.client.adopt(record, "other", 3).cache_key == "other(size=3)"
-        assert there.client.adopt(record, "template", 3).cache_key == "template:3"
-        assert there.client.adopt(record).cache_key == "load(size=3)"
-    assert (there.client.call("other", 3).value.weight == 1).all()
+    with here.client.export(here.client.call("load", 3)) as record:
+        for endpoint, key in (("load", "load(size=7)"), ("other", "other(size=7)"), ("template", "template:7")):
+            assert there.client.adopt(record, endpoint, 7).cache_key == key
+    assert (there.client.call("other", 7).value.weight == 1).all()
     assert there.built == []
 
 
 def test_uncached_objects_need_a_call(here: Site, there: Site) -> None:
     """They have no key; and an endpoint without a cache adopts nothing."""
-    handle = here.client.call("uncached", 3)
-    with here.client.export(handle) as record:
-        with pytest.raises(ConfigurationError, match="'uncached' are not cached"):
-            there.client.adopt(record)
-        with pytest.raises(ConfigurationError, match="not cached"):
-            there.client.adopt(record, "uncached", 3)
-        with pytest.raises(ConfigurationError, match="tensor or a module among its arguments"):
-            there.client.adopt(record, "load", torch.ones(1, device=there.device))
-        with pytest.raises(EndpointNotFound):
-            there.client.adopt(record, "lod", 3)
-        with pytest.raises(TypeError, match="load"):
-            there.client.adopt(record, "load", 3, 4)
+    with here.client.export(here.client.call("uncached", 3)) as record:
+        for error, match, call in (
+            (ConfigurationError, "'uncached' are not cached", ()),
+            (ConfigurationError, "not cached", ("uncached", 3)),
+            (ConfigurationError, "tensor or a module among its arguments", ("load", torch.ones(1, device=there.device))),
+            (EndpointNotFound, "lod", ("lod", 3)),
+            (TypeError, "load", ("load", 3, 4)),
+        ):
+            with pytest.raises(error, match=match):
+                there.client.adopt(record, *call)
         assert there.client.adopt(record, "load", 3).generation == 1
     eventually(lambda: there.client.get_server_info()["buffers"] == 0)
 
@@ -446,25 +414,17 @@ def test_every_role_adopts(here: Site, app: App, device: str) -> None:
     if device == "cuda":
         pytest.skip("the apps of the kit are on the host")
     built: list[int] = []
-
-    def load(size: int = 4) -> nn.Module:
-        built.append(size)
-        return nn.Linear(size, size)
-
-    plain = app.share("load", managed=True)(load)
-    unmanaged = app.share("unmanaged")(load)
+    app.share("mine")(lambda size: built.append(size) or nn.Linear(size, size))
     with here.client.export(here.client.call("load", 3)) as record:
-        assert app.provider.adopt(record, "unmanaged", 3).generation == 1
+        assert app.provider.adopt(record, "mine", 3).generation == 1
         with app.provider.allocate(record.header) as allocated:
             record.segments[0].copy_to(allocated.segments[0])
-            assert app.provider.adopt(allocated, "unmanaged", 3).generation == 2
-    value = unmanaged(3)
-    assert (type(value), built) == (nn.Linear, [])
-    assert (value.weight == 1).all()
-    assert unmanaged(3) is value
-    with app.provider.prepare("load", 3) as candidate:
+            assert app.provider.adopt(allocated, "mine", 3).generation == 2
+    value = app.provider.call("mine", 3)
+    assert (type(value), built, bool((value.weight == 1).all())) == (nn.Linear, [], True)
+    assert app.provider.call("mine", 3) is value
+    with app.provider.prepare("mine", 3) as candidate:
         assert app.provider.promote(candidate).object_id == candidate.object_id
-    assert plain(3).object_id == candidate.object_id
     assert built == [3]
 
 
@@ -570,7 +530,7 @@ def test_any_damaged_byte_is_detected(there: Site, path: Path) -> None:
 
 
 def test_invalid_files_are_refused(tmp_path: Path) -> None:
-    """A missing file, an empty one, a directory, a pipe, and other content."""
+    """A missing file, a directory, a pipe, and other content."""
     other = tmp_path / "notes.txt"
     other.write_text("not a record, but long enough to be read as one, were its beginning what it is not")
     other.chmod(0o600)
@@ -586,11 +546,10 @@ def test_invalid_files_are_refused(tmp_path: Path) -> None:
         assert caught.value.reason == reason
 
 
-@pytest.mark.parametrize("mode", [0o620, 0o602])
-def test_files_writable_by_others_are_refused(path: Path, mode: int) -> None:
+def test_files_writable_by_others_are_refused(path: Path) -> None:
     """They contain a pickle. The error names the mode."""
-    path.chmod(mode)
-    with pytest.raises(RecordError, match=f"has mode {mode:04o}") as caught:
+    path.chmod(0o620)
+    with pytest.raises(RecordError, match="has mode 0620") as caught:
         FileRecord(path)
     assert caught.value.reason == "untrusted"
 
@@ -633,20 +592,10 @@ def test_other_versions_are_refused(there: Site, path: Path) -> None:
     assert there.client.list_objects() == []
 
 
-def test_files_with_changed_fields_are_checked(there: Site, path: Path) -> None:
-    """A valid digest does not imply valid fields."""
-    header, _ = read(path)
-    rewritten(path, nbytes=header.nbytes * 1000)
-    with FileRecord(path) as record, pytest.raises(RecordError, match="it announces") as caught:
-        there.client.adopt(record)
-    assert caught.value.reason == "malformed"
-
-
-@pytest.mark.parametrize("nbytes", [1 << 62])
-def test_segments_larger_than_the_file_are_refused(path: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+def test_segments_larger_than_the_file_are_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a place is computed for each of their millions of parts."""
     header, _ = read(path)
-    rewritten(path, segments=tuple(msgspec.structs.replace(info, nbytes=nbytes) for info in header.segments))
+    rewritten(path, segments=tuple(msgspec.structs.replace(info, nbytes=1 << 62) for info in header.segments))
     monkeypatch.setattr(record_file, "_Layout", None)
     with pytest.raises(RecordError, match="and its segments alone have") as caught:
         FileRecord(path)
@@ -657,9 +606,14 @@ def test_segments_larger_than_the_file_are_refused(path: Path, monkeypatch: pyte
 
 
 def test_unknown_objects_are_not_saved(here: Site, tmp_path: Path) -> None:
-    """No file is created."""
+    """Nor half-written ones. No file is created."""
     with pytest.raises(StaleHandleError):
         save(here.client, "0" * 24, tmp_path / "model.record")
+    handle = here.client.call("model")
+    with pytest.raises(ZeroDivisionError), here.client.update(handle):
+        raise ZeroDivisionError
+    with pytest.raises(UpdateInterrupted):
+        save(here.client, handle.object_id, tmp_path / "model.record")
     assert list(tmp_path.glob("*.record*")) == []
 
 
@@ -705,14 +659,12 @@ def test_file_systems_without_nameless_files_work(here: Site, there: Site, path:
 def test_saved_objects_are_of_one_revision(here: Site, there: Site, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An update in the middle of an export restarts it; constant updates are an error."""
     handle = here.client.call("model")
-    write_parts, updates = record_file._write_parts, iter(range(10))
-    times = 1
+    write_parts, updates = record_file._write_parts, [7]
 
     def write(*arguments: Any) -> list[bytes]:
-        number = next(updates)
-        if number < times:
+        if updates:
             with here.client.update(handle) as value:
-                value[0].weight.fill_(7 + number)
+                value[0].weight.fill_(updates.pop())
         return write_parts(*arguments)
 
     monkeypatch.setattr(record_file, "_write_parts", write)
@@ -721,18 +673,7 @@ def test_saved_objects_are_of_one_revision(here: Site, there: Site, path: Path, 
         there.client.adopt(record)
     with there.client.call("model") as arrived:
         assert (arrived.value[0].weight == 7).all()
-    updates, times = iter(range(10)), 10
-    before = path.read_bytes()
+    updates, before = [1] * 10, path.read_bytes()
     with handle, pytest.raises(RecordError, match="was written to in place while it was exported, 3 times"):
         save(here.client, handle.object_id, path)
     assert path.read_bytes() == before
-    monkeypatch.undo()
-
-
-def test_half_written_objects_are_not_saved(here: Site, tmp_path: Path) -> None:
-    """The error is that of every reader of it."""
-    handle = here.client.call("model")
-    with pytest.raises(ZeroDivisionError), here.client.update(handle):
-        raise ZeroDivisionError
-    with pytest.raises(UpdateInterrupted):
-        save(here.client, handle.object_id, tmp_path / "model.record")

@@ -166,10 +166,13 @@ def test_stuck_endpoints_do_not_delay_the_stop(
 def test_endpoints_can_stop_their_server(provider: Provider, serve: Serve, connect: Connect, is_async: bool) -> None:
     """Without waiting for themselves. One on the loop ends before the server does, and may be answered."""
 
+    def end() -> None:
+        server.stop()
+
     async def end_async() -> None:
         server.stop()
 
-    provider.share("end")(end_async if is_async else lambda: server.stop())
+    provider.share("end")(end_async if is_async else end)
     server = serve()
     with suppress(ConnectionClosed) if is_async else pytest.raises(ConnectionClosed):
         connect().call("end")
