@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import pickle
 from collections.abc import Callable
 from contextlib import closing
@@ -20,7 +19,6 @@ from shared_rpc.errors import CapabilityError, CodecError
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.records import Record
-from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.records import BufferEntry, TensorTable
 from tests.kit.models import State
 
@@ -46,20 +44,14 @@ def arrays_of(value: Any) -> Any:
     [
         lambda: numpy.arange(LARGE, dtype=numpy.float64),
         lambda: numpy.asfortranarray(numpy.arange(LARGE).reshape(512, -1)),
-        lambda: numpy.arange(LARGE)[::2],
-        lambda: numpy.arange(LARGE).astype("datetime64[s]"),
         lambda: numpy.zeros(LARGE // 8, dtype=[("x", "i4"), ("y", "f8")]),
         lambda: numpy.array(["text", "and more"] * 10000),
         lambda: numpy.array([1, "text", None] * 10000, dtype=object),
-        lambda: numpy.frombuffer(bytes(LARGE), numpy.uint8),
         lambda: numpy.ma.masked_array(numpy.ones(LARGE), mask=numpy.arange(LARGE) % 2),
-        lambda: numpy.broadcast_to(numpy.ones(3), (9999, 3)),
         lambda: numpy.ones(3),
-        lambda: numpy.zeros((0, 7)),
     ],
     ids=[
-        *("floats", "Fortran order", "strided", "dates", "records", "text", "objects", "read-only", "masked", "broadcast"),
-        *("small", "empty"),
+        *("floats", "Fortran order", "records", "text", "objects", "masked", "small"),
     ],
 )
 def test_arrays_round_trip(device: str, rebuilt: Rebuilt, make: Callable[[], Any]) -> None:
@@ -131,16 +123,6 @@ def test_sizes_count_shared_and_copied_bytes(device: str, published: Callable[..
     assert private.private_nbytes > 100 * 800 + LARGE
 
 
-def test_a_record_is_on_the_device_of_its_tensors(device: str, published: Callable[..., Record]) -> None:
-    """Arrays are always on the host, and come last."""
-    record = published(beside_a_tensor(device, numpy.arange(LARGE)))
-    assert [segment.info.device == "cpu" for segment in record.segments] == [device == "cpu", True]
-    assert record.device == record.segments[0].info.device
-    module = nn.Identity()
-    module.table = numpy.arange(LARGE)
-    assert (published(module).device == "cpu") == (device == "cpu")
-
-
 @pytest.mark.parametrize("entry", [BufferEntry(0, 8192, 1), BufferEntry(0, -1, 5), BufferEntry(3, 0, 5), BufferEntry(-1, 0, 5)])
 def test_buffers_outside_their_segment_are_refused(no_leaks: None, entry: BufferEntry) -> None:
     """A table that does not fit its segments is refused."""
@@ -150,45 +132,13 @@ def test_buffers_outside_their_segment_are_refused(no_leaks: None, entry: Buffer
             decode_result(pickle.dumps(None), table, [segment])
 
 
-def test_a_lack_of_memory_for_an_array_is_reported(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And nothing is left."""
-
-    def full(*_: Any) -> int:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("shared_rpc.codec.buffers.os.pwrite", full)
-    with pytest.raises(CapabilityError, match="cannot write 2097152 bytes to a host segment"):
-        publish(beside_a_tensor("cpu", numpy.arange(LARGE)), "cpu", "read_write", "load")
-
-
-def test_copy_on_write_is_only_for_the_host(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Segments of other devices cannot be mapped so."""
-    monkeypatch.setattr("shared_rpc.memory.mapping.backend_for", lambda device, mechanism: HOST)
-    with closing(HOST.create(4096)) as segment:
-        info = msgspec.structs.replace(segment.info, access="copy", mechanism="vmm", device="GPU-1")
-        with (
-            closing(Segment.owning(info, os.dup(segment.fileno()))) as other,
-            pytest.raises(CapabilityError, match="cannot be mapped copy-on-write"),
-            MAPPINGS.attach([other]),
-        ):
-            pass
-
-
-def dynamic(kind: torch.dtype) -> nn.Module:
-    """Return a module whose weights are packed for this processor."""
-    from torch.ao.quantization import quantize_dynamic
-
-    return quantize_dynamic(nn.Sequential(nn.Linear(256, 256), nn.LSTM(256, 64)), {nn.Linear, nn.LSTM}, dtype=kind)
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("kind", [torch.qint8, torch.float16], ids=str)
-def test_packed_weights_count_as_copies(no_leaks: None, kind: torch.dtype) -> None:
-    """Each process packs the weights again."""
-    module = dynamic(kind)
+def test_packed_weights_count_as_copies(no_leaks: None) -> None:
+    """Each process packs the weights for its processor again."""
+    module = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(256, 256)), {nn.Linear}, dtype=torch.qint8)
     with closing(publish({"module": module, "tensor": torch.zeros(10)}, "cpu", "read_write", "load")) as record:
         assert record.nbytes == 40
         assert record.private_nbytes > 256 * 256
         result = decode_result(record.skeleton, record.table, record.segments)
-    x = torch.randn(2, 3, 256, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(result["module"](x)[0], module(x)[0])
+    x = torch.randn(2, 256, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(result["module"](x), module(x))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import pytest
 
 from shared_rpc import AsyncClient, Client, Provider
-from shared_rpc.client.steps import BlockingMethods, Operation, Request, Work, drive
+from shared_rpc.client.steps import BlockingMethods, Operation, Work, drive
 from shared_rpc.operations import Operations
 from shared_rpc.operations.binding import Context, Leased, Steps, bound, lending, operation
 
@@ -95,26 +94,3 @@ def test_own_methods_of_a_class_are_not_replaced() -> None:
 
     assert (Own().add(2), Further().add(2)) == (0, 30)
     assert isinstance(Own().lend("a"), Leased)
-
-
-def test_subclasses_may_have_another_driver() -> None:
-    """They are bound again."""
-
-    class Shouting(Recorder):
-        @classmethod
-        def _bound(cls, name: str, body: Callable[..., Operation[Any]]) -> Callable[..., Any]:
-            drive = super()._bound(name, body)
-            return lambda self, *args, **kwargs: f"{name}: {drive(self, *args, **kwargs)}!"
-
-    @bound
-    class Loud(Shouting, Calculator):
-        pass
-
-    assert (Loud().add(2), Calculator().add(2)) == ("add: 3!", 3)
-
-
-def test_unbound_operations_are_returned_unchanged() -> None:
-    """The body is a generator, and drives nothing."""
-    steps = Sums.add.body(Calculator(), 2)
-    assert isinstance(steps.send(None), Work)
-    assert not isinstance(Sums.add.body, Request)

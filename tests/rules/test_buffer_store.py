@@ -82,20 +82,13 @@ def test_buffers_linger_after_their_last_holder(buffers: Buffers) -> None:
     assert buffers.end("a", stored) == 10
     buffers.clock.time += 9.5
     assert buffers.table.expire() == 0.5 and buffers.dropped == []
-    buffers.clock.time += 0.5
-    assert buffers.table.expire() is None
-    assert buffers.dropped == [stored] and buffers.reason(stored) == "released"
-
-
-def test_lingering_restarts_after_the_next_holder(buffers: Buffers) -> None:
-    """A held buffer is listed without limit."""
-    stored = buffers.make(linger=10)
-    buffers.end("a", stored)
-    buffers.clock.time += 5
     buffers.table.get("b", stored.object_id)
     buffers.clock.time += 1000
     assert buffers.table.expire() is None and buffers.dropped == []
     assert buffers.end("b", stored) == 10
+    buffers.clock.time += 10
+    assert buffers.table.expire() is None
+    assert buffers.dropped == [stored] and buffers.reason(stored) == "released"
 
 
 def test_names_are_unique_among_listed_buffers(buffers: Buffers) -> None:
@@ -123,14 +116,6 @@ def test_a_freed_buffer_goes_with_its_last_holder(buffers: Buffers) -> None:
     buffers.release("b", stored)
     assert buffers.dropped == [stored] and len(buffers.table) == 0
     assert buffers.reason(stored) == "freed"
-
-
-@pytest.mark.parametrize("linger", [0.0, 10.0])
-def test_unheld_buffers_end_when_freed(buffers: Buffers, linger: float) -> None:
-    """At once, even while they linger."""
-    stored = buffers.make(ttl=None if linger else 10.0, linger=linger)
-    buffers.end("a", stored)
-    assert buffers.table.free(stored.object_id) and buffers.dropped == [stored]
 
 
 def test_expiry_does_not_affect_holders(buffers: Buffers) -> None:
@@ -276,36 +261,6 @@ def test_idle_results_are_evicted(limited: Buffers) -> None:
     assert limited.dropped == [second, first]
 
 
-def test_nothing_is_evicted_in_vain(limited: Buffers) -> None:
-    """If all of it would not suffice."""
-    limited.add("f(1)", "shared")
-    limited.add("f(2)", "shared", "own", holders="a")
-    with pytest.raises(ServerBusy):
-        limited.capacity.take({"cpu": 101}, totals={"cpu": TOTAL})
-    assert limited.dropped == [] and limited.capacity.used("cpu") == 200
-
-
-def test_bytes_of_the_largest_holder_are_counted_once(limited: Buffers) -> None:
-    """Objects over one buffer add no memory, and keep it from being idle."""
-    limited.make(session="a", name="shared", nbytes=60)
-    limited.add("f(1)", "shared", holders="a")
-    limited.add("f(2)", "shared", holders="a")
-    limited.make(session="b", name="large", nbytes=70)
-    limited.add("f(3)", "over", holders="b")
-    limited.release("b", limited.make(session="b", name="over", nbytes=100))
-    limited.release("a", limited.make(name="idle", nbytes=50))
-    with pytest.raises(ServerBusy, match=r"pid 2 holds the most, 170 bytes, and 50 bytes are buffers without holders"):
-        limited.capacity.take({"cpu": 100}, totals={"cpu": TOTAL})
-
-
-def test_empty_requests_always_fit(limited: Buffers) -> None:
-    """Even if held objects exceed the quota."""
-    limited.add("f(1)", "a", "b", "c", "d", holders="a")
-    limited.capacity.take({"cpu": 0}, totals={"cpu": TOTAL})
-    with pytest.raises(ServerBusy):
-        limited.capacity.take({"cpu": 1}, totals={"cpu": TOTAL})
-
-
 @pytest.mark.parametrize(("quota", "total", "limit"), [(300, TOTAL, 300), (TOTAL * 2, TOTAL, TOTAL), (None, TOTAL, TOTAL)])
 def test_requests_beyond_the_quota_or_the_device_are_refused(quota: int | None, total: int, limit: int) -> None:
     """Waiting would not help."""
@@ -314,12 +269,6 @@ def test_requests_beyond_the_quota_or_the_device_are_refused(quota: int | None, 
     buffers.capacity.take({"cpu": limit}, totals={"cpu": total})
     with pytest.raises(CapabilityError, match=f"are more than .*, {limit}: ask for less"):
         buffers.capacity.take({"cpu": limit + 1}, totals={"cpu": total})
-
-
-def test_results_without_a_quota_are_accepted(buffers: Buffers) -> None:
-    """Their memory exists already."""
-    buffers.capacity.take({"cpu": TOTAL * 10})
-    assert buffers.capacity.used("cpu") == TOTAL * 10
 
 
 # Sizes.
@@ -338,12 +287,7 @@ def test_shapes_are_laid_out_like_in_torch(shape: list[int], dtype: str) -> None
     tensor = torch.empty(shape, dtype=getattr(torch, dtype))
     extent = Extent.of(shape, dtype)
     assert (extent.shape, extent.strides, extent.nbytes) == (tensor.shape, tensor.stride(), tensor.nbytes)
-
-
-def test_an_int_is_a_number_of_bytes() -> None:
-    """For any dtype."""
-    assert Extent.of(1024, "float32") == Extent((256,), (1,), "float32", 1024)
-    assert Extent.of(0, "float64").shape == (0,)
+    assert Extent.of(1024, dtype) == Extent.of([1024 // tensor.itemsize], dtype)
 
 
 @pytest.mark.parametrize(
@@ -354,10 +298,8 @@ def test_an_int_is_a_number_of_bytes() -> None:
         (6, "float32", "no whole number of float32 elements of 4 bytes"),
         ([2, -1], "uint8", r"shape \(2, -1\)"),
         ([1 << 62, 2], "uint8", "less than"),
-        ([0, 1 << 62, 1 << 62], "uint8", "less than"),
         ([1] * 65, "uint8", "65 dimensions"),
         (4, "qint8", "dtype='qint8' is no dtype of a buffer"),
-        (4, "x" * 1000, "dtype='x{100}'"),
         (4, "", "use one of bool, "),
     ],
 )
@@ -365,14 +307,3 @@ def test_impossible_sizes_are_refused(size: int | list[int], dtype: str, text: s
     """The error names the problem."""
     with pytest.raises(ConfigurationError, match=text):
         Extent.of(size, dtype)
-
-
-def test_held_or_listed_buffers_are_counted(buffers: Buffers) -> None:
-    """Results are not."""
-    freed, held = buffers.make(name="freed"), buffers.make(name="held")
-    buffers.add("f(1)", "result")
-    assert len(buffers.table) == 2
-    buffers.table.free(freed.object_id)
-    buffers.table.free(held.object_id)
-    buffers.release("a", freed)
-    assert len(buffers.table) == 1

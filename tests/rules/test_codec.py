@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import collections
-import functools
 import gc
 import logging
 import math
@@ -24,7 +23,6 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize
 
 from shared_rpc.codec.arguments import decode_arguments, encode_arguments
 from shared_rpc.codec.results import decode_result, publish
@@ -209,66 +207,6 @@ def test_classes_of_remote_code_are_pickled_as_code(
     assert (type(theirs).__module__, type(theirs).__name__, theirs.scale(3)) == (name, "Remote", 6)
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
-@pytest.mark.parametrize("coalesced", [True, False])
-def test_sparse_tensors_round_trip(device: str, rebuilt: Rebuilt, coalesced: bool) -> None:
-    """And their values are shared."""
-    indices = torch.tensor([[0, 0, 1], [2, 2, 1]], device=device)
-    value = torch.sparse_coo_tensor(indices, torch.tensor([1.0, 2, 4], device=device), (2, 4), check_invariants=True)
-    holder = nn.Module()
-    holder.table = value.coalesce() if coalesced else value
-    result = rebuilt(holder).table
-    assert (result.layout, result.is_coalesced()) == (torch.sparse_coo, coalesced)
-    assert result.to_dense().tolist() == [[0, 0, 3, 0], [0, 4, 0, 0]]
-    result._values().fill_(9)
-    assert torch.equal(holder.table.to_dense(), result.to_dense())
-    assert result.to_dense()[1, 1] == 9
-
-
-@pytest.mark.filterwarnings("ignore:.*(quantiz|TypedStorage)")
-def test_quantised_tensors_round_trip(rebuilt: Rebuilt, device: str) -> None:
-    """With scale and zero point, over the same memory."""
-    value = torch.quantize_per_tensor(torch.tensor([-1.0, 0.0, 2.0], device=device), 0.5, 3, torch.qint8)
-    result = rebuilt(value)
-    assert (result.q_scale(), result.q_zero_point()) == (0.5, 3)
-    assert result.dequantize().tolist() == value.dequantize().tolist() == [-1, 0, 2]
-    result.fill_(1.0)
-    assert value.dequantize().tolist() == [1, 1, 1]
-
-
-def test_subclasses_round_trip(device: str, rebuilt: Rebuilt) -> None:
-    """With their class and attributes, over the same memory."""
-    value = torch.arange(3.0, device=device).as_subclass(Marked)
-    value.label = "boxes"
-    result = rebuilt(value)
-    assert (type(result), result.label, result.tolist()) == (Marked, "boxes", [0, 1, 2])
-    result.fill_(5)
-    assert value.tolist() == [5, 5, 5]
-
-
-def test_wrapper_subclasses_round_trip(device: str, rebuilt: Rebuilt) -> None:
-    """Around the wrapped tensors, which are shared."""
-    layer = nn.Linear(2, 2, bias=False, device=device)
-    values = torch.tensor([[1, 2], [3, 4]], dtype=torch.int8, device=device)
-    layer.weight = nn.Parameter(Scaled(values, torch.tensor(0.5, device=device)), requires_grad=False)
-    result = rebuilt(layer)
-    assert type(result.weight.data) is Scaled
-    assert result(torch.ones(1, 2, device=device)).tolist() == [[1.5, 3.5]]
-    layer.weight.data.scale.fill_(2.0)
-    assert result(torch.ones(1, 2, device=device)).tolist() == [[6, 14]]
-
-
-def test_buffer_objects_round_trip(device: str, rebuilt: Rebuilt) -> None:
-    """``nn.Buffer`` keeps its persistence."""
-    module = nn.Module()
-    module.kept = nn.Buffer(torch.ones(2, device=device))
-    module.scratch = nn.Buffer(torch.zeros(2, device=device), persistent=False)
-    result = rebuilt(module)
-    assert isinstance(result.kept, nn.Buffer)
-    assert list(result.state_dict()) == ["kept"]
-    assert dict(result.named_buffers()).keys() == {"kept", "scratch"}
-
-
 # Modules.
 
 
@@ -283,62 +221,6 @@ def test_tensors_are_found_anywhere(device: str, rebuilt: Rebuilt) -> None:
     assert result.alias is result.running
     assert list(result.state_dict()) == ["weight", "running"]
     assert result.state.step == 3
-
-
-def test_callables_in_attributes_round_trip(device: str, rebuilt: Rebuilt) -> None:
-    """Partials, lambdas and bound methods, with their tensors."""
-    module = nn.Module()
-    module.partial = functools.partial(torch.add, torch.ones(2, device=device), alpha=3)
-    four = torch.full((2,), 4.0, device=device)
-    module.scale = lambda tensor, by=four: tensor * by
-    tied = Tied(device)
-    module.method = tied.forward
-    result = rebuilt(module)
-    one = torch.ones(2, device=device)
-    assert result.partial(one).tolist() == [4, 4]
-    assert result.scale(one).tolist() == [4, 4]
-    assert same_memory(result.method.__self__.head.weight, tied.head.weight)
-
-
-@pytest.mark.filterwarnings("ignore:.*(weight|spectral)_norm.* is deprecated")
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        parametrizations.weight_norm,
-        lambda layer: parametrizations.weight_norm(parametrizations.spectral_norm(layer), "bias"),
-        lambda layer: nn.utils.weight_norm(nn.utils.spectral_norm(layer), "bias"),
-    ],
-    ids=["one", "two", "of the old kind"],
-)
-def test_parametrised_modules_round_trip(device: str, rebuilt: Rebuilt, wrap: Callable[[nn.Module], nn.Module]) -> None:
-    """A computed weight is still computed, from the same memory, and has gradients."""
-    torch.manual_seed(0)
-    model = nn.Sequential(wrap(nn.Linear(3, 3, device=device))).eval()
-    data = torch.randn(2, 3, device=device)
-    before = bits(model(data))
-    result = rebuilt(model)
-    assert bits(result(data)) == bits(model(data)) == before
-    assert list(result.state_dict()) == list(model.state_dict())
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(0.5)
-    assert bits(result(data)) == bits(model(data))
-    result(data).sum().backward()
-    assert all(parameter.grad is not None for parameter in result.parameters())
-
-
-def test_parametrisations_can_be_removed(device: str, rebuilt: Rebuilt) -> None:
-    """torch recognises those of a rebuilt module."""
-    model = parametrizations.weight_norm(nn.Linear(2, 2, device=device))
-    result = rebuilt(model)
-    assert isinstance(result, nn.Linear)
-    assert parametrize.is_parametrized(result, "weight")
-    data = torch.ones(1, 2, device=device)
-    expected = bits(result(data))
-    parametrize.remove_parametrizations(result, "weight")
-    assert type(result) is nn.Linear
-    assert bits(result(data)) == expected
-    assert parametrize.is_parametrized(model)
 
 
 def test_modules_with_their_own_pickling_are_followed(device: str, rebuilt: Rebuilt) -> None:
@@ -414,20 +296,6 @@ def test_containers_round_trip(device: str, rebuilt: Rebuilt, wrap: Callable[[to
     assert repr(result) == repr(value)
 
 
-def test_random_states_round_trip_without_numpy(device: str, rebuilt: Rebuilt, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A generator continues at the original's state."""
-
-    def numpy_is_missing(_: torch.Tensor) -> None:
-        raise RuntimeError("Numpy is not available")
-
-    monkeypatch.setattr(torch.Tensor, "numpy", numpy_is_missing)
-    generator = torch.Generator(device).manual_seed(7)
-    torch.rand(1, generator=generator, device=device)
-    result = rebuilt({"weight": torch.ones(1, device=device), "generator": generator})
-    drawn = [torch.rand(4, generator=each, device=device).tolist() for each in (result["generator"], generator)]
-    assert drawn[0] == drawn[1]
-
-
 def test_records_count_each_storage_once(published: Callable[..., Record], device: str) -> None:
     """``nbytes`` is the shared memory, not the sum over names; none of it is in the skeleton."""
     base = torch.zeros(10_000, device=device)
@@ -455,12 +323,7 @@ def test_standard_output_and_loggers_are_pickled_by_name(
     "value, named",
     [
         (42, "a value of type int without a tensor"),
-        ([1, {"a": 2.0}], "a value of type list"),
-        (len, "a value of type builtin_function_or_method"),
-        (torch.device("cpu"), "a value of type torch.device"),
-        (numpy.zeros(2), "a value of type numpy.ndarray without a tensor or module"),
         ([numpy.zeros(1 << 15)], "Convert arrays (torch.from_numpy)"),
-        (functools.partial(print, 1), "a value of type functools.partial"),
         (State(1), "a value of type tests.kit.models.State"),
     ],
     ids=repr,
@@ -482,37 +345,20 @@ def test_results_of_a_graph_are_refused(no_leaks: None) -> None:
     assert "return result['loss'][0].detach()" in str(caught.value)
 
 
-def test_graphs_inside_a_module_are_dropped(rebuilt: Rebuilt, device: str) -> None:
-    """A computed tensor in a module's attribute is shared as a value."""
-    module = nn.Module()
-    module.cached = torch.ones(2, device=device, requires_grad=True) * 3
-    result = rebuilt(module).cached
-    assert (result.tolist(), result.requires_grad, result.grad_fn) == ([3, 3], False, None)
-
-
 @pytest.mark.parametrize(
     "make, path",
     [
         (lambda: torch.ones(1), "result is on cpu"),
         (lambda: nn.Linear(1, 1), "result.weight is on cpu"),
-        (lambda: nn.BatchNorm1d(1, affine=False), "result.running_mean is on cpu"),
         (lambda: _keeps(torch.ones(1)), "result.state['cache'] is on cpu"),
-        (lambda: _keeps(torch.ones(3)[:0]), "result.state['cache'] is on cpu"),
     ],
-    ids=["tensor", "parameter", "buffer", "attribute", "empty slice of an attribute"],
+    ids=["tensor", "parameter", "attribute"],
 )
 def test_memory_on_the_wrong_device_is_refused(no_leaks: None, make: Callable[[], Any], path: str) -> None:
     """There is no silent copy to another device: the error has the tensor's device and the required one."""
     with pytest.raises(CapabilityError) as caught:
         publish(make(), "cuda", "read_write", "load")
     assert f"endpoint 'load': {path}, but memory is shared on 'cuda' here: move it with .to('cuda')" in str(caught.value)
-
-
-def test_empty_tensors_may_be_on_the_host(no_leaks: None) -> None:
-    """In an attribute, with memory shared on a GPU, since they have none."""
-    with closing(publish(_keeps(torch.empty(3, 0)), "cuda", "read_write", "load")) as record:
-        result = decode_result(record.skeleton, record.table, record.segments)
-    assert (result.state["cache"].shape, result.state["cache"].device.type) == ((3, 0), "cpu")
 
 
 def _keeps(tensor: torch.Tensor) -> nn.Module:
@@ -522,14 +368,6 @@ def _keeps(tensor: torch.Tensor) -> nn.Module:
 
 
 # Records that do not fit.
-
-
-def test_missing_classes_are_reported(published: Callable[..., Record], device: str) -> None:
-    """A skeleton with a module that this process lacks is an error that names it, and maps nothing."""
-    record = published(nn.Linear(2, 2, device=device))
-    skeleton = record.skeleton.replace(b"torch.nn.modules.linear", b"torch.nn.modules.absent")
-    with pytest.raises(CodecError, match=r"torch\.nn\.modules\.absent"):
-        decode_result(skeleton, record.table, record.segments)
 
 
 def test_unmappable_segments_are_refused(published: Callable[..., Record], device: str) -> None:

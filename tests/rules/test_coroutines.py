@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
-from shared_rpc.context import CURRENT_RUN, RunContext
+from shared_rpc.context import RunContext
 from shared_rpc.errors import TaskCancelled
 from shared_rpc.execution.coroutines import Coroutines
 from shared_rpc.execution.outcomes import Failure
@@ -57,41 +56,6 @@ async def test_a_cancelled_coroutine_fails_with_task_cancelled(ended: list[Any])
     coroutines.cancel("a run")
     assert isinstance(ended[0], Failure)
     assert ended[0].code == TaskCancelled.code
-
-
-@pytest.mark.asyncio
-async def test_the_run_is_current_in_its_coroutine_only(ended: list[Any]) -> None:
-    """And nowhere else."""
-    seen: list[RunContext | None] = []
-
-    async def look() -> None:
-        seen.append(CURRENT_RUN.get())
-        await asyncio.sleep(0)
-
-    run = run_of_nobody()
-    Coroutines().start("a run", "endpoint", run, [look], lambda outcome: ended.append(CURRENT_RUN.get()))
-    await asyncio.sleep(0.01)
-    assert seen == [run]
-    assert CURRENT_RUN.get() is None
-    assert ended == [None]
-
-
-def test_runs_can_end_in_two_loops_at_once() -> None:
-    """Each of two servers in a process handles the end of its run while the other one does."""
-    both = threading.Barrier(2)
-
-    async def serve() -> None:
-        over = asyncio.Event()
-
-        def end(outcome: Failure | list[Any]) -> None:
-            both.wait(10)
-            over.set()
-
-        Coroutines().start("a run", "endpoint", run_of_nobody(), [lambda: asyncio.sleep(0)], end)
-        await asyncio.wait_for(over.wait(), 20)
-
-    with ThreadPoolExecutor(2) as threads:
-        list(threads.map(lambda _: asyncio.run(serve()), range(2)))
 
 
 @pytest.mark.asyncio

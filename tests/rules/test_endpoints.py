@@ -112,12 +112,6 @@ def test_calls_with_memory_have_no_key(memory: Any) -> None:
     assert key_of(spec, 1, z=memory) is None
 
 
-def test_endpoints_without_cache_have_no_keys() -> None:
-    """Not even with a template."""
-    assert key_of(describe(lambda x: x, "f", cache=False), 1) is None
-    assert key_of(describe(lambda x: x, "f", cache=False, cache_format_key="{x}"), 1) is None
-
-
 def test_long_keys_are_digests() -> None:
     """Keys are displayed and stored; a prompt of a megabyte is too long. Equal calls still have one key."""
     spec = describe(lambda x: x, "f")
@@ -136,18 +130,14 @@ def test_keys_of_different_endpoints_differ() -> None:
     assert len(keys) == 2 * len(names)
 
 
-@pytest.mark.parametrize("default", [torch.float16, [torch.float16, torch.int8], {"dtype": torch.float16}])
-def test_dtypes_as_default_and_as_argument_are_one_call(default: Any) -> None:
+@pytest.mark.parametrize("template", [None, "{dtype:>15}"])
+def test_dtypes_as_default_and_as_argument_are_one_call(template: str | None) -> None:
     """Both are encoded by name."""
-
-    def by_name(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: by_name(item) for name, item in value.items()}
-        return [by_name(item) for item in value] if isinstance(value, list) else DtypeRef(str(value).removeprefix("torch."))
-
-    spec = describe(lambda dtype=default: dtype, "f")
-    assert key_of(spec) == key_of(spec, by_name(default))
+    spec = describe(lambda dtype=torch.float16: dtype, "f", cache_format_key=template)
+    assert key_of(spec) == key_of(spec, DtypeRef("float16"))
     assert "torch.float16" in (key_of(spec) or "")
+    nested = describe(lambda dtype=[torch.int8]: dtype, "f")
+    assert key_of(nested) == key_of(nested, [DtypeRef("int8")])
 
 
 ENDLESS: list[Any] = []
@@ -173,13 +163,15 @@ def test_unencodable_defaults_have_a_key(default: Any) -> None:
         ("{dtype}-{dtype!r}", "load:float32-'float32'"),
         ("{hidden_size:{layers}}", "load: 8"),
         ("{rest}{extra}", "load:(){}"),
+        ("{rest[0]}{extra[a]}{seed}", "load:first57"),
         ("constant {{}}", "load:constant {}"),
-        ("", "load:"),
     ],
 )
 def test_templates_are_filled_in(template: str, expected: str) -> None:
     """From the bound arguments, including defaults."""
-    assert key_of(describe(load, cache_format_key=template), 8) == expected
+    args, kwargs = ((8,), {}) if "seed" not in template else ((8, 2, "first"), {"a": 5, "seed": 7})
+    assert key_of(describe(load, cache_format_key=template), *args, **kwargs) == expected
+    assert key_of(describe(load, cache=False, cache_format_key=template), 8) is None
 
 
 def test_arguments_outside_the_template_are_ignored() -> None:
@@ -188,20 +180,12 @@ def test_arguments_outside_the_template_are_ignored() -> None:
     assert key_of(spec, 8, 2) == key_of(spec, 8, 3, tied=False) == key_of(spec, 8, TensorRef(0)) == "load:8"
 
 
-def test_templates_can_access_parts_of_arguments() -> None:
-    """By index and name, and keyword arguments outside of the signature."""
-    assert key_of(describe(load, cache_format_key="{rest[0]}{extra[a]}{seed}"), 1, 2, "first", a=5, seed=7) == "load:first57"
-
-
 @pytest.mark.parametrize(
     ("default", "template"),
     [
         (8, "{x:04d}"),
         (float("nan"), "{x:.1f}"),
-        (-float("inf"), "{x:+.1f}"),
         ("it's", "{x:>8}{x!r}"),
-        (None, "{x}"),
-        (2j, "{x:.2f}"),
         ((1, 2), "{x[1]:03d}{x}"),
         ({"a": 1}, "{x[a]:03d}"),
     ],
@@ -210,12 +194,6 @@ def test_defaults_print_as_their_values(default: Any, template: str) -> None:
     """With any format: a call with the default and one that passes it are identical."""
     spec = describe(lambda x=default: x, "f", cache_format_key=template)
     assert key_of(spec) == key_of(spec, default) == f"f:{template.format(x=default)}"
-
-
-def test_dtypes_in_a_template_have_torchs_names() -> None:
-    """As default and as argument, with any format."""
-    spec = describe(lambda dtype=torch.float16: dtype, "f", cache_format_key="{dtype:>15}")
-    assert key_of(spec) == key_of(spec, DtypeRef("float16")) == "f:  torch.float16"
 
 
 @pytest.mark.parametrize("template", ["{x}", "{y:{x}}", "{more}", "{z}"])
@@ -245,13 +223,9 @@ def test_templates_that_do_not_fit_a_call_are_refused(template: str, args: tuple
     [
         ("{hiden_size}", r"names 'hiden_size', which is none of its arguments \(hidden_size, layers\)"),
         ("{hidden_size:{width}}", "names 'width', which is none of its arguments"),
-        ("{hiden.size}", "names 'hiden', which"),
         ("{hiden[0]}", "names 'hiden', which"),
         ("{}", "field without a name"),
-        ("{0.name}", "field without a name"),
-        ("{hidden_size:{}}", "field without a name"),
         ("{hidden_size", "is not a format string"),
-        ("{hidden_size!x}", "is not a format string"),
         (5, "use a format string, or None"),
     ],
 )
@@ -299,16 +273,11 @@ def test_unknown_options_are_type_errors(option: str) -> None:
 @pytest.mark.parametrize(
     ("option", "value", "allowed"),
     [
-        ("execution", "queue", "'direct' or 'task'"),
         ("concurrency", "serial", "'parallel' or 'serialized'"),
         ("access", "write", "'read_write' or 'read'"),
-        ("access", ["read"], "'read_write' or 'read'"),
         ("tensors", "buffers", "'all' or 'parameters'"),
-        ("cache", 1, "True or False"),
         ("managed", None, "True or False"),
-        ("singleflight", 0, "True or False"),
         ("idle_ttl", -1, "seconds, or None for never"),
-        ("idle_ttl", float("nan"), "seconds, or None for never"),
         ("idle_ttl", True, "seconds, or None for never"),
     ],
 )
@@ -319,13 +288,7 @@ def test_invalid_values_of_options_are_refused(option: str, value: Any, allowed:
     assert str(caught.value) == f"endpoint 'load': {option}={value!r}; use {allowed}"
 
 
-@pytest.mark.parametrize("ttl", [0, 0.5, 3600, float("inf"), None])
-def test_an_idle_ttl_is_seconds_or_none(ttl: float | None) -> None:
-    """Including zero and infinity."""
-    assert describe(load, idle_ttl=ttl).idle_ttl == ttl
-
-
-@pytest.mark.parametrize("name", ["", "a b", "1a", "a:b", "a(b)", "a/b", ".a", "a\n", "a" * 201])
+@pytest.mark.parametrize("name", ["", "a b", "1a", "a:b", ".a", "a\n", "a" * 201])
 def test_invalid_names_are_refused(name: str) -> None:
     """A name is part of keys and of command lines."""
     with pytest.raises(ConfigurationError, match="cannot name an endpoint: use up to 200 letters, digits"):
@@ -341,15 +304,6 @@ def test_functions_without_a_name_need_one() -> None:
 
 
 # The registry, and calls that would wait for themselves.
-
-
-def test_registries_keep_the_order() -> None:
-    """An endpoint registered again replaces the earlier one, like a repeated function definition."""
-    registry = Registry(describe(load, name) for name in ("c", "a", "b"))
-    registry.add(describe(load, "a", managed=True))
-    assert [spec.name for spec in registry.all()] == ["c", "a", "b"]
-    assert registry.get("a").managed
-    assert len(registry) == 3
 
 
 @pytest.mark.parametrize(
@@ -368,20 +322,15 @@ def test_unknown_endpoints_come_with_a_suggestion(names: list[str], asked: str, 
 
 
 def test_recursive_calls_are_refused() -> None:
-    """They would join their own run and deadlock."""
-    spec = describe(lambda x: x, "f")
+    """They would join their own run and deadlock; without singleflight, or without a key, the inner call is a separate run."""
+    spec, alone = describe(lambda x: x, "f"), describe(lambda x: x, "f", singleflight=False)
     key = key_of(spec, 1)
     with pytest.raises(ConfigurationError, match=r"f\(x=1\) calls itself while it is being built.*wait forever"):
         check_chain(spec, key, frozenset({"f", "f(x=1)"}))
     check_chain(spec, key_of(spec, 2), frozenset({"f", "f(x=1)"}))
     check_chain(spec, key, frozenset({"g"}))
-
-
-def test_a_run_that_is_not_joined_cannot_wait_for_itself() -> None:
-    """Without singleflight, or without a key, the inner call is a separate run."""
-    alone = describe(lambda x: x, "f", singleflight=False)
     check_chain(alone, key_of(alone, 1), frozenset({"f", "f(x=1)"}))
-    check_chain(describe(lambda x: x, "f"), None, frozenset({"f"}))
+    check_chain(spec, None, frozenset({"f"}))
 
 
 def test_recursive_calls_of_serialized_endpoints_are_refused() -> None:
@@ -428,33 +377,22 @@ def test_a_function_that_is_changed_has_another_fingerprint(old: str, new: str) 
 # The decorator.
 
 
-@pytest.mark.parametrize("name", ["load", "models.load"])
-def test_decorators_take_parentheses_and_names(provider: Provider, name: str) -> None:
-    """With or without parentheses, and with a name of its own."""
-
-    def load() -> torch.Tensor:
-        return torch.ones(1)
-
-    decorate: Any = {
-        "load": [provider.share, provider.share(), provider.share(managed=False)],
-        "models.load": [provider.share("models.load"), provider.share(name="models.load")],
-    }[name]
-    assert {shared.name for shared in (way(load) for way in decorate)} == {name}
-    assert list(provider.list_endpoints()) == [name]
-
-
-def test_shared_functions_look_like_the_function(provider: Provider) -> None:
-    """Name, docstring, module and signature, for help() and for editors."""
+def test_decorators_take_parentheses_and_names(provider: Provider) -> None:
+    """With or without parentheses, and with a name of its own; the result has the function's name, docstring and signature."""
 
     def load(size: int, *, bias: bool = True) -> torch.nn.Module:
         """Build a layer."""
         return torch.nn.Linear(size, size, bias=bias)
 
-    shared = provider.share(managed=True)(load)
-    assert (shared.__name__, shared.__doc__, shared.__module__) == ("load", "Build a layer.", __name__)
-    assert inspect.signature(shared) == inspect.signature(load)
-    assert shared.__wrapped__ is load
-    assert repr(shared) == "<shared function load>"
+    for shared in (
+        provider.share(load),
+        provider.share()(load),
+        provider.share("load")(load),
+        provider.share(name="load")(load),
+    ):
+        assert (shared.name, shared.__name__, shared.__doc__, shared.__module__) == ("load", "load", "Build a layer.", __name__)
+        assert inspect.signature(shared) == inspect.signature(load)
+    assert provider.share("models.load")(load).name == "models.load"
 
 
 def test_get_endpoint_returns_the_options(provider: Provider) -> None:

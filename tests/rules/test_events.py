@@ -50,22 +50,6 @@ def test_failing_hooks_affect_no_other(hooks: i.Hooks, error: BaseException, cap
     assert ["broken" in record.getMessage() for record in caplog.records] == [True]
 
 
-def test_hooks_can_remove_themselves(hooks: i.Hooks) -> None:
-    """The others are still called with that event."""
-    once_heard: list[i.Event] = []
-    heard: list[i.Event] = []
-
-    def once(event: i.Event) -> None:
-        hooks.remove(once)
-        once_heard.append(event)
-
-    hooks.add(once)
-    hooks.add(heard.append)
-    hooks.emit(EVENT)
-    hooks.emit(EVENT)
-    assert (len(once_heard), len(heard)) == (1, 2)
-
-
 def test_factories_make_their_hook_with_the_first_event(hooks: i.Hooks) -> None:
     """Not on registration, and once."""
     made: list[list[i.Event]] = []
@@ -79,40 +63,3 @@ def test_factories_make_their_hook_with_the_first_event(hooks: i.Hooks) -> None:
     hooks.emit(EVENT)
     hooks.emit(EVENT)
     assert made == [[EVENT, EVENT]]
-
-
-def test_failing_factories_are_called_once(hooks: i.Hooks, caplog: pytest.LogCaptureFixture) -> None:
-    """A missing library is reported once."""
-    asked: list[int] = []
-
-    def make() -> i.Hook:
-        asked.append(1)
-        raise ImportError("no such library")
-
-    hooks.add(i.HookFactory(make))
-    with caplog.at_level(logging.ERROR, "shared_rpc"):
-        hooks.emit(EVENT)
-        hooks.emit(EVENT)
-    assert (len(asked), len(caplog.records)) == (1, 1)
-
-
-def test_equal_factories_can_be_removed(hooks: i.Hooks) -> None:
-    """With their hook: another factory, which may have the same address, makes its own."""
-    made: list[list[i.Event]] = []
-
-    def make() -> i.Hook:
-        made.append([])
-        return made[-1].append
-
-    for count in range(1, 100):
-        hooks.add(i.HookFactory(make))
-        hooks.emit(EVENT)
-        hooks.remove(i.HookFactory(make))
-        assert (len(made), made[-1]) == (count, [EVENT])
-
-
-def test_events_are_immutable() -> None:
-    """Hooks share them."""
-    with pytest.raises(AttributeError):
-        EVENT.pid = 2  # type: ignore[misc]
-    assert [kind.__name__ for kind in i.Event.__subclasses__() if not kind.__struct_config__.frozen] == []

@@ -190,31 +190,6 @@ def test_objects_survive_a_kill_during_the_writing_of_the_state(
     assert moving.recovered() == [CONTENTS] * 3
 
 
-def test_a_move_writes_no_value(moving: Moving, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skeletons may be large, and do not change: only the memory is stored again."""
-    moving.put("device", 0)
-    moving.stored.clear()
-    make = Mock(wraps=os.memfd_create)
-    monkeypatch.setattr(os, "memfd_create", make)
-    moving.put("file", 1)
-    assert not [call.args[0] for call in make.call_args_list if call.args[0].startswith("object-")]
-    assert moving.stored and all(name.startswith("segment-") for name in moving.stored)
-
-
-def test_the_changes_of_a_turn_are_two_writes(moving: Moving, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first is written at once, and the others together at the end of the turn."""
-    moving.put("device", 0)
-    write = Mock()
-    monkeypatch.setattr(StateFile, "write", write)
-    moving.keep("device", 3)
-    moving.store.remove(OBJECTS[0])
-    assert write.call_count == 1
-    moving.end_turn()
-    assert write.call_count == 2
-    moving.end_turn()
-    assert write.call_count == 2
-
-
 def test_failed_writes_of_the_state_are_retried(
     moving: Moving, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -30,14 +30,6 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return lambda number: monkeypatch.setattr(RemovableHandle, "next_id", number)
 
 
-class Registering(nn.Linear):
-    """A module that registers a hook on each unpickling."""
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.register_forward_hook(same_state)
-
-
 class Keeping:
     """An object with custom hooks, as some libraries have besides torch's."""
 
@@ -60,21 +52,11 @@ def _listening() -> nn.Module:
 
 CASES: dict[str, tuple[Callable[[], Any], Callable[[Any, Any], RemovableHandle], Callable[[Any], dict[int, Any]]]] = {
     "forward": (nn.Identity, nn.Module.register_forward_hook, lambda value: value._forward_hooks),
-    "forward pre": (nn.Identity, nn.Module.register_forward_pre_hook, lambda value: value._forward_pre_hooks),
     "backward": (nn.Identity, nn.Module.register_full_backward_hook, lambda value: value._backward_hooks),
-    "backward pre": (nn.Identity, nn.Module.register_full_backward_pre_hook, lambda value: value._backward_pre_hooks),
     "state_dict": (nn.Identity, nn.Module.register_state_dict_post_hook, lambda value: value._state_dict_hooks),
-    "state_dict pre": (nn.Identity, nn.Module.register_state_dict_pre_hook, lambda value: value._state_dict_pre_hooks),
-    "load pre": (nn.Identity, nn.Module.register_load_state_dict_pre_hook, lambda value: value._load_state_dict_pre_hooks),
-    "load post": (nn.Identity, nn.Module.register_load_state_dict_post_hook, lambda value: value._load_state_dict_post_hooks),
     "own pickling": (lambda: nn.LSTM(2, 2), nn.Module.register_forward_hook, lambda value: value._forward_hooks),
     "parametrised": (
         lambda: parametrizations.weight_norm(nn.LSTM(2, 2), "weight_hh_l0"),
-        nn.Module.register_forward_hook,
-        lambda value: value._forward_hooks,
-    ),
-    "traced": (
-        lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2))),
         nn.Module.register_forward_hook,
         lambda value: value._forward_hooks,
     ),
@@ -124,14 +106,6 @@ def test_ids_above_the_servers_counter_are_handled(rebuilt_module: Rebuilt, coun
     assert result[0].register_forward_hook(doubled).id == 501
 
 
-def test_hooks_can_be_registered_while_unpickling(rebuilt_module: Rebuilt, counted: Callable[[int], None]) -> None:
-    """The received ids are reserved before any code of a class runs."""
-    counted(0)
-    module = Registering(2, 2)
-    module.register_forward_hook(doubled)
-    assert list(rebuilt_module(module)._forward_hooks.values()) == [doubled, same_state]
-
-
 def test_hooks_of_an_argument_arrive(device: str, no_leaks: None, counted: Callable[[int], None]) -> None:
     """In the server, which does not reuse their ids."""
     counted(0)
@@ -143,12 +117,6 @@ def test_hooks_of_an_argument_arrive(device: str, no_leaks: None, counted: Calla
     received.register_forward_hook(same_state)
     assert list(received._forward_hooks.values()) == [doubled, same_state]
     assert next(iter(received._forward_hooks)) == handle.id
-
-
-def test_skeletons_of_tensors_ignore_hooks(published: Callable[..., Record], device: str) -> None:
-    """The most frequent skeleton stays small."""
-    nn.Identity().register_forward_hook(same_state)
-    assert published(torch.ones(2, device=device)).skeleton == b"I0\nQ."
 
 
 # Handles.
@@ -180,16 +148,6 @@ def test_received_handles_remove_their_hooks(rebuilt_module: Rebuilt, device: st
     assert module(one).tolist() == [4]
 
 
-def test_handles_of_removed_hooks_round_trip(rebuilt_module: Rebuilt, device: str) -> None:
-    """All their dicts are empty, and still the module's."""
-    module = nn.Identity()
-    module.handle = module.register_forward_hook(doubled)
-    module.handle.remove()
-    result = rebuilt_module(module)
-    assert result.handle.hooks_dict_ref() is result._forward_hooks
-    assert copy.deepcopy(result).handle.id == module.handle.id
-
-
 def test_shallow_copies_share_their_hooks(rebuilt_module: Rebuilt, device: str) -> None:
     """Containers shared by two modules are shared even if they are empty."""
     module = nn.Linear(2, 2)
@@ -198,10 +156,3 @@ def test_shallow_copies_share_their_hooks(rebuilt_module: Rebuilt, device: str) 
     one.register_buffer("scale", torch.ones(1, device=device))
     assert list(other._forward_hooks.values()) == [doubled]
     assert other.scale is one.scale
-
-
-def test_unreferenced_empty_containers_are_left_out(published: Callable[..., Record], device: str) -> None:
-    """Those of most modules would be half of the skeleton."""
-    skeleton = published(nn.Linear(2, 2, device=device)).skeleton
-    assert b"_hooks" not in skeleton
-    assert b"_modules" not in skeleton

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import PackedSequence
 from torch.optim.swa_utils import AveragedModel
 
 from shared_rpc.codec.arguments import encode_arguments, lower_arguments
@@ -57,13 +56,10 @@ def test_host_state_of_known_objects_stays_on_the_host(make: Callable[[], Any]) 
     "make, path",
     [
         (lambda: State(1, {"m": torch.ones(1)}), "result[1].moments['m']"),
-        (lambda: {2: {torch.ones(1)}}, "result[1][2][0]"),
-        (lambda: functools.partial(torch.add, torch.ones(1)), "result[1].args[0]"),
         (lambda: State(1, {"m": _optimizer(), "t": torch.ones(1)}), "result[1].moments['t']"),
-        (lambda: AveragedModel(torch.nn.Linear(1, 1)), "result[1].module.weight"),
         (lambda: PackedSequence(torch.ones(1, 1), torch.tensor([1])), "result[1][0]"),
     ],
-    ids=["dataclass", "set", "partial", "beside an optimizer", "in an averaged model", "in a packed sequence"],
+    ids=["dataclass", "beside an optimizer", "in a packed sequence"],
 )
 def test_other_host_tensors_are_refused(make: Callable[[], Any], path: str) -> None:
     """A tensor on the host anywhere else was forgotten there: the error has its path."""
@@ -103,11 +99,3 @@ def test_averaged_models_round_trip(device: str, rebuilt: Callable[..., Any]) ->
     read.update_parameters(model)
     assert averaged.n_averaged.item() == 2
     torch.testing.assert_close(averaged.module.weight.detach(), expected)
-
-
-def test_packed_sequences_round_trip(device: str, rebuilt: Callable[..., Any]) -> None:
-    """The lengths of their parts are on the host, as torch requires."""
-    sent = pack_sequence([torch.ones(3, 2, device=device), torch.zeros(1, 2, device=device)])
-    read = rebuilt(sent)
-    assert (read.data.device.type, read.batch_sizes.device.type) == (device, "cpu")
-    assert torch.equal(pad_packed_sequence(read)[0], pad_packed_sequence(sent)[0])

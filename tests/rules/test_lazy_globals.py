@@ -111,14 +111,6 @@ def test_directories_with_metadata_contain_packages(
     assert is_installed(str(tmp_path / "package" / "module.py")) is metadata
 
 
-def test_an_installed_path_may_be_named_through_a_link(folders: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A directory of packages that is a link is recognised by both of its names."""
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "site-packages").symlink_to(tmp_path / "elsewhere")
-    monkeypatch.syspath_prepend(tmp_path / "site-packages")
-    assert is_installed(str(tmp_path / "elsewhere" / "module.py"))
-
-
 @pytest.mark.parametrize("path", ["", "app.py", "/home/me/my-site-packages/app.py", "<frozen importlib._bootstrap>"])
 def test_other_code_is_not_installed(path: str) -> None:
     """Nor is code without a file."""

@@ -19,7 +19,6 @@ from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.catalogue import NUMBERS, decode_message, encode_message
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.messages import Message
-from shared_rpc.protocol.records import SegmentInfo
 
 
 def below(kind: type[Message]) -> list[type[Message]]:
@@ -108,12 +107,6 @@ def test_every_message_has_one_kind_byte() -> None:
     assert all(1 <= number <= 255 for number in catalogue._KINDS)
 
 
-def test_defaults_are_filled_in() -> None:
-    """For fields left out at the end of a message."""
-    message = decode_message(Frame(NUMBERS[m.Call], 1, msgspec.msgpack.encode(["f"])))
-    assert comparable(message) == comparable(m.Call("f"))
-
-
 @pytest.mark.parametrize("kind", [0, max(catalogue._KINDS) + 1, 255])
 def test_an_unknown_kind_is_named(kind: int) -> None:
     """A kind byte without a message."""
@@ -181,13 +174,6 @@ def test_fields_of_another_type_are_refused(kind: type[Message], data: st.DataOb
             decode_message(Frame(number, 1, msgspec.msgpack.encode(items)))
 
 
-@given(st.sampled_from(KINDS), st.lists(plain, max_size=6))
-def test_plain_data_of_another_shape_is_a_protocol_error(kind: type[Message], items: list[Any]) -> None:
-    """For well-formed MessagePack."""
-    with suppress(ProtocolError):
-        assert type(decode_message(Frame(NUMBERS[kind], 1, msgspec.msgpack.encode(items)))) is kind
-
-
 @given(any_message(), st.data())
 def test_damaged_messages_are_protocol_errors_or_others(message: Message, data: st.DataObject) -> None:
     """One wrong byte, including text that is not UTF-8."""
@@ -207,10 +193,3 @@ def test_values_without_an_encoding_are_refused_by_the_sender(message: Message) 
     """MessagePack has no surrogates, no integers of more than 64 bits, and no objects."""
     with pytest.raises(ProtocolError, match=f"cannot encode a {type(message).__name__} message: "):
         encode_message(message)
-
-
-def test_a_segment_of_unknown_access_is_refused() -> None:
-    """Named options are checked on receipt."""
-    segments = [SegmentInfo("id", 4096, "cpu", "execute")]
-    with pytest.raises(ProtocolError, match="Invalid enum value 'execute'"):
-        decode_message(frame_of(m.Call("f", segments=segments)))

@@ -40,17 +40,6 @@ def test_extents_never_overlap_and_are_merged(steps: list[tuple[int, int]]) -> N
     assert extents.acquire(400) == 0
 
 
-def test_extents_require_contiguous_bytes() -> None:
-    """Enough bytes in two places are not enough."""
-    extents = Extents(30)
-    assert [extents.acquire(10) for _ in range(3)] == [0, 10, 20]
-    extents.release(0, 10)
-    extents.release(20, 10)
-    assert extents.free == 20
-    assert extents.acquire(20) is None
-    assert extents.acquire(10) == 0
-
-
 @pytest.fixture
 def pool() -> Iterator[Pool]:
     """A pool of at most 4 MiB."""
@@ -85,16 +74,6 @@ class TestPool:
         ):
             pool.acquire("cpu", [MIB // 2, MIB], "arguments of quick()")
         assert pool.used == 1
-
-    def test_only_releases_count_as_frees(self, pool: Pool) -> None:
-        """Other events would make waiters retry without end."""
-        pool.acquire("cpu", [3 * MIB], "a test")
-        with pytest.raises(PoolFull) as full:
-            pool.acquire("cpu", [MIB // 2, MIB], "a test")
-        assert pool.frees == full.value.frees
-        (chunk,) = pool.acquire("cpu", [10], "a test")
-        pool.release([chunk.number])
-        assert pool.frees == full.value.frees + 1
 
     def test_releasing_twice_frees_no_other_chunk(self, pool: Pool) -> None:
         """Numbers are not reused: a late or a forged one frees nothing."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import os
 from collections.abc import Callable, Iterator
@@ -118,23 +117,6 @@ def test_a_bar_can_be_updated_by_other_threads(reports: list[Progress]) -> None:
     """For its own run, for example when a library updates it in a pool."""
     assert thread_map(abs, range(4), tqdm_class=ProgressBar, max_workers=2) == [0, 1, 2, 3]
     assert [reports[0], reports[-1]] == counted(4.0, "", 0, 4)
-
-
-def test_bars_of_coroutines_report_to_their_own_runs() -> None:
-    """Each reports to its own run."""
-    reports: dict[str, list[Progress]] = {"mine": [], "other": []}
-
-    async def load(name: str, meeting: asyncio.Barrier) -> None:
-        CURRENT_RUN.set(RunContext(frozenset(), reports[name].append))
-        with silent(total=1, desc=name):
-            await meeting.wait()
-
-    async def main() -> None:
-        meeting = asyncio.Barrier(2)
-        await asyncio.gather(*(load(name, meeting) for name in reports))
-
-    asyncio.run(main())
-    assert reports == {name: counted(1.0, name, 0, 0) for name in reports}
 
 
 @pytest.mark.deep

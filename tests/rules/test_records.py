@@ -12,7 +12,7 @@ import pytest
 from hypothesis import strategies as st
 
 from shared_rpc.codec.tensors import tensors_of
-from shared_rpc.errors import CodecError, ConfigurationError, RecordError
+from shared_rpc.errors import CodecError, RecordError
 from shared_rpc.memory.chunk_references import ChunkReferences
 from shared_rpc.memory.mapping import MAPPINGS, Mapping
 from shared_rpc.memory.pool import Pool, PoolOptions
@@ -87,24 +87,17 @@ def _with(place: str, number: int, **fields: Any) -> TensorTable:
     [
         ("storage", {"nbytes": PAGE - 63}),
         ("storage", {"offset": -4}),
-        ("storage", {"offset": 1 << 63}),
         ("storage", {"segment": 1}),
-        ("storage", {"segment": 2}),
         ("storage", {"device": 1}),
         ("storage", {"chunk": 3}),
         ("tensor", {"shape": (4, 5)}),
         ("tensor", {"strides": (-4, 1)}),
         ("tensor", {"strides": (1,)}),
         ("tensor", {"shape": (1 << 62, 1 << 62), "strides": (0, 0)}),
-        ("tensor", {"offset": -1}),
         ("tensor", {"dtype": "float64"}),
-        ("tensor", {"dtype": "load"}),
         ("tensor", {"storage": 3}),
-        ("tensor", {"storage": 2}),
         ("buffer", {"nbytes": PAGE}),
-        ("buffer", {"offset": -1}),
         ("buffer", {"segment": 0}),
-        ("buffer", {"segment": 2}),
     ],
     ids=str,
 )
@@ -128,7 +121,6 @@ def test_entries_outside_their_memory_are_refused(place: str, fields: dict[str, 
         ({"segments": (SegmentInfo("1", PAGE, GPU),)}, "is of 'memfd' memory"),
         ({"segments": (SegmentInfo("1", PAGE, GPU, "copy", "vmm"),)}, "is to be mapped copy-on-write"),
         ({"nbytes": 3 * PAGE}, "announces"),
-        ({"nbytes": -1}, "announces"),
         ({"private_nbytes": 3 * PAGE}, "announces"),
         ({"access": "read"}, "shared as 'read'"),
         ({"tensors": "parameters"}, "tensors='parameters'"),
@@ -208,13 +200,6 @@ def test_storages_outside_of_their_segment_are_refused(memory: list[Mapping], of
     assert [tensors_of(table, memory, {})[1][0].nbytes() for table in tables[1:]] == [PAGE, 0]
 
 
-def test_tensors_that_leave_their_storage_are_refused(memory: list[Mapping]) -> None:
-    """By torch, unless they are known to fit."""
-    table = TensorTable(("cpu",), (StorageEntry(0, 0, 8),), (TensorEntry(0, "float32", 1, (2,), (1,)),))
-    with pytest.raises(CodecError, match="the tensor table does not fit its memory"):
-        tensors_of(table, memory, {})
-
-
 def test_chunks_that_no_tensor_keeps_are_given_back() -> None:
     """A chunk stays in use while a storage over it lives; one that came with the table and that nothing lies in does not."""
     with closing(Pool(PoolOptions(), "the pool")) as pool:
@@ -265,25 +250,11 @@ def test_changed_code_is_refused() -> None:
             assert caught.value.reason == "code"
 
 
-def test_excessive_keys_are_refused() -> None:
-    """Every list of objects would contain them; the endpoint's longest possible key is accepted."""
-    longest = "load(" + "x" * 511
-    assert called(header(cache_key=longest), SPEC, None) == longest
-    with pytest.raises(RecordError, match="has a cache key of 517 characters, and those of endpoint 'load' have at most 516"):
-        called(header(cache_key=longest + "x"), SPEC, None)
-
-
-@pytest.mark.parametrize("key", [None, "", "load", "loader(size=3)", "other(size=3)"])
+@pytest.mark.parametrize("key", [None, "load", "loader(size=3)"])
 def test_keys_of_another_endpoint_are_refused(key: str | None) -> None:
     """Headers are untrusted; callers of another endpoint must not find the record."""
     with pytest.raises(RecordError, match="is none of endpoint 'load'"):
         called(header(cache_key=key), SPEC, None)
-
-
-def test_endpoints_without_a_cache_refuse_records() -> None:
-    """It has no place for a record."""
-    with pytest.raises(ConfigurationError, match="share it with cache=True"):
-        called(header(), msgspec.structs.replace(SPEC, cache=False), None)
 
 
 def on_gpu(*gpus: str) -> RecordHeader:
@@ -306,11 +277,6 @@ def test_a_gpu_s_record_moves_to_another_gpu() -> None:
     assert moved(record, homes(record, GPU)) == (record.skeleton, record.table)
 
 
-def test_records_of_several_gpus_keep_them() -> None:
-    """The assignment would be ambiguous elsewhere: a server without these GPUs refuses to allocate."""
-    assert homes(on_gpu(GPU, OTHER_GPU), GPU) == {"cpu": "cpu", GPU: GPU, OTHER_GPU: OTHER_GPU}
-
-
 @pytest.mark.parametrize(("record", "device"), [(header(), GPU), (on_gpu(GPU), "cpu")])
 def test_records_for_another_kind_of_device_are_refused(record: RecordHeader, device: str) -> None:
     """Both are named."""
@@ -325,12 +291,3 @@ def test_the_stricter_access_applies() -> None:
     record = header(segments=segments)
     assert accesses(record, "read_write") == ["read_write", "read", "private", "copy"]
     assert accesses(record, "read") == ["read", "read", "private", "copy"]
-
-
-def test_incarnations_of_a_segment_have_one_name() -> None:
-    """New memory with its bytes has its own id, counted from any incarnation."""
-    first = SegmentInfo("0123456789abcdef", PAGE, "cpu", "read")
-    third = first.incarnation(1).incarnation(2)
-    assert third == SegmentInfo("0123456789abcdef.2", PAGE, "cpu", "read")
-    assert (first.name, third.name) == (first.id, first.id)
-    assert third.incarnation(0) == first

@@ -89,19 +89,6 @@ def test_the_newest_reports_are_delivered(reporter: Reporter, loop: Loop, delive
     assert len(loop.soon) == 1
 
 
-def test_reports_are_delivered_again_after_a_pause(reporter: Reporter, loop: Loop, delivered: list[float]) -> None:
-    """One per twentieth of a second, up to a hundred."""
-    for number in range(100):
-        reporter.put(Progress(number))
-    loop.turn()
-    for pause, count in ((0.5, 10), (1000.0, 100)):
-        delivered.clear()
-        for number in range(500):
-            reporter.put(Progress(number))
-        loop.turn(pause + 0.001)
-        assert delivered == list(range(500 - count, 500))
-
-
 @pytest.mark.parametrize("reported_before", [0, 100])
 def test_the_end_delivers_the_deferred_report(
     reporter: Reporter, loop: Loop, delivered: list[float], reported_before: int

@@ -130,26 +130,3 @@ async def test_a_request_that_leaves_before_its_handler_begins() -> None:
     stage.waits.leave(stage.asker.waiter)
     await stage.turns()
     assert not stage.part.ended and stage.asker.answers == [] and len(stage.waits) == 0
-
-
-def test_a_coroutine_that_is_left_before_it_begins_cleans_up() -> None:
-    """It begins, detects that its owner has left, and is cancelled at its first wait."""
-    seen: list[str] = []
-
-    async def main() -> None:
-        waits = Waits()
-
-        async def work() -> None:
-            seen.append("left" if "owner" not in waits else "waits")
-            try:
-                await asyncio.Event().wait()
-            finally:
-                seen.append("clean")
-
-        waits.begin("owner", work())
-        assert waits.leave("owner") and not waits.leave("owner")
-        for _ in range(4):
-            await asyncio.sleep(0)
-
-    asyncio.run(main())
-    assert seen == ["left", "clean"]

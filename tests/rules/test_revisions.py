@@ -17,7 +17,7 @@ from shared_rpc.errors import (
     CapabilityError,
     UpdateInterrupted,
 )
-from shared_rpc.memory import futex, revisions
+from shared_rpc.memory import revisions
 from shared_rpc.memory.backends.choice import backend_for, mechanism_info
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.revisions import Page, new_page, read_only, settled_revision
@@ -63,15 +63,6 @@ def test_the_device_is_waited_for_before_the_number_is_even(monkeypatch: pytest.
     with page.update(math.inf):
         pass
     assert (device.waits, page.wait(2, math.inf)) == ([1, 3, 5], 6)
-
-
-def test_revisions_exceed_32_bits(page: Page) -> None:
-    """Including the word used for waiting."""
-    page._revision.value = (1 << 32) - 2
-    with page.update(time.monotonic() + 5):
-        assert page.revision == (1 << 32) - 1
-    threading.Timer(0.05, lambda: at_once(lambda: _update(page))).start()
-    assert page.wait((1 << 32) + 1, time.monotonic() + 10) == (1 << 32) + 2
 
 
 def _update(page: Page) -> None:
@@ -145,19 +136,6 @@ def test_readers_detect_their_server_s_end() -> None:
         del writer
     with pytest.raises(UpdateInterrupted):
         reader.wait(2, time.monotonic() + 5)
-
-
-def test_a_writable_page_cannot_be_sealed() -> None:
-    """A client's seal would keep others from updating the object."""
-    with new_page() as segment, pytest.raises(PermissionError):
-        HOST.seal(segment.fileno())
-
-
-def test_unknown_machines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything is waited for."""
-    monkeypatch.setattr(futex, "_NUMBER", None)
-    with pytest.raises(CapabilityError, match=r"futex\(2\), whose number on '.*' machines is unknown"):
-        new_page()
 
 
 @pytest.mark.parametrize("ends", ["well", "badly"])

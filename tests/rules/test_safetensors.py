@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from shared_rpc import Provider
 from shared_rpc.errors import CapabilityError, CheckpointError
 from shared_rpc.extras import safetensors
 from shared_rpc.extras.safetensors import find, load
@@ -81,16 +80,6 @@ def test_read_access_seals_loaded_memory(file: Path, no_leaks: None, published: 
         HOST.map(segment.fileno(), segment.info.nbytes, "read_write")
 
 
-@pytest.mark.parametrize("device", ["cpu"], indirect=True)
-def test_memory_shared_for_writing_is_not_sealed_later(file: Path, published: Callable[..., Record]) -> None:
-    """Other processes may have it for writing, now or later."""
-    weights = load(file, "cpu")
-    segment = published(weights, "read_write").segments[0]
-    published(weights, "read")
-    address = HOST.map(segment.fileno(), segment.info.nbytes, "read_write")
-    HOST.unmap(address, segment.info.nbytes)
-
-
 def test_an_index_and_its_folder_are_read(tmp_path: Path) -> None:
     """Shards are one checkpoint; unnamed files are left out."""
     tensors = net()
@@ -116,16 +105,9 @@ def test_only_selected_tensors_are_read(file: Path) -> None:
     assert found[0].info.nbytes == 4096
 
 
-def test_files_without_tensors_are_empty_checkpoints(tmp_path: Path, no_leaks: None) -> None:
-    """Is an empty checkpoint."""
-    assert load(written(tmp_path / "x.safetensors", {"__metadata__": {"a": "b"}}), "cpu") == {}
-
-
 @pytest.mark.parametrize(
     ("header", "body", "said"),
     [
-        (b"", b"", "header cannot be read"),
-        (b'{"w": {"dtype": "F32"}}', b"", "entry of tensor 'w' cannot be read"),
         (b"\xff\xfe", b"", "header cannot be read"),
         (b'{"w": ' * 10_000 + b"1" + b"}" * 10_000, b"", "cannot be read"),
         ({"w": entry(0, 8), "v": {"dtype": "F32"}}, b"12345678", "entry of tensor 'v' cannot be read"),
@@ -133,9 +115,7 @@ def test_files_without_tensors_are_empty_checkpoints(tmp_path: Path, no_leaks: N
         ({"w": entry(0, 8)}, b"1234", "is truncated: tensor 'w' ends at byte"),
         ({"w": entry(0, 8)}, b"123456789", "and its header describes"),
         ({"w": entry(0, 8, shape=(3,))}, b"12345678", r"tensor 'w' of shape \[3\] and dtype F32 cannot be"),
-        ({"w": entry(8, 0, shape=(2,))}, b"12345678", "tensor 'w' of shape"),
         ({"w": entry(0, 8), "v": entry(4, 12)}, b"123456789012", "tensor 'v' begins at byte"),
-        ({"w": entry(4, 12)}, b"123456789012", "tensor 'w' begins at byte"),
         ({"w": entry(0, 8, dtype="Q4")}, b"12345678", "tensor 'w' has the dtype Q4"),
     ],
 )
@@ -171,9 +151,7 @@ def test_files_truncated_while_read_are_errors(file: Path, monkeypatch: pytest.M
     [
         ({"half": "model.safetensors", "w": "model.safetensors"}, CheckpointError, "tensor 'w' is listed in model"),
         ({"w": "../model.safetensors"}, CheckpointError, "which is no file beside the index"),
-        ({"w": "a\0b"}, CheckpointError, "which is no file beside the index"),
         ({"w": "other.safetensors"}, FileNotFoundError, r"index\.json lists a file beside it .*other\.safetensors"),
-        ([], CheckpointError, "is no index"),
     ],
 )
 def test_invalid_indexes_are_reported(file: Path, weight_map: object, error: type[Exception], said: str) -> None:
@@ -188,11 +166,3 @@ def test_folders_without_a_checkpoint_are_reported(tmp_path: Path) -> None:
     """With the expected files."""
     with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor"):
         load(tmp_path, "cpu")
-
-
-@pytest.mark.gpu
-def test_devices_can_be_given_by_id(file: Path) -> None:
-    """Such as provider.device_id in an endpoint."""
-    provider = Provider(device="cuda")
-    loaded = load(file, provider.device_id)
-    assert loaded["embedding"].device == torch.device("cuda", torch.cuda.current_device())

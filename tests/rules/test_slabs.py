@@ -101,16 +101,6 @@ def test_a_value_that_lies_in_a_slab_is_not_moved(device: str, slabs: Slabs, pub
     assert value.tolist() == [0, 1, 2, 3, 0, 0, 0, 0]
 
 
-def test_closed_slabs_keep_nothing(device: str, slabs: Slabs, published: Published) -> None:
-    """A thread that publishes while its server stops leaves no memory."""
-    slabs.close()
-    value = torch.ones(4, device=device)
-    published(value, slabs=slabs).close()
-    del value
-    MAPPINGS.drain()
-    assert len(MAPPINGS) == 0
-
-
 def test_a_full_device_gets_a_small_slab(
     device: str, slabs: Slabs, published: Published, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,18 +145,4 @@ def test_a_value_of_a_kept_slab_keeps_it(device: str, slabs: Slabs, published: P
     assert value.tolist() == [0, 1, 2, 3]
     del value
     MAPPINGS.drain()
-    assert len(MAPPINGS) == 0
-
-
-def test_values_of_a_kept_slab_need_no_drain(device: str, slabs: Slabs, published: Published) -> None:
-    """A loop of calls wakes no thread for them, and the end of the session unmaps the slab nevertheless."""
-    record = published(torch.ones(4, device=device), slabs=slabs)
-    MAPPINGS.keep_slab(record.segments[0].info)
-    MAPPINGS.drain()
-    for _ in range(3):
-        assert value_of(record).tolist() == [1] * 4
-        assert not MAPPINGS.has_unused
-    record.close()
-    slabs.close()
-    MAPPINGS.release_slabs()
     assert len(MAPPINGS) == 0

@@ -37,12 +37,6 @@ def a_run(key: str = "f()") -> Run[str]:
     return Run(EndpointSpec("f", []), key, ((), {}), {"waiter": None})
 
 
-def test_without_a_source_nothing_is_a_miss(table: SourceTable[str]) -> None:
-    """Runs are built here."""
-    run = a_run()
-    assert not table.ask(run) and not run.miss and len(table) == 0
-
-
 def test_misses_are_in_order_of_arrival(table: SourceTable[str]) -> None:
     """The source gets the ones above its position, repeatedly if it asks again."""
     table.attach("s")

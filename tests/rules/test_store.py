@@ -77,14 +77,6 @@ def shelf() -> Iterator[Shelf]:
     shelf.store.clear()
 
 
-@pytest.fixture
-def budget() -> Iterator[Shelf]:
-    """A store for 300 bytes, which is three objects of one segment."""
-    shelf = Shelf(max_bytes=300)
-    yield shelf
-    shelf.store.clear()
-
-
 # Leases.
 
 
@@ -187,56 +179,6 @@ def test_leaving_a_run_that_ended_drops_nothing() -> None:
 
 
 # Objects.
-
-
-def test_held_objects_are_not_idle(shelf: Shelf) -> None:
-    """They do not expire, and their time begins with the end of the last lease."""
-    stored = shelf.add("f(1)", holders="ab", idle_ttl=10.0)
-    shelf.clock.time += 1000
-    assert shelf.store.expire() is None
-    shelf.release("a", stored)
-    shelf.clock.time += 1000
-    assert shelf.store.expire() is None
-    shelf.release("b", stored)
-    shelf.clock.time += 9
-    assert shelf.store.expire() == 1.0 and shelf.dropped == []
-    shelf.clock.time += 1
-    assert shelf.store.expire() is None and shelf.dropped == [stored]
-
-
-def test_the_least_recently_used_is_evicted(budget: Shelf) -> None:
-    """For the budget, by last access rather than by age."""
-    first, second, third = (budget.add(f"f({number})") for number in range(3))
-    budget.store.lookup("f(0)")
-    budget.add("f(3)")
-    assert budget.dropped == [second] and budget.store.nbytes == 300
-    budget.add("f(4)", "one", "two")
-    assert budget.dropped == [second, third, first] and budget.store.nbytes == 300
-
-
-def test_facts_have_the_documented_keys(shelf: Shelf) -> None:
-    """In plain values."""
-    stored = shelf.add("f(1)", "one", "two", holders="a", endpoint="f")
-    assert stored.info("server", 1, 0, shelf.clock) == {
-        "object_id": stored.object_id,
-        "server_id": "server",
-        "endpoint": "f",
-        "kind": "result",
-        "cache_key": "f(1)",
-        "nbytes": 200,
-        "private_nbytes": 0,
-        "device": "cpu",
-        "generation": 1,
-        "current": True,
-        "leases": 1,
-        "created_at": 1000.0,
-        "last_accessed_at": 1000.0,
-        "stale": False,
-        "tier": "device",
-        "active": 0,
-        "pinned": False,
-        "copies": {},
-    }
 
 
 def ids_of(stored: StoredObject) -> list[str]:
@@ -554,16 +496,6 @@ def test_generations_continue_while_an_object_is_held(shelf: Shelf, monkeypatch:
     for key in ("f(2)", "f(3)", "f(4)"):
         shelf.add(key)
     assert shelf.add("f(1)").generation == 1
-
-
-def test_a_page_of_revisions_uses_a_descriptor(shelf: Shelf) -> None:
-    """Until its object ends."""
-    stored = shelf.add("f(1)")
-    shelf.store.add_page(stored, record_of("page").segments[0])
-    assert (shelf.store.descriptors.used, shelf.store.segment("of f(1)")) == (2, stored.record.segments[0])
-    shelf.store.clear()
-    assert (shelf.store.descriptors.used, shelf.store.segment("of f(1)")) == (0, None)
-    stored.close()
 
 
 def test_objects_are_paged(shelf: Shelf) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shared_rpc.errors import CapabilityError, HandleSuspended, ProtocolError
+from shared_rpc.errors import CapabilityError, HandleSuspended
 from shared_rpc.memory import mapping as mapping_module
 from shared_rpc.memory.backends.host import HOST, MemfdBackend
 from shared_rpc.memory.mapping import Mapping, MappingTable
@@ -204,17 +204,6 @@ def test_memory_of_two_objects_is_unmapped_when_both_are_suspended(table: Mappin
     table.resume("a", [segment])
 
 
-def test_memory_attached_by_a_block_stays_until_its_end(table: MappingTable, make: Make, use: Use) -> None:
-    """A result being rebuilt over the memory is undisturbed."""
-    segment = make(b"block")
-    _user, [mapping] = use([segment], "a")
-    with table.attach([segment]):
-        table.suspend("a")
-        assert text(mapping, 5) == b"block"
-    table.drain()
-    assert mapping.vacated
-
-
 def test_private_pages_stay(table: MappingTable, make: Make, use: Use) -> None:
     """Pages that the process has written to are nowhere else."""
     shared, private = make(b"shared"), make(b"before", access="copy")
@@ -259,20 +248,6 @@ def test_a_device_that_cannot_be_waited_for_prevents_the_suspension(
     table.resume("a", [segment])
 
 
-def test_mechanisms_without_chosen_addresses_are_refused(
-    table: MappingTable, make: Make, use: Use, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing of the object is unmapped; the error names a suitable mechanism."""
-    backend = BoundHost()
-    monkeypatch.setattr(mapping_module, "backend_for", lambda name, mechanism=None: backend if mechanism == "pool" else HOST)
-    with closing(backend.create(1)) as bound:
-        _user, mappings = use([make(b"host"), bound], "a")
-        with pytest.raises(CapabilityError, match="mechanism='vmm'"):
-            table.suspend("a")
-        assert [mapping.vacated for mapping in mappings] == [False, False]
-        assert (table.suspended, text(mappings[0], 4)) == (frozenset(), b"host")
-
-
 def test_an_object_that_cannot_be_mapped_again_stays_suspended(table: MappingTable, make: Make, use: Use) -> None:
     """None of its memory is mapped then, and the next attempt succeeds."""
     segments = [make(b"one"), make(b"two")]
@@ -289,28 +264,7 @@ def test_an_object_that_cannot_be_mapped_again_stays_suspended(table: MappingTab
     assert [text(mapping, 3) for mapping in mappings] == [b"one", b"two"]
 
 
-def test_wrong_segments_are_refused(table: MappingTable, make: Make, use: Use) -> None:
-    """Others than the object's, or of another size, before anything is mapped."""
-    segments = [make(b"one"), make(b"two")]
-    _user, mappings = use(segments, "a")
-    table.suspend("a")
-    with pytest.raises(ProtocolError, match="did not send the memory of object a"):
-        table.resume("a", segments[:1])
-    assert [mapping.vacated for mapping in mappings] == [True, True]
-
-
 # Ends.
-
-
-def test_the_last_object_frees_the_address(table: MappingTable, make: Make, use: Use) -> None:
-    """A collected suspended object leaves no range and no name."""
-    user, [mapping] = use([make()], "a")
-    table.suspend("a")
-    del user
-    table.drain()
-    assert (len(table), rights(mapping.address), table.suspended) == (0, "", frozenset())
-    use([make()], "a")
-    table.drain()
 
 
 def test_vacated_addresses_are_not_found(table: MappingTable, make: Make, use: Use) -> None:
@@ -327,23 +281,6 @@ def test_vacated_addresses_are_not_found(table: MappingTable, make: Make, use: U
 
 
 # Incarnations.
-
-
-def test_a_device_is_waited_for_before_replacing_memory(table: MappingTable, make: Make, use: Use, device: Device) -> None:
-    """Kernels may still read it; if the device cannot be waited for, it stays."""
-    segment = make(b"first")
-    second = make(b"other", of=segment)
-    _user, [mapping] = use([segment], "a")
-    _neighbour, _ = use([segment], "b")
-    table.suspend("a")
-    device.events.clear()
-    device.idle = False
-    with pytest.raises(CapabilityError, match="cannot resume now"):
-        table.resume("a", [second])
-    assert text(mapping, 5) == b"first"
-    device.idle = True
-    table.resume("a", [second])
-    assert (device.events, text(mapping, 5)) == (["synchronize", "synchronize", "vacate"], b"other")
 
 
 def test_a_new_incarnation_is_mapped_separately(table: MappingTable, make: Make, use: Use) -> None:

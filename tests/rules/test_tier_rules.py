@@ -37,17 +37,13 @@ def copies() -> Iterator[Copies]:
     ("current", "devices", "to", "files", "chosen"),
     [
         ("device", {GPU}, "", False, "host"),
-        ("device", {GPU}, "", True, "host"),
         ("device", {GPU, "cpu"}, "host", False, "host"),
         ("device", {GPU}, "file", True, "file"),
         ("device", {"cpu"}, "", True, "file"),
-        ("device", {"cpu"}, "file", True, "file"),
         ("host", {GPU}, "", True, "file"),
         ("host", {GPU}, "", False, None),
         ("host", {GPU}, "host", True, None),
         ("file", {GPU}, "host", True, None),
-        ("file", {GPU}, "", True, None),
-        ("file", {"cpu"}, "", False, None),
     ],
 )
 def test_the_tier_to_which_an_object_is_moved(current: Tier, devices: set[str], to: str, files: bool, chosen: Any) -> None:

@@ -196,30 +196,6 @@ def test_a_gpu_that_must_not_be_marked_waits_for_a_request(idle: Idle) -> None:
     assert sorted(idle.request()) == sorted(numbers)
 
 
-def test_failed_returns_are_retried(idle: Idle, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The chunks are kept for the next request."""
-    numbers = idle.drop()
-    idle.request()
-    idle.gpu.done = True
-
-    def gone(transfer: ClientTransfer, chunks: list[int]) -> None:
-        raise ConnectionClosed("it was stopped")
-
-    monkeypatch.setattr(idle.transfer, "_flush", gone)
-    idle.clock.advance(10)
-    assert sorted(idle.request()) == sorted(numbers)
-
-
-def test_ended_sessions_return_nothing(idle: Idle) -> None:
-    """And poll neither the GPU nor the server."""
-    idle.drop()
-    idle.request()
-    idle.transfer.close()
-    idle.gpu.done, idle.gpu.asked = True, 0
-    idle.clock.advance(10)
-    assert (idle.sent, idle.gpu.asked, idle.clock.jobs) == ([], 0, [])
-
-
 def test_a_server_that_needs_memory_is_answered_at_once(idle: Idle) -> None:
     """Another thread waits for the GPU, and returns the chunks that it may still use."""
     numbers = idle.drop()
@@ -228,23 +204,6 @@ def test_a_server_that_needs_memory_is_answered_at_once(idle: Idle) -> None:
     assert not idle.gpu.done
     idle.clock.advance(1)
     assert idle.gpu.done and sorted(itertools.chain(*idle.sent)) == sorted(numbers)
-
-
-def test_memory_that_a_call_waits_for_is_returned_again(idle: Idle, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the server did not get it the first time: the waiting call may be the last request."""
-    idle.transfer.waiting = 1
-    refusals = [ConnectionClosed("no more files can be opened")] * (2 * chunk_references._BATCH)
-
-    def flush(transfer: ClientTransfer, chunks: list[int]) -> None:
-        if refusals:
-            raise refusals.pop()
-        idle.sent.append(chunks)
-
-    monkeypatch.setattr(idle.transfer, "_flush", flush)
-    numbers = idle.drop()
-    idle.clock.advance(10)
-    assert [sorted(message) for message in idle.sent] == [sorted(numbers)]
-    assert idle.clock.jobs == []
 
 
 # The server's side.
@@ -284,20 +243,6 @@ def test_arguments_on_a_captured_gpu_are_polled(serving: ServerTransfer, gpu: Gp
         clock.advance(1)
     assert sent == [chunk_references._BATCH]
     assert clock.jobs == []
-
-
-def test_arguments_found_by_another_endpoint_are_returned(serving: ServerTransfer, gpu: Gpu, clock: Clock) -> None:
-    """Whichever thread polls notifies the waiting client."""
-    sent: list[int] = []
-    gpu.captures = True
-    with closing(Pool(PoolOptions(), "the client's pool")) as pool:
-        lend(serving.references, pool, gpu)
-        serving.poll()
-        serving.await_chunks(lambda: sent.append(len(serving.returned())))
-        clock.advance(0)
-        gpu.done = True
-        serving.poll()
-    assert sent == [chunk_references._BATCH]
 
 
 # The server's arenas.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import datetime
 import enum
 import struct
@@ -25,7 +24,6 @@ from shared_rpc.protocol.values import (
     SkeletonRef,
     TensorRef,
     canonical,
-    count_args,
     decode,
     decode_call,
     encode_call,
@@ -93,17 +91,14 @@ def travelled(lowered: Any) -> Any:
     return positional
 
 
-@given(trees(scalars))
+@given(trees(scalars | st.just(DtypeRef("bfloat16"))))
 def test_plain_data_round_trips(value: Any) -> None:
-    """Including types, signs of zero, nan and large integers; and the order of a dict."""
-    arrived = lift(travelled(lower(value, "x", refuse)), refuse_reference)
+    """Including types, signs of zero, nan and large integers; the order of a dict; and the text, from which keys are made."""
+    lowered = lower(value, "x", lambda item, path: item)
+    arrived = travelled(lowered)
     assert exact(arrived) == exact(value)
     assert repr(arrived) == repr(value)
-
-
-def refuse_reference(reference: Any) -> Any:
-    """Refuse references: the call has no memory."""
-    raise AssertionError(reference)
+    assert canonical(arrived) == canonical(value)
 
 
 @given(trees(scalars | st.builds(Memory)))
@@ -119,13 +114,6 @@ def test_memory_travels_by_reference(value: Any) -> None:
     arrived = lift(travelled(lowered), lambda reference: sent[reference.number])
     assert exact(arrived) == exact(value)
     assert (canonical(travelled(lowered)) is None) == bool(sent)
-
-
-def test_dtypes_are_sent_by_name() -> None:
-    """And print like in torch."""
-    arrived = travelled(DtypeRef("bfloat16"))
-    assert arrived == DtypeRef("bfloat16")
-    assert str(arrived) == canonical(arrived) == "torch.bfloat16"
 
 
 @pytest.mark.parametrize("value", [10**5000, -(10**5000), 2**63, 2**64 - 1, 2**64, -(2**63), -(2**63) - 1, 255, -256], ids=hex)
@@ -151,27 +139,10 @@ def test_equal_text_means_equal_values(one: Any, other: Any) -> None:
     assert (canonical(one) == canonical(other)) == (exact(one) == exact(other))
 
 
-@given(trees(scalars))
-def test_texts_are_equal_on_both_sides(value: Any) -> None:
-    """So both compute the same key."""
-    assert canonical(travelled(value)) == canonical(value)
-
-
-@given(st.dictionaries(st.text(max_size=3), scalars, max_size=5), st.randoms(use_true_random=False))
-def test_the_order_of_a_dict_does_not_count(items: dict[str, Any], random: Any) -> None:
-    """At any depth."""
-    shuffled = list(items.items())
-    random.shuffle(shuffled)
-    assert canonical([{"inner": items}]) == canonical([{"inner": dict(shuffled)}])
-
-
 class Level(enum.IntEnum):
     """A subclass of int."""
 
     LOW = 1
-
-
-Point = collections.namedtuple("Point", "x y")
 
 
 @pytest.mark.parametrize(
@@ -181,10 +152,7 @@ Point = collections.namedtuple("Point", "x y")
         ((1, [2, {"model": {3}}]), {}, r"argument 1\[1\]\['model'\] is a builtins\.set"),
         ((), {"config": ((), {"when": datetime.datetime(2024, 1, 1)})}, r"argument 'config'\[1\]\['when'\] is a datetime"),
         ((Level.LOW,), {}, r"argument 0 is a .*\.Level"),
-        ((Point(1, 2),), {}, r"argument 0 is a .*\.Point"),
-        (([bytearray()],), {}, r"argument 0\[0\] is a builtins\.bytearray"),
         (([{1: 2}],), {}, r"argument 0\[0\] has the key 1: use strings as keys of a dict in a call"),
-        (({Level.LOW: 2},), {}, r"argument 0 has the key <Level\.LOW: 1>"),
         ((["ok", "\udcff.pt"],), {}, r"argument 0\[1\] is no text: '\\udcff\.pt' has a surrogate at position 0"),
         (({"\ud800": 1},), {}, r"a key of argument 0 is no text"),
         ((), {"\ud800": 1}, r"an argument's name is no text"),
@@ -307,28 +275,6 @@ def test_arguments_with_too_many_values_are_refused_before_they_are_sent(
         lower_call(args, kwargs, refuse_memory)
 
 
-@given(values=st.recursive(st.none() | st.integers() | st.floats() | st.text() | st.binary() | st.complex_numbers(), st.lists))
-def test_values_are_counted_without_building_them(values: Any) -> None:
-    """The count visits every value of an encoding once, and ends with the encoding."""
-    args, _ = encode_call([values], {})
-
-    def number(value: Any) -> int:
-        return 1 + (sum(map(number, value)) if isinstance(value, list) else 0)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(values_module, "_UNCOUNTED", 0)
-        for limit, refused in ((number(values) + 1, False), (number(values), True)):
-            patch.setattr(values_module, "MAX_VALUES", (limit - 1) / 2)
-            with pytest.raises(ProtocolError) if refused else nullcontext():
-                values_module._check_values(args)
-
-
-@pytest.mark.parametrize("value", [bytes(2 << 20), "x" * (2 << 20), [b"", bytes(70_000)] * 20, 1 << (1 << 23)], ids=type)
-def test_a_few_long_values_are_counted_quickly(value: Any) -> None:
-    """Their bytes are skipped."""
-    assert decode_call(*encode_call([value], {})) == ([value], {})
-
-
 #: Lengths with forms of their own, and numbers.
 LENGTHS = [0, 1, 2, 3, 4, 8, 15, 16, 17, 31, 32, 255, 256, 65_535, 65_536]
 INTEGERS = [0, 127, 128, 255, 256, 65_535, 65_536, 2**32 - 1, 2**32, 2**64 - 1, -1, -32, -33, -128, -129, -(2**15), -(2**31)]
@@ -352,14 +298,8 @@ def test_every_form_of_a_value_counts_as_one(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize(
     ("args", "kwargs"),
-    [
-        ([1, 2, 3], {"a": 1, "b": 2}),
-        ([[1, 2, 3, 4]], {}),
-        ([(1, 2, 3, 4)], {}),
-        ([{"a": 1, "b": 2, "c": 3, "d": 4}], {}),
-        ([[1], (2,)], {"a": {"k": []}}),
-    ],
-    ids=["arguments", "list", "tuple", "dict", "in all"],
+    [([(1, 2, 3, 4)], {}), ([{"a": 1, "b": 2, "c": 3, "d": 4}], {}), ([[1], (2,)], {"a": {"k": []}})],
+    ids=["tuple", "dict", "in all"],
 )
 def test_values_of_a_call_are_limited_where_it_arrives(
     monkeypatch: pytest.MonkeyPatch, args: list[Any], kwargs: dict[str, Any]
@@ -372,22 +312,3 @@ def test_values_of_a_call_are_limited_where_it_arrives(
     monkeypatch.setattr(values_module, "MAX_VALUES", total - 1)
     with pytest.raises(ProtocolError, match=r"have more than . values: pass them as a tensor"):
         decode_call(*encoded)
-
-
-def test_bytes_of_tuples_in_tuples_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every level copies those below it."""
-    data = encode_call([((bytes(100),),)], {})
-    inner = len(msgspec.msgpack.encode([bytes(100)]))
-    monkeypatch.setattr(values_module, "_MAX_NESTED", 2 * inner + 4)
-    assert decode_call(*data) == ([((bytes(100),),)], {})
-    monkeypatch.setattr(values_module, "_MAX_NESTED", 2 * inner)
-    with pytest.raises(ProtocolError, match="nested too deeply"):
-        decode_call(*data)
-
-
-@pytest.mark.parametrize(
-    ("args", "kwargs", "count"), [([], {}, 0), ([1], {}, 1), ([[]] * 15, {}, 15), ([0] * 16, {}, None), ([1], {"k": 1}, None)]
-)
-def test_positional_arguments_are_counted_by_the_first_byte(args: list[Any], kwargs: dict[str, Any], count: int | None) -> None:
-    """Up to fifteen without others."""
-    assert count_args(*encode_call(args, kwargs)) == count

@@ -166,12 +166,6 @@ def test_a_request_fails_after_the_second_worker() -> None:
         answered(workers, ends, ends)
 
 
-def test_a_missing_worker_is_reported() -> None:
-    """At once."""
-    with pytest.raises(WorkerCrashed, match="no worker runs"):
-        answered([])
-
-
 def test_refusals_are_not_retried() -> None:
     """Another worker would refuse too."""
     with pytest.raises(CapabilityError, match="out of memory"):
