@@ -242,16 +242,10 @@ def test_a_call_that_does_not_exist(served: Server, connect: Connect) -> None:
 
 
 def test_doctor(base_path: str, tmp_path: Path) -> None:
-    """A table of the checks, the findings, and the advice."""
+    """A table of the checks, the findings, and the advice: every finding that is not good has a fix, and a broken one fails."""
     header, *rows = cli("doctor").rows
     assert header == ["what", "found", "what to do"]
-    found = {row[1]: (row[0], row[2]) for row in rows}
-    assert found["socket directory"] == ("ok", f"{tmp_path}, mode 0700")
-    assert found["torch"][1].startswith(torch.__version__)
-
-
-def test_doctor_fails_where_nothing_can_be_shared(base_path: str) -> None:
-    """Every finding that is not good has a fix."""
+    assert {row[1]: (row[0], row[2]) for row in rows}["socket directory"] == ("ok", f"{tmp_path}, mode 0700")
     ran = cli("doctor", "--json", environ={"SHARED_TENSOR_ROLE": "sever"})
     assert (ran.code, ran.errors) == (1, "")
     findings = {finding["what"]: finding for finding in json.loads(ran.output)}

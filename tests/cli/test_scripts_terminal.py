@@ -1,4 +1,4 @@
-"""``shared-rpc run`` on a terminal: a script reads keys, draws, is interrupted, suspended and hung up on."""
+"""``shared-rpc run`` on a terminal: a script reads keys, is interrupted and suspended."""
 
 from __future__ import annotations
 
@@ -52,17 +52,13 @@ RAW = """
     termios.tcsetattr(0, termios.TCSADRAIN, before)
     print(keys)
 """
-#: Scripts with their output, and the keys that are then pressed. History files are no part of the debugger's lines here.
+#: Scripts with their output, and the keys that are then pressed.
 PROGRAMS: dict[str, tuple[str, list[tuple[str, str]]]] = {
     "lines": (
         "name = input('who? '); print(f'hello {name}'); input()",
         [("who?", "you\x7f\x7f\x7fme\n"), ("hello me", "\n")],
     ),
     "keys": (RAW, [("raw", "a\x03\x1aq"), (r"b'a\x03\x1aq'", "")]),
-    "debugger": (
-        "x = 41\nbreakpoint()\nx += 1\nprint('x is', x)\n",
-        [("(Pdb)", "p x + 100\n"), ("141", "x = 1\n"), ("(Pdb)", "\x1b[A\x1b[A\n"), ("\n101", "c\n"), ("x is 2", "")],
-    ),
 }
 
 
@@ -76,25 +72,6 @@ def test_an_interactive_program(place: Place, terminal: Callable[..., Tty], name
         tty.press(keys)
     assert tty.end() == 0
     assert tty.attributes == tty.before
-
-
-def test_the_terminal_of_a_script(place: Place, terminal: Callable[..., Tty]) -> None:
-    """All streams are that terminal, whose size changes."""
-    script = place.write("""
-        import os, signal, sys
-        def report(*_):
-            print("size", *os.get_terminal_size(), *(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)))
-        signal.signal(signal.SIGWINCH, report)
-        report()
-        print(os.ttyname(0))
-        input()
-    """)
-    tty = terminal(*RUN, script)
-    tty.until("size 100 30 True True True", tty.device, seconds=LONG)
-    tty.resize(71, 22)
-    tty.until("size 71 22 True True True")
-    tty.press("\n")
-    assert tty.end() == 0
 
 
 def test_ctrl_c_arrives_once(place: Place, terminal: Callable[..., Tty]) -> None:
@@ -125,18 +102,6 @@ def test_ctrl_c_arrives_once(place: Place, terminal: Callable[..., Tty]) -> None
     tty.press("\n")
     tty.until("count 1 child 7")
     assert tty.end() == 0
-
-
-def test_ctrl_c_ends_a_script_and_the_loop_of_a_shell(place: Place, shell: Tty) -> None:
-    """The shell sees that the command ended by SIGINT."""
-    place.write("import time\nprint('ready')\nwhile True: time.sleep(0.01)\n")
-    shell.press("for i in 1 2; do go script.py; done; echo no; \n")
-    shell.until("ready", seconds=LONG)
-    shell.press("\x03")
-    shell.until("KeyboardInterrupt")
-    shell.press("echo code $?\n")
-    shell.until("code 130")
-    assert shell.text.count("ready") == 1
 
 
 def test_suspending_and_resuming_a_script(place: Place, shell: Tty) -> None:
@@ -195,22 +160,3 @@ def test_starting_in_the_background(place: Place, shell: Tty) -> None:
     shell.press("fg\n")
     shell.press("this\n")
     shell.until("read this")
-
-
-def test_a_hangup_reaches_the_script(place: Place, terminal: Callable[..., Tty]) -> None:
-    """As SIGHUP, which it may handle."""
-    file = place.folder / "file"
-    script = place.write(f"""
-        import os, signal, time
-        def hung_up(*_):
-            open({str(file)!r}, "w").write("hung up")
-            os._exit(0)
-        signal.signal(signal.SIGHUP, hung_up)
-        print("pid", os.getpid())
-        while True: time.sleep(0.01)
-    """)
-    tty = terminal(*RUN, script)
-    tty.until("pid ", seconds=LONG)
-    tty.hang_up()
-    eventually(lambda: file.exists() and file.read_text() == "hung up")
-    assert tty.process.wait(20) == 0

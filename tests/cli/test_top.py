@@ -545,18 +545,6 @@ async def test_a_buffer_has_no_endpoint_to_invalidate() -> None:
 
 
 @pytest.mark.asyncio
-async def test_help_and_quitting() -> None:
-    """The same key shows and hides the help; q quits from there too."""
-    async with showing(full()) as top:
-        await top.press("question_mark")
-        assert top.app.screen.query(HelpPanel)
-        await top.press("h")
-        assert not top.app.screen.query(HelpPanel)
-        await top.press("h", "q")
-        assert (top.app.is_running, top.app.return_code) == (False, 0)
-
-
-@pytest.mark.asyncio
 async def test_a_failed_poll_keeps_the_view() -> None:
     """The error is shown as plain text, without rates, until the next snapshot."""
     first = snapshot(at=1.0, objects=[thing(1)], endpoints={"load": counts()})
@@ -581,14 +569,6 @@ async def test_every_size_can_be_shown() -> None:
             await top.press("j", "i")
             assert isinstance(top.app.screen, Question)
             await top.press("n")
-
-
-@pytest.mark.asyncio
-async def test_at_most_five_hundred_objects_are_shown() -> None:
-    """The headline says that there are more."""
-    async with showing(few(*range(1, 701))) as top:
-        assert (top.objects.row_count, top.names[0]) == (500, "load(size=700)")
-        assert top.text("#order Static") == "objects 700 by size, the first 500"
 
 
 @pytest.mark.asyncio

@@ -11,13 +11,11 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Any
 
 import pytest
 import torch
 
 from shared_rpc import Client, Provider, Server, progress
-from shared_rpc.observability import events as happenings
 from tests.kit.apps import Connect, Serve
 from tests.kit.commands import MODULE, cli
 from tests.kit.deep import deep
@@ -147,24 +145,6 @@ def test_the_terminal_is_restored(base_path: str, tty: Terminal, end: Callable[[
     assert b"Traceback" not in top.written
 
 
-def test_the_view_closes_its_session(served: Server, tty: Terminal) -> None:
-    """To the server it is a client that has closed, not one that crashed."""
-    events: list[happenings.Event] = []
-    happenings.add_hook(events.append)
-    try:
-        top = tty()
-        top.until("objects 0")
-        quit_from(top)
-
-        def of(kind: type[Any]) -> list[Any]:
-            return [event for event in events if isinstance(event, kind) and event.pid == top.process.pid]
-
-        eventually(lambda: len(of(happenings.SessionClosed)) == len(of(happenings.SessionOpened)))
-        assert {event.clean for event in of(happenings.SessionClosed)} == {True}
-    finally:
-        happenings.remove_hook(events.append)
-
-
 def test_a_defect_ends_the_view(served: Server, tty: Terminal) -> None:
     """The traceback is printed once the terminal is restored."""
     broken = """
@@ -223,24 +203,3 @@ def test_without_textual(served: Server, connect: Connect, tty: Terminal) -> Non
     assert once.end() == 0
     assert any(line.startswith("table(key=1)") for line in once.lines)
     assert ALTERNATE not in top.written + once.written
-
-
-@pytest.mark.gpu
-def test_memory_of_a_gpu(base_path: str) -> None:
-    """That of results and of buffers, the free memory, and the server's host memory."""
-    provider = Provider(base_path, device="cuda:0")
-
-    @provider.share(managed=True)
-    def weights() -> torch.Tensor:
-        return torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda:0")
-
-    with Server(provider) as server, Client(socket_path=server.socket_path, timeout=30.0) as client:
-        with client.call("weights"), client.create_buffer(32 * MIB, ttl=600):
-            ran = cli("top", "--once", "-d", "0.5")
-        (gpu,) = (found["id"] for found in client.list_devices() if found["id"] == provider.device_id)
-    assert (ran.code, ran.errors) == (0, "")
-    rows = [" ".join(line.split()) for line in ran.output.splitlines()]
-    (memory,) = (line for line in rows if line.startswith(f"{gpu[:12]} ") and "none" in line)
-    assert " 64.0 MiB 32.0 MiB none " in memory and memory.count("GiB") == 2
-    assert any(line.startswith("weights() 64.0 MiB 1 ") and gpu[:12] in line for line in rows)
-    assert any(line.startswith("cpu ") for line in rows)
