@@ -36,12 +36,10 @@ from shared_rpc.client.steps import (
     Work,
     goes_to_operation,
 )
-from shared_rpc.client.suspension import lease_ended, renewed
+from shared_rpc.client.suspension import released, renewed
 from shared_rpc.client.transfer import TransferClosed
 from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
 from shared_rpc.lifecycle.finalizer import Job
-from shared_rpc.memory.mapping import MAPPINGS
-from shared_rpc.protocol import messages as m
 
 T = TypeVar("T")
 
@@ -98,13 +96,9 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
     # Requests of handles.
 
     async def _aend_lease(self, object_id: str, session: object) -> None:
-        link = self._link
-        if session is not link or link is None:
-            return
-        with suppress(SharedRPCError):  # the connection has ended, and the session's leases with it
-            await link.exchange(Request(m.Release([object_id]), "release"))
-            await self._run(lease_ended(self, [object_id]))
-            await _drain()
+        if session is self._link:
+            with suppress(SharedRPCError):  # the connection has ended, and the session's leases with it
+                await self._run(released(self, [object_id], [session]), patience=0)
 
     def _has_lease(self, handle: Lease[Any]) -> bool:
         return handle.in_session(self._link)
@@ -114,9 +108,9 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
     def _known(self) -> AsyncLink | None:
         return self._link
 
-    async def _run(self, operation: Operation[T], *, timeout: float | None = OWN_TIMEOUT) -> T:
+    async def _run(self, operation: Operation[T], *, patience: float | None = None, timeout: float | None = OWN_TIMEOUT) -> T:
         """Drive an operation like :func:`shared_rpc.client.steps.drive`."""
-        turn = Turn()
+        turn = Turn(self._connect_timeout if patience is None else patience)
         turn.deadline = Within(self._timeout if timeout is OWN_TIMEOUT else timeout).deadline(anyio.current_time())
         advance = functools.partial(operation.send, None)
         step: Step | None = None
@@ -152,7 +146,7 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
                 result = step.callback(step.info)
                 return await result if inspect.isawaitable(result) else None
             case Reach():
-                return await self._connected()
+                return await self._connected(turn)
             case Within():
                 turn.deadline = step.deadline(anyio.current_time())
             case Tell():
@@ -163,11 +157,13 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
         deadline = max(turn.deadline, anyio.current_time() + PROMPT) if request.at_once else turn.deadline
         turn.request, turn.reply = request, None
         while True:
-            link: AsyncLink | None = None
-            with anyio.CancelScope(deadline=deadline):
-                link = await self._connected()
-            if link is None:
-                raise too_late(request.what)
+            link = self._link
+            if link is None or not link.usable:  # else without a scope, which takes longer than all else here
+                link = None
+                with anyio.CancelScope(deadline=deadline):
+                    link = await self._connected(turn)
+                if link is None:
+                    raise too_late(request.what)
             if request.transfer is not None and request.transfer is not link.transfer:
                 raise TransferClosed
             turn.link = link
@@ -180,7 +176,7 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
                 if self._closed or not self._repeats(request, link, error) or anyio.current_time() > deadline:
                     raise
 
-    async def _connected(self) -> AsyncLink:
+    async def _connected(self, turn: Turn) -> AsyncLink:
         link = self._link
         if link is not None and link.usable:
             return link
@@ -189,7 +185,7 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
             if self._closed:
                 raise ConnectionClosed("this client is closed")
             if self._link is None or not self._link.usable:
-                link, renewal = await self._connect(self._link)
+                link, renewal = await self._connect(turn, self._link)
             else:
                 link = self._link
         outdated = renewal.outdated() if renewal is not None else []
@@ -197,9 +193,9 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
             await self._run(renewed(self, outdated), timeout=RENEWAL)
         return link
 
-    async def _connect(self, earlier: AsyncLink | None) -> tuple[AsyncLink, Renewal | None]:
+    async def _connect(self, turn: Turn, earlier: AsyncLink | None) -> tuple[AsyncLink, Renewal | None]:
         """Begin a session, which takes over the leases of the previous one."""
-        search = Search(self.socket_path, self._connect_timeout)
+        search = Search(self.socket_path, turn.patience)
         while True:
             try:
                 link, renewal = await self._reach(search.path, earlier)
@@ -303,9 +299,3 @@ async def _worked(step: Work) -> Any:
             step.undo(work.result())
         raise
     return work.result()
-
-
-async def _drain() -> None:
-    # For a GPU this waits for the device.
-    if MAPPINGS.has_unused:
-        await anyio.to_thread.run_sync(MAPPINGS.drain)

@@ -22,7 +22,7 @@ from shared_rpc.client.sending import send
 from shared_rpc.client.session import LeaseBook
 from shared_rpc.client.steps import Known, Lend, Operation, Reply, Request, Step, Tell, Work, drive
 from shared_rpc.client.subscriptions import LinkSource, Subscriptions
-from shared_rpc.client.suspension import Context, Suspensions, lease_ended
+from shared_rpc.client.suspension import Context, Suspensions, released
 from shared_rpc.client.transfer import ClientTransfer, TransferClosed
 from shared_rpc.errors import ConnectionClosed, SharedRPCError
 from shared_rpc.forks import after_fork
@@ -212,7 +212,7 @@ class BaseClient(Context):
 
     def _end_lease_soon(self, object_id: str, session: object) -> None:
         if isinstance(session, Link) and session in self._links():  # else its leases have ended
-            drive(_released(self, object_id), functools.partial(self._perform_apart, session))
+            drive(released(self, [object_id], [session], waits=False), functools.partial(self._perform_apart, session))
 
     def _perform_apart(self, session: Link, step: Step) -> Any:
         """Perform a step that needs no answer, in the finaliser thread."""
@@ -254,8 +254,3 @@ class BaseClient(Context):
 
     def _unwatch(self) -> None:
         self._watch.close()
-
-
-def _released(client: BaseClient, object_id: str) -> Operation[None]:
-    yield Tell(m.Release([object_id]))
-    yield from lease_ended(client, [object_id], waits=False)

@@ -27,15 +27,13 @@ from shared_rpc.client.steps import (
     Tell,
     Within,
     Work,
-    ask,
     drive,
 )
-from shared_rpc.client.suspension import lease_ended, renewed
+from shared_rpc.client.suspension import released, renewed
 from shared_rpc.client.transfer import TransferClosed
 from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
 from shared_rpc.lifecycle.finalizer import Job
 from shared_rpc.memory.mapping import MAPPINGS
-from shared_rpc.protocol import messages as m
 
 T = TypeVar("T")
 
@@ -107,13 +105,7 @@ class BlockingDriver(BaseClient, BlockingMethods):
         if session is not self._link:
             return
         with suppress(SharedRPCError, OSError):  # the connection has ended, and the session's leases with it
-            self._run(self._released(object_id, session), patience=0)
-            if MAPPINGS.has_unused:
-                MAPPINGS.drain()
-
-    def _released(self, object_id: str, session: object) -> Operation[None]:
-        yield from ask(Request(m.Release([object_id]), "release", sessions=[session]), m.Count)
-        yield from lease_ended(self, [object_id])
+            self._run(released(self, [object_id], [session]), patience=0)
 
     def _end_lease_soon(self, object_id: str, session: object) -> None:
         super()._end_lease_soon(object_id, session)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from shared_rpc.client.handle import AsyncHandle, Handle, Lease
+from shared_rpc.client.handle import AsyncHandle, Handle, Lease, closing_scope
 from shared_rpc.errors import CapabilityError, RecordError, StaleHandleError
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.mapping import MAPPINGS, MappingHold
@@ -221,7 +221,5 @@ class AsyncExportedRecord(RecordBytes):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        from anyio import CancelScope
-
-        with CancelScope(shield=True):  # a cancelled block releases its lease too
+        with closing_scope():
             await self.close()

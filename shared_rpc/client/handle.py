@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
 from types import TracebackType
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from shared_rpc.errors import CapabilityError, HandleSuspended, StaleHandleError
 from shared_rpc.lifecycle.finalizer import FINALIZER
@@ -18,8 +18,14 @@ from shared_rpc.memory.revisions import Page
 from shared_rpc.protocol.infos import ObjectInfo
 from shared_rpc.protocol.ticket import Ticket
 
+if TYPE_CHECKING:
+    from anyio import CancelScope
+
 T = TypeVar("T")
 R = TypeVar("R")
+
+#: Seconds for the server's answer to a release at the end of a block.
+_CLOSING = 1.0
 
 
 class Lease(Generic[T]):
@@ -472,10 +478,15 @@ class AsyncHandle(Lease[T]):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        from anyio import CancelScope
-
-        with CancelScope(shield=True):  # a cancelled block releases its lease too
+        with closing_scope():
             await self.release()
+
+
+def closing_scope() -> CancelScope:
+    """Return a scope for the end of a block: a cancelled one releases its leases too, but does not wait for a stuck server."""
+    from anyio import CancelScope, current_time
+
+    return CancelScope(shield=True, deadline=current_time() + _CLOSING)
 
 
 def _issued(ticket: Ticket, path: str | os.PathLike[str] | None) -> Ticket:
@@ -484,13 +495,18 @@ def _issued(ticket: Ticket, path: str | os.PathLike[str] | None) -> Ticket:
     return ticket
 
 
-def drop_handles(handles: Iterable[Lease[Any] | str]) -> list[tuple[str, object]]:
+def drop_handles(handles: Iterable[Lease[Any] | str]) -> tuple[list[str], list[object]]:
     """Drop handles; return the object ids and sessions of those not released before. Ids are returned with None."""
-    return [
-        (handle, None) if isinstance(handle, str) else (handle.object_id, handle._session)
-        for handle in handles
-        if isinstance(handle, str) or handle._drop()
-    ]
+    object_ids: list[str] = []
+    sessions: list[object] = []
+    for handle in handles:
+        if isinstance(handle, str):
+            object_ids.append(handle)
+            sessions.append(None)
+        elif handle._drop():
+            object_ids.append(handle.object_id)
+            sessions.append(handle._session)
+    return object_ids, sessions
 
 
 def unreachable(server_id: str, error: Exception) -> StaleHandleError:

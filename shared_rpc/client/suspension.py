@@ -354,6 +354,23 @@ def _mapped(book: Suspensions, object_id: str, segments: Sequence[Segment], owne
             segment.close()
 
 
+def released(ctx: Context, object_ids: list[str], sessions: Sequence[object], *, waits: bool = True) -> Operation[int]:
+    """Release leases in one round trip; return the number of those that this process held.
+
+    :param sessions: the session of each lease, or None.
+    :param waits: False for a message in the leases' session without a wait for the server, which returns 0.
+    """
+    count = 0
+    if object_ids and waits:
+        count = (yield from ask(Request(m.Release(object_ids), "release", sessions=sessions), m.Count)).count
+    elif object_ids:
+        yield Tell(m.Release(object_ids))
+    yield from lease_ended(ctx, object_ids, waits=waits)
+    if waits and MAPPINGS.has_unused:  # for a GPU this waits for the device
+        yield Work(MAPPINGS.drain)
+    return count
+
+
 def lease_ended(ctx: Context, object_ids: Iterable[str], *, waits: bool = True) -> Operation[None]:
     """Settle an object after the end of a lease, if only suspended handles, or none, are left; ``waits``: for the server."""
     book = ctx._suspensions

@@ -8,9 +8,8 @@ from typing import Any
 
 from shared_rpc.client.handle import Lease, drop_handles, unreachable
 from shared_rpc.client.steps import Request, Work, ask, query
-from shared_rpc.client.suspension import Context, lease_ended
+from shared_rpc.client.suspension import Context, released
 from shared_rpc.errors import ConnectError, ConnectionClosed, StaleHandleError
-from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.operations.binding import Leased, Steps, id_of, lending, operation, taken
 from shared_rpc.protocol import generations as g
 from shared_rpc.protocol import messages as m
@@ -25,19 +24,6 @@ def _info(object_id: str) -> Steps[ObjectInfo]:
 def _server() -> Steps[ServerInfo]:
     # Queried each time: another server may have replaced the known one.
     return (yield from query(m.GetServerInfo(), "get_server_info"))
-
-
-def released(ctx: Context, handles: Iterable[Lease[Any] | str]) -> Steps[int]:
-    """Release leases in one round trip; return the number of those that this process held."""
-    leases, count = drop_handles(handles), 0
-    if leases:
-        message = m.Release([object_id for object_id, _ in leases])
-        request = Request(message, "release", sessions=[session for _, session in leases])
-        count = int((yield from ask(request, m.Count)).count)
-    yield from lease_ended(ctx, [object_id for object_id, _ in leases])
-    if MAPPINGS.has_unused:  # for a GPU this waits for the device
-        yield Work(MAPPINGS.drain)
-    return count
 
 
 class ObjectOperations:
@@ -95,12 +81,12 @@ class ObjectOperations:
     @operation
     def release(ctx: Context, handle: Lease[Any] | str) -> Steps[bool]:
         """Release one lease, of a handle or an object id; return True if this process held it."""
-        return (yield from released(ctx, [handle])) == 1
+        return (yield from released(ctx, *drop_handles([handle]))) == 1
 
     @operation
     def release_many(ctx: Context, handles: Iterable[Lease[Any] | str]) -> Steps[int]:
         """Release several leases in one round trip; return the number of those that this process held."""
-        return (yield from released(ctx, handles))
+        return (yield from released(ctx, *drop_handles(handles)))
 
     @lending
     def open_ticket(ctx: Context, ticket: Ticket | str | os.PathLike[str]) -> Steps[Leased[Any]]:

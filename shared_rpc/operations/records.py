@@ -10,14 +10,13 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from shared_rpc.client.exported import RecordBytes, SegmentBytes, mapped
-from shared_rpc.client.handle import Lease
+from shared_rpc.client.handle import Lease, drop_handles
 from shared_rpc.client.sending import lower
 from shared_rpc.client.steps import Lend, Operation, Reply, Request, Work, ask, message_of, query, reached
-from shared_rpc.client.suspension import Context
+from shared_rpc.client.suspension import Context, released
 from shared_rpc.errors import ProtocolError
 from shared_rpc.memory.segments import Segment
 from shared_rpc.operations.binding import Exporting, Leased, Steps, carrying, id_of, lending, lent, operation
-from shared_rpc.operations.objects import released
 from shared_rpc.protocol import exported as x
 from shared_rpc.protocol import generations as g
 from shared_rpc.protocol import messages as m
@@ -227,7 +226,7 @@ def given(
         if allocated is not record:
             allocated._unmap()
         raise
-    yield from released(ctx, allocated._unmap())
+    yield from released(ctx, *drop_handles(allocated._unmap()))
     return answer
 
 

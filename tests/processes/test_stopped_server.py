@@ -111,6 +111,23 @@ def test_coroutine_timeouts_hold(start: Callable[[str], Child], connect: Callabl
     anyio.run(main)
 
 
+def test_releases_of_coroutines_end(start: Callable[[str], Child], connect: Callable[..., Client], tmp_path: Path) -> None:
+    """After the client's timeout, or soon at the end of a block; the server processes them when it continues."""
+    server, watcher = start("stopped"), connect("stopped")
+
+    async def main() -> None:
+        client, other = (AsyncClient(tmp_path / "stopped", device="cpu", timeout=timeout) for timeout in (0.5, None))
+        async with client, other:
+            handle = await client.call("held")
+            async with await other.call("held"):
+                sigstop(server.pid)
+            await handle.release()
+            os.kill(server.pid, signal.SIGCONT)
+            await anyio.to_thread.run_sync(lambda: eventually(lambda: leases(watcher) == 0, seconds=60))
+
+    anyio.run(main)
+
+
 def test_handles_are_not_stale(start: Callable[[str], Child], connect: Callable[..., Client]) -> None:
     """The server's state is unknown, which is an error."""
     server = start("stopped")
