@@ -165,7 +165,7 @@ def info(socket: Socket = None, base_path: BasePath = None, json: Json = False) 
         shown["mechanism"] = f"{text}; {MPS}" if facts["mechanism"]["mps"] else text
     workers = [f"pid {worker['pid']} {worker['state']}, {worker['runs']} runs" for worker in facts["workers"]]
     shown["pools"] = f"{size(facts['pools']['nbytes'])}, {facts['pools']['chunks']} results in use"
-    shown["descriptors"] = "{used} of {limit} for objects, the process may have {available}".format_map(facts["descriptors"])
+    shown["descriptors"] = "{used} of {limit}".format_map(facts["descriptors"])
     shown["workers"] = "; ".join(workers) or "none, endpoints run in the server"
     if facts["source"] is not None:
         shown["source"] = _source(facts["source"])

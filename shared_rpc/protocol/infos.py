@@ -52,11 +52,10 @@ class MechanismInfo(TypedDict):
 
 
 class DescriptorInfo(TypedDict):
-    """File descriptors: those of objects, and the limits of objects and of the process."""
+    """File descriptors of a server's process: the open ones, and their limit."""
 
     used: int
     limit: int
-    available: int
 
 
 class PoolInfo(TypedDict):

@@ -32,8 +32,6 @@ class Buffers:
         self._state = state
         self._tiers = tiers
         self.table = state.buffers
-        #: Number of buffers being allocated.
-        self._allocating = 0
 
     @handles(m.CreateBuffer)
     async def create(self, caller: Caller, message: m.CreateBuffer) -> None:
@@ -42,16 +40,12 @@ class Buffers:
         _check_terms(message.ttl, message.max_accesses, message.keep)
         state = self._state
         device = await state.memory.device(message.device or state.device)
-        self.table.check_capacity(self._allocating)
+        self.table.check_capacity()
         self.table.check_name(message.name)
-        state.capacity.require_descriptors(1 + self._allocating)
+        state.capacity.require_descriptors(1)
         sizes = {device.id: -(-extent.nbytes // device.granularity) * device.granularity}
-        self._allocating += 1
-        try:
-            async with state.capacity.reserve(caller.waiter, sizes, totals={device.id: device.total}):
-                record = await self._new_record(extent, device.id, for_record=message.for_record)
-        finally:
-            self._allocating -= 1
+        async with state.capacity.reserve(caller.waiter, sizes, totals={device.id: device.total}):
+            record = await self._new_record(extent, device.id, for_record=message.for_record)
         try:
             self.table.check_name(message.name)  # another request may have taken it
         except BaseException:
@@ -76,7 +70,7 @@ class Buffers:
             raise SegmentNotFound(f"this server does not have the segments {', '.join(unknown)[:1000]} any more", unknown)
         if not 0 <= message.linger <= _LONGEST:
             raise ConfigurationError(f"linger={message.linger!r}: use seconds from 0 on, and less than a century")
-        self.table.check_capacity(self._allocating)
+        self.table.check_capacity()
         record = _whole([segment for segment in found.values() if segment is not None])
         try:
             stored = self.table.add(caller.session, record, None, None, linger=message.linger)

@@ -594,16 +594,13 @@ class Capacity:
 
         :raises ServerBusy: if they may not.
         """
-        if count == 0:
-            return
-        kept = self._objects.descriptors
-        excess = kept.used + count - kept.limit
-        if excess <= 0 or self._objects.drop_idle(excess, lambda info: 1, of_copy=1):
+        descriptors = self._objects.descriptors
+        if count == 0 or descriptors.admit_objects() or self._objects.drop_idle(count, lambda info: 1, of_copy=1):
             return
         raise ServerBusy(
-            f"keeping the object needs {count} more file descriptors: {kept.used} of the {kept.limit} for objects, half of the "
-            f"process's limit, are in use: {self.descriptor_users()}. Release handles, fetch results of "
-            f"tasks, free buffers, or raise the limit (ulimit -n, LimitNOFILE= of a service)"
+            f"keeping the object needs {count} more file descriptors, and three quarters of the {descriptors.available()} of "
+            f"the process are in use: {self.descriptor_users()}. Release handles, fetch results of tasks, free buffers, or "
+            f"raise the limit (ulimit -n, LimitNOFILE= of a service)"
         )
 
     def descriptor_users(self) -> str:

@@ -70,7 +70,7 @@ class Core:
     :param spill: the directory for objects evicted to files, None for no files.
     :param socket_path: the socket for other processes, if any.
     :param server_id: the id of an earlier server whose objects this one is about to recover.
-    :param descriptors: the budget of the process; by default no other server of it has objects.
+    :param descriptors: those of the process.
     :param cluster: the cluster to join, by a process of its own, see :mod:`shared_rpc.server.joiner`; ``""`` for none. With
         one, misses wait for a source of records from the start on.
     :param mechanism: how the executor's process makes segments, for information: see

@@ -6,7 +6,6 @@ import logging
 import os
 import resource
 from collections.abc import Mapping
-from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger("shared_rpc.server")
 
 _DEFAULTS = ServeOptions()
-#: The descriptor budgets of this process's servers, each used on its own loop.
-_budgets: list[Descriptors] = []
 
 
 class App(Protocol):
@@ -198,11 +195,6 @@ class Server:
         path, device, options = self.socket_path, self._provider.device_id, self._options
         mechanism = self._provider.mechanism_info
         executor = InProcessExecutor(self._provider.endpoints, device, self._pool or self._provider.pool, options.threads)
-        descriptors = Descriptors(
-            mapped=mapped_limit(),
-            closing=CLOSER.__len__,
-            others=lambda: sum(each.used for each in tuple(_budgets) if each is not descriptors),
-        )
         core = Core(
             self._provider.registry,
             executor,
@@ -212,7 +204,7 @@ class Server:
             spill=SpillDirectory(options.spill_dir) if options.spill_dir is not None else None,
             mechanism=mechanism,
             socket_path=path,
-            descriptors=descriptors,
+            descriptors=Descriptors(mapped_limit, CLOSER.__len__),
             cluster=self._provider.cluster if options.cluster is None else options.cluster,
         )
         exporter = self._take_metrics_port()
@@ -228,7 +220,6 @@ class Server:
                 exporter.close()
             raise
         self._engine, self._acceptor = engine, acceptor
-        _budgets.append(descriptors)
         MAPPINGS.servers[core.server_id] = path
         MAPPINGS.homes.add(path)
         if exporter is not None:
@@ -245,8 +236,6 @@ class Server:
             self._acceptor.remove_socket()
             self._engine.stop()
             MAPPINGS.homes.discard(self.socket_path)
-            with suppress(ValueError):  # it was stopped before
-                _budgets.remove(self._engine.core.objects.descriptors)
             if self._exporter is not None:
                 self._exporter.close()
                 self._exporter = None

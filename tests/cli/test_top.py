@@ -106,7 +106,7 @@ def snapshot(at: float = 10.0, objects: Sequence[dict[str, Any]] = (), **facts: 
         "failures": 1,
         "copies": {},
         "waiting": 0,
-        "descriptors": {"used": 7, "limit": 512, "available": 1024},
+        "descriptors": {"used": 7, "limit": 512},
         "tasks": {"pending": 1, "running": 2},
         "workers": [],
         "source": None,

@@ -107,7 +107,7 @@ def totals(view: View) -> Text:
         Text(f"{min(hits / calls, 1.0):.0%} hits" if calls else "- hits"),
         Text(several(len(_builds(view).rows), "build")),
         Text(several(tasks, "task")),
-        Text(f"{used['used']} of {used['limit']} descriptors", "red" if used["used"] >= used["limit"] else ""),
+        Text(f"{used['used']} of {used['limit']} descriptors", "red" if used["used"] >= 0.75 * used["limit"] else ""),
     ]
     return Text("  ").join(pieces)
 

@@ -54,7 +54,7 @@ class Terms:
 class BufferTable:
     """The buffers among the objects of a server.
 
-    :param capacity: maximum number of buffers, listed or held: each costs the server a descriptor.
+    :param capacity: maximum number of buffers, listed or held: an empty one uses memory too.
     """
 
     def __init__(self, objects: ObjectStore, leases: LeaseTable, clock: Clock, *, capacity: int = 10_000) -> None:
@@ -68,12 +68,12 @@ class BufferTable:
         self._names: dict[str, str] = {}
         self._reasons: OrderedDict[str, str] = OrderedDict()
 
-    def check_capacity(self, coming: int) -> None:
-        """Check that one more buffer may be created besides the ``coming`` ones.
+    def check_capacity(self) -> None:
+        """Check that one more buffer may be created.
 
         :raises ServerBusy: if the capacity is exhausted.
         """
-        if len(self) + coming >= self._capacity:
+        if len(self) >= self._capacity:
             raise ServerBusy(f"the server has {self._capacity} buffers, the most that it admits: free or release some")
 
     def check_name(self, name: str) -> None:

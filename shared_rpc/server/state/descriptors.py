@@ -1,11 +1,12 @@
-"""Budget of file descriptors for the objects of a process.
+"""Limits of file descriptors.
 
-The number of descriptors of a process is limited, and new clients, workers and the memory of active calls need some. Kept
-objects, with one per segment and one per page of revisions, get a share, enforced like the limits of bytes.
+The number of descriptors of a process is limited. Objects, with one per segment and one per page of revisions, leave some
+for new clients, and clients leave some for workers and the memory of active calls.
 """
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 from collections.abc import Callable
@@ -14,11 +15,10 @@ from typing import Protocol
 
 from shared_rpc.protocol.infos import DescriptorInfo
 
-#: Kept objects may have 1/2 of a process's descriptors, and of its mappings.
-_SHARE = 2
 #: 1/16 of the descriptors is reserved for workers and the memory of calls; it is not used to admit clients.
 _RESERVE = 16
-#: When less than 1/4 of them is left, the connection with the most descriptors is ended, unless it holds less than 1/16.
+#: When less than 1/4 of them is left, objects get no more, and the connection with the most descriptors is ended, unless it
+#: holds less than 1/16.
 _SPARE, _FAIR = 4, 16
 #: Maximum bytes of incomplete frames of all connections together, besides the largest frame.
 _PARTIAL = 128 << 20
@@ -33,41 +33,25 @@ def open_limit() -> int:
 
 
 def mapped_limit() -> int:
-    """Return the maximum number of mappings of a process (vm.max_map_count)."""
+    """Return the maximum number of descriptors whose memory this process may have mapped, too (vm.max_map_count)."""
     try:
-        return int(Path("/proc/sys/vm/max_map_count").read_text())
+        mapped = int(Path("/proc/sys/vm/max_map_count").read_text())
     except (OSError, ValueError):
-        return 65530  # the kernel's default of vm.max_map_count
+        mapped = 65530  # the kernel's default of vm.max_map_count
+    return min(open_limit(), mapped)
 
 
 class Descriptors:
-    """Descriptors of the objects of servers on one event loop, which share the process's budget with other loops.
+    """The descriptors of a process, for servers on one event loop.
 
     :param available: returns the process's limit of descriptors, which can change while it runs.
-    :param mapped: the process's limit of mappings, if it maps kept objects.
     :param closing: returns the number of descriptors of dropped objects that are being closed.
-    :param others: returns the number of descriptors of objects of this process's servers on other event loops.
     """
 
-    def __init__(
-        self,
-        available: Callable[[], int] = open_limit,
-        mapped: int | None = None,
-        closing: Callable[[], int] = lambda: 0,
-        others: Callable[[], int] = lambda: 0,
-    ) -> None:
+    def __init__(self, available: Callable[[], int] = open_limit, closing: Callable[[], int] = lambda: 0) -> None:
         self.available = available
         self.closing = closing
-        self._mapped = mapped
         self.intake = Intake(self)
-        self._others = others
-        #: Number of descriptors that objects have or have reserved.
-        self.used = 0
-
-    @property
-    def limit(self) -> int:
-        """The maximum number of descriptors of objects."""
-        return max(0, min(self.available(), self._mapped or sys.maxsize) // _SHARE - self._others())
 
     @property
     def share(self) -> int:
@@ -81,9 +65,18 @@ class Descriptors:
         available = self.available()
         return newest - self.closing() >= available - available // reserve
 
+    def admit_objects(self) -> bool:
+        """Return True if enough are left for an object."""
+        try:
+            newest = os.open("/", os.O_PATH | os.O_CLOEXEC)
+        except OSError:
+            return False
+        os.close(newest)
+        return not self.are_scarce(newest, _SPARE)
+
     def info(self) -> DescriptorInfo:
-        """Return the descriptors of objects, their limit, and the limit of the process."""
-        return {"used": self.used, "limit": self.limit, "available": self.available()}
+        """Return the number of open descriptors of the process, and its limit."""
+        return {"used": len(os.listdir("/proc/self/fd")), "limit": self.available()}
 
 
 class LimitedConnection(Protocol):

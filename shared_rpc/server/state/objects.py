@@ -1,8 +1,9 @@
 """Published objects: their registry, their cache keys, and their ends.
 
 An object stays while a session holds a lease on it or the cache lists it. The cache unlists it on invalidation, when its
-``idle_ttl`` passes without a lease or an access, or when a budget of bytes or of descriptors is exceeded: then the least
-recently used objects without a lease go first. Leased objects are never dropped, so clients may hold more than ``max_bytes``.
+``idle_ttl`` passes without a lease or an access, when a budget of bytes is exceeded, or when descriptors are scarce: then the
+least recently used objects without a lease go first. Leased objects are never dropped, so clients may hold more than
+``max_bytes``.
 
 An object that is evicted to a lower tier stays, without memory on its device: it is cold until it is restored. Meanwhile its
 segments have no descriptors, and already the ids of their next memory; its bytes are in :class:`Copies`.
@@ -150,7 +151,7 @@ class ObjectStore:
     :param max_bytes: memory budget of all objects, None for no limit.
     :param on_drop: called once with every dropped object, after its removal from the store.
     :param on_add: called once with every new object.
-    :param descriptors: the budget of the process; by default one of its own.
+    :param descriptors: those of the process.
     """
 
     def __init__(
@@ -163,7 +164,7 @@ class ObjectStore:
         descriptors: Descriptors | None = None,
     ) -> None:
         self.descriptors = descriptors or Descriptors()
-        self.copies = Copies(self.descriptors)
+        self.copies = Copies()
         self._incarnations = Incarnations()
         #: True if requests wait for capacity: then a session may have to wait before using an object too, see
         #: :meth:`shared_rpc.server.capacity.Capacity.must_wait`.
@@ -287,7 +288,6 @@ class ObjectStore:
         self._objects[stored.object_id] = stored
         self.buffers += stored.kind == "buffer"
         stored.record.segments = tuple([self._share(segment, stored) for segment in stored.record.segments])
-        self.descriptors.used += stored.page is not None
         if stored.cache_key is not None and listed:
             self._list(stored, stored.cache_key)
         if self._on_add is not None:
@@ -320,7 +320,6 @@ class ObjectStore:
         return segment
 
     def _count(self, info: SegmentInfo, sign: int) -> None:
-        self.descriptors.used += sign
         self._nbytes[info.device] += sign * info.nbytes
 
     def group(self, stored: StoredObject) -> list[StoredObject]:
@@ -384,7 +383,6 @@ class ObjectStore:
     def add_page(self, stored: StoredObject, page: Segment) -> None:
         """Attach a page of revisions to an object, which owns it."""
         stored.page = page
-        self.descriptors.used += 1
         self.notify(stored)
 
     def add_buffer(self, record: Record) -> StoredObject:
@@ -529,7 +527,6 @@ class ObjectStore:
                 self.copies.discard(segment.info.id)
         del self._objects[stored.object_id]
         self.buffers -= stored.kind == "buffer"
-        self.descriptors.used -= stored.page is not None
         for segment in stored.record.segments:
             shares = self._segments[segment.info.id]
             del shares[segment]

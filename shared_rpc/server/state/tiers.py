@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterable
 from shared_rpc.errors import CapabilityError
 from shared_rpc.memory.copies import LowerCopy
 from shared_rpc.protocol.records import HostCopy, SegmentInfo, Tier
-from shared_rpc.server.state.descriptors import Descriptors
 
 #: The tiers below a device, nearest first.
 LOWER: tuple[Tier, ...] = ("host", "file")
@@ -77,13 +76,9 @@ def is_good(copy: LowerCopy | None, revision: int | None) -> bool:
 
 
 class Copies:
-    """All copies of a server's objects. It owns the copies that are added.
+    """All copies of a server's objects. It owns the copies that are added."""
 
-    :param descriptors: the budget of the process: a copy uses one descriptor.
-    """
-
-    def __init__(self, descriptors: Descriptors) -> None:
-        self._descriptors = descriptors
+    def __init__(self) -> None:
         self._by_segment: defaultdict[str, dict[Tier, LowerCopy]] = defaultdict(dict)
         self._count_of_all = 0
         #: Bytes by tier and the device of the segment.
@@ -139,6 +134,5 @@ class Copies:
         return self._count_of_all
 
     def _count(self, segment_id: str, copy: LowerCopy, sign: int) -> None:
-        self._descriptors.used += sign
         self._count_of_all += sign
         self._nbytes[copy.tier, self._devices[segment_id]] += sign * copy.segment.info.nbytes
