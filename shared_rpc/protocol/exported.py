@@ -1,7 +1,4 @@
-"""Exported records: the description of a record outside its server, and the messages about them.
-
-Their numbers are in :mod:`shared_rpc.protocol.catalogue`.
-"""
+"""Exported records: the description of a record outside its server, and the messages about them."""
 
 from __future__ import annotations
 

@@ -28,9 +28,9 @@ from typing import NoReturn
 import msgspec
 
 from shared_rpc.errors import ProtocolError
+from shared_rpc.protocol.catalogue import VERSION
 
 MAGIC = b"sRPC"
-VERSION = 4
 _HEADER = struct.Struct("!4sBBHIIQ")
 HEADER_SIZE = _HEADER.size
 

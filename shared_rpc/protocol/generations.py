@@ -1,7 +1,4 @@
-"""Generations and revisions of objects: their descriptions, and the messages about them.
-
-Their numbers are in :mod:`shared_rpc.protocol.catalogue`.
-"""
+"""Generations and revisions of objects: their descriptions, and the messages about them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages: typed bodies of frames. Adding one means a struct here, a number in the catalogue, and a handler in the server."""
+"""Messages: typed bodies of frames. Adding one means a struct here and a handler in the server."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Sources of records: the misses offered to one by its server, and the messages between both.
-
-Their numbers are in :mod:`shared_rpc.protocol.catalogue`.
-"""
+"""Sources of records: the misses offered to one by its server, and the messages between both."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Tiers of objects: messages that suspend and resume a session's objects, and move an object's bytes between tiers.
-
-Their numbers are in :mod:`shared_rpc.protocol.catalogue`.
-"""
+"""Tiers of objects: messages that suspend and resume a session's objects, and move an object's bytes between tiers."""
 
 from __future__ import annotations
 

@@ -25,7 +25,8 @@ from shared_rpc.protocol import exported as x
 from shared_rpc.protocol import generations as g
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import tiers as t
-from shared_rpc.protocol.frames import HEADER_SIZE, MAX_FDS, VERSION, Limits
+from shared_rpc.protocol.catalogue import NUMBERS, VERSION
+from shared_rpc.protocol.frames import HEADER_SIZE, MAX_FDS, Limits
 from shared_rpc.protocol.records import SegmentInfo, StorageEntry, TensorEntry, TensorTable
 from shared_rpc.protocol.values import SkeletonRef, TensorRef, encode
 from shared_rpc.server import remote as remote_module
@@ -42,7 +43,13 @@ both_loops = pytest.mark.parametrize("loop", ["asyncio", "uvloop"], indirect=Tru
 
 
 def header(
-    kind: int = 3, *, magic: bytes = b"sRPC", version: int = VERSION, fds: int = 0, body: int = 0, payload: int = 0
+    kind: int = NUMBERS[m.Ping],
+    *,
+    magic: bytes = b"sRPC",
+    version: int = VERSION,
+    fds: int = 0,
+    body: int = 0,
+    payload: int = 0,
 ) -> bytes:
     """Return a frame's header, with any fields replaced."""
     return struct.pack("!4sBBHIIQ", magic, version, kind, fds, 1, body, payload)
@@ -211,7 +218,7 @@ def test_sent_connections_are_closed(server: Server) -> None:
     eventually(lambda: server.info()["connections"] == 1)
 
 
-@pytest.mark.parametrize("sent", [PING, header(8, body=1, fds=2)], ids=["a frame", "half a frame"])
+@pytest.mark.parametrize("sent", [PING, header(NUMBERS[m.Call], body=1, fds=2)], ids=["a frame", "half a frame"])
 def test_files_end_the_connection(server: Server, good: Client, sent: bytes) -> None:
     """On arrival: a process that is just being forked would close them too, and may block on that."""
     fd = os.open("/", os.O_RDONLY)
@@ -223,7 +230,9 @@ def test_files_end_the_connection(server: Server, good: Client, sent: bytes) -> 
     os.close(fd)
 
 
-@pytest.mark.parametrize("sent", [PING, PING[:-1], header(8, body=1, fds=2)], ids=["a frame", "half a frame", "no frame"])
+@pytest.mark.parametrize(
+    "sent", [PING, PING[:-1], header(NUMBERS[m.Call], body=1, fds=2)], ids=["a frame", "half a frame", "no frame"]
+)
 def test_descriptors_with_a_blocking_close_do_not_block(
     server: Server, good: Client, monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
@@ -315,7 +324,7 @@ def _closed_pipe() -> int:
 
 
 #: Kinds that do not exist, and those that only a server sends.
-NO_REQUESTS = (0, 2, 99)
+NO_REQUESTS = (0, NUMBERS[m.Welcome], 255)
 #: Values that no client writes: malformed, or with references to memory that was not sent.
 VALUES = (Ext(99, b""), Ext(1, b"\xc1"), Ext(4, b"\x91\xff"), Ext(5, b"\x91\x00"), {1: 2})
 #: Ids of 7 MiB, which must not be sent back.
@@ -374,14 +383,14 @@ NO_MEMORY: dict[str, Callable[[], int]] = {
 REFUSED: dict[str, Sent] = {
     "second hello": Sent(m.Hello(), "protocol", "Hello is no message of a client"),
     **{f"kind {kind}": Sent(header(kind), "protocol") for kind in NO_REQUESTS},
-    "no body": Sent(_frame(8, b"\xdf\xff\xff\xff\xff"), "protocol", "cannot decode a "),
+    "no body": Sent(_frame(NUMBERS[m.Call], b"\xdf\xff\xff\xff\xff"), "protocol", "cannot decode a "),
     **{f"value {number}": Sent(m.Call("ones", [value]), "protocol codec") for number, value in enumerate(VALUES)},
     "many values": Sent(m.Call("ones", [[[None] * 120_000] * 2]), "protocol", "more than 200,000 values"),
     **{f"long id {number}": Sent(message, "stale-handle") for number, message in enumerate(LONG_IDS)},
     **{f"long list {number}": Sent(message, "protocol", "of length <= ") for number, message in enumerate(LONG_LISTS)},
     "long name": Sent(m.Call("k" * (8 << 20)), "endpoint-not-found"),
     "long request": Sent(g.GetObject("x" * (9 << 20)), "protocol", "the limit for its kind is 8388608"),
-    "page of size None": Sent(_frame(101, b"\x91\xc0"), "protocol"),
+    "page of size None": Sent(_frame(NUMBERS[m.ListRuns], b"\x91\xc0"), "protocol"),
     **{
         f"mismatch {number}": Sent(call, "protocol", "do not match", memory=sealed_memory)
         for number, call in enumerate(MISMATCHED)
@@ -426,7 +435,7 @@ def test_page_sizes_are_bounded(server: Server, go: threading.Event, limit: byte
     """At least one run, and no more than there are."""
     with Raw(server.socket_path) as raw:
         raw.say(m.Call("hold"), 7)
-        raw.send(header(101, body=len(limit) + 1) + b"\x91" + limit)
+        raw.send(header(NUMBERS[m.ListRuns], body=len(limit) + 1) + b"\x91" + limit)
         runs = raw.hear(1)
         assert isinstance(runs, m.Answer)
         assert [run["endpoint"] for run in m.ListRuns.read(runs)] == ["hold"]

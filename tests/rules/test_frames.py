@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from shared_rpc.errors import ProtocolError
 from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.catalogue import VERSION
 from shared_rpc.protocol.frames import (
     FDS_PER_MESSAGE,
     HEADER_SIZE,
     MAX_FDS,
-    VERSION,
     Frame,
     FrameDecoder,
     Limits,
@@ -154,7 +154,7 @@ def test_the_descriptors_of_a_frame_have_one_owner() -> None:
     ("first", "message"),
     [
         (header(magic=b"HTTP"), r"not a shared_rpc frame: it begins with b'HTTP'"),
-        (header(version=VERSION + 1), rf"speaks protocol {VERSION + 1} and this one {VERSION}: use the same release"),
+        (header(version=VERSION ^ 1), rf"speaks protocol {VERSION ^ 1} and this one {VERSION}: use the same release"),
         (header(fds=MAX_FDS + 1), rf"announces {MAX_FDS + 1} file descriptors; the limit is {MAX_FDS}"),
         (header(body=101), r"announces 101 \+ 0 bytes; the limits are 100 \+ 200"),
         (header(payload=201), r"announces 0 \+ 201 bytes; the limits are 100 \+ 200"),
@@ -242,9 +242,15 @@ def test_damaged_streams_are_errors_or_other_frames(sent: list[Plan], data: st.D
 
 
 def test_the_header_is_as_documented() -> None:
-    """Other releases read these bytes; a change requires a new version."""
+    """Every release reads the first five bytes, and refuses another version."""
     assert b"".join(encode_frame(3, 0x01020304, b"ab", b"cde", 1)) == (
-        b"sRPC\x04\x03\x00\x01" + b"\x01\x02\x03\x04" + b"\x00\x00\x00\x02" + b"\x00\x00\x00\x00\x00\x00\x00\x03" + b"abcde"
+        b"sRPC"
+        + bytes([VERSION])
+        + b"\x03\x00\x01"
+        + b"\x01\x02\x03\x04"
+        + b"\x00\x00\x00\x02"
+        + b"\x00\x00\x00\x00\x00\x00\x00\x03"
+        + b"abcde"
     )
 
 
