@@ -147,29 +147,6 @@ async def test_late_replies_to_coroutines_are_recognised(
         assert client._link is channel
 
 
-@pytest.mark.asyncio
-async def test_tasks_cancelled_while_they_withdraw_release_late_replies(
-    server: Server, begun: threading.Event, go: threading.Event
-) -> None:
-    """asyncio's own cancellation is not blocked by a shielded scope."""
-    async with AsyncClient(socket_path=server.socket_path, timeout=30.0, pool=SMALL) as client:
-        await client.call("doubled", torch.ones(4))
-        task = asyncio.create_task(client.call("slow", torch.ones(100)))
-        await anyio.to_thread.run_sync(begun.wait, 30)
-        with deaf_from(server, begun, go):
-            for _ in range(2):
-                task.cancel()
-                await asyncio.sleep(0)
-                await asyncio.sleep(0)
-            with pytest.raises(asyncio.CancelledError):
-                await task
-        await client.ping()
-        transfer = transfer_of(client)
-        await anyio.to_thread.run_sync(eventually, lambda: chunks(server) == 0)
-        while transfer.arguments.used > 1:
-            assert (await client.call("doubled", torch.ones(4))).sum() == 8
-
-
 # Requests that were not sent.
 
 

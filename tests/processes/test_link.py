@@ -185,19 +185,6 @@ def test_posts_to_a_slow_server_do_not_block(raw: Raw, link: BlockingLink) -> No
     eventually(lambda: not link._socket.unsent)
 
 
-def test_large_requests_are_written_by_their_own_thread(raw: Raw, link: BlockingLink, ask: Ask) -> None:
-    """While another one reads."""
-    first = ask()
-    with ThreadPoolExecutor(1) as pool:
-        large = pool.submit(link.exchange, Request(m.Release(["x" * 3_000_000]), "release"), time.monotonic() + 20)
-        assert isinstance(raw.hear(), m.Ping)
-        assert isinstance(raw.hear(), m.Release)
-        raw.say(m.Count(1), 2)
-        assert large.result(20).message == m.Count(1)
-    raw.say(m.Pong(), 1)
-    first.result(20)
-
-
 @pytest.mark.parametrize("closes", [False, True], ids=["of the server", "by this side"])
 def test_the_end_of_the_connection_wakes_all(ask: Ask, raw: Raw, link: BlockingLink, closes: bool) -> None:
     """The reader and all waiting threads. The reader closes the socket."""

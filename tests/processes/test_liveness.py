@@ -20,12 +20,10 @@ from shared_rpc.errors import CapabilityError
 from shared_rpc.memory.backends import fd_server as fd_server_module
 from shared_rpc.memory.backends import liveness
 from shared_rpc.memory.backends.choice import lifetime
-from shared_rpc.memory.backends.exporter_owned import export_descriptor_of
 from shared_rpc.memory.backends.fd_server import FD_SERVER, fetch
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.records import Record
-from shared_rpc.memory.segments import Segment
-from shared_rpc.protocol.records import EMPTY_TABLE, SegmentInfo
+from shared_rpc.protocol.records import EMPTY_TABLE
 from shared_rpc.server.core import Core
 from tests.kit.apps import Serve
 from tests.kit.bound_host import BACKEND, BoundHost
@@ -163,17 +161,6 @@ def test_a_mutable_memfd_is_refused(seals: int) -> None:
     with pytest.raises(CapabilityError, match="no export descriptor"):
         liveness.read(fd)
     os.close(fd)
-
-
-def test_an_export_descriptor_of_another_release_is_refused() -> None:
-    """The error says so."""
-    with (
-        closing(
-            Segment.owning(SegmentInfo("a", 1, "GPU-a", mechanism="ipc"), liveness.issue(b"\xc1", lambda: None))
-        ) as segment,
-        pytest.raises(CapabilityError, match="one release on both sides"),
-    ):
-        export_descriptor_of(segment.fileno())
 
 
 # The end of the maker.

@@ -6,26 +6,20 @@ import os
 import signal
 import threading
 import time
-import types
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Any
 
-import msgspec
 import pytest
 import torch
 
 from shared_rpc import AsyncClient, Client, Provider, Server, progress
 from shared_rpc.errors import ConfigurationError, EndpointNotFound, StaleHandleError
 from shared_rpc.protocol import infos
-from shared_rpc.protocol import messages as m
-from shared_rpc.protocol.catalogue import decode_message
 from shared_rpc.protocol.specs import EndpointSpec
 from tests.kit.apps import App, Connect, Serve
-from tests.kit.brokers import BrokerApp, begun
+from tests.kit.brokers import BrokerApp
 from tests.kit.processes import Child, eventually, python
-from tests.kit.raw import Raw
 
 
 @pytest.fixture
@@ -229,73 +223,6 @@ def test_providers_list_their_own_holders(app: App) -> None:
     app.share("load", managed=True)(lambda: torch.zeros(3))
     with app.provider.call("load") as handle:
         assert [(one["pid"], one["leases"]) for one in app.provider.holders(handle)] == [(os.getpid(), 1)]
-
-
-# Replies that are dicts: they have exactly the keys of the types that describe them.
-
-
-def misfits(value: Any, kind: Any, place: str = "") -> list[str]:
-    """Return the places where a value has the wrong type, as lists of keys from the outermost one on."""
-    origin, arguments = get_origin(kind), get_args(kind)
-    if kind is Any:
-        return []
-    if is_typeddict(kind):
-        if not isinstance(value, dict):
-            return [f"{place} is no dict: {value!r}"]
-        missing, unknown = kind.__required_keys__ - value.keys(), value.keys() - kind.__annotations__.keys()
-        wrong = [f"{place} has no {key}" for key in sorted(missing)] + [f"{place} has {key}" for key in sorted(unknown)]
-        hints = get_type_hints(kind)
-        return wrong + [text for key in value.keys() & hints for text in misfits(value[key], hints[key], f"{place}.{key}")]
-    if origin is list:
-        return [text for item in value for text in misfits(item, arguments[0], f"{place}[]")]
-    if origin is dict:
-        return [text for key, item in value.items() for text in misfits(item, arguments[1], f"{place}[{key}]")]
-    if origin in (Union, types.UnionType):
-        return [] if any(not misfits(value, each) for each in arguments) else [f"{place} is {value!r}, not {kind}"]
-    if origin is Literal:
-        return [] if value in arguments else [f"{place} is {value!r}, not {kind}"]
-    return [] if isinstance(value, (int, float) if kind is float else kind) else [f"{place} is {value!r}, not {kind}"]
-
-
-def reply_to(path: str, request: m.Message) -> list[str]:
-    """Return the misfits of an answer as written on the wire: reading it as a message drops unknown fields."""
-    with Raw(path) as raw:
-        raw.say(request)
-        frame = raw.hear_frame()
-    value = msgspec.msgpack.decode(frame.body)[0]
-    assert value, "there is nothing to look at"
-    if isinstance(request, m.Query):
-        assert isinstance(decode_message(frame), m.Answer)
-        return misfits(value, get_args(type(request).__orig_bases__[0])[0], type(request).__name__)
-    assert isinstance(decode_message(frame), m.ObjectsReply)  # a page has its end too
-    return misfits(value, list[infos.ListedObjectInfo], "ObjectsReply")
-
-
-def test_broker_replies_have_exactly_the_documented_keys(broker_app: BrokerApp, tmp_path: Path) -> None:
-    """With workers, a zygote, a holder, a buffer, a run, and its end."""
-    client = broker_app.serve()
-    path, gate = client.socket_path, tmp_path / "gate"
-    handle, buffer = client.call("held"), client.create_buffer(16, ttl=600)
-    client.refresh("held")
-    client.submit("slow", str(gate))
-    eventually(begun(gate))
-    eventually(lambda: client.get_server_info().get("zygote", {})["state"] == "ready", 40.0)
-
-    wrong = [
-        *reply_to(path, m.GetServerInfo()),
-        *reply_to(path, m.GetObjectInfo(handle.object_id)),
-        *reply_to(path, m.GetObjectInfo(buffer.object_id)),
-        *reply_to(path, m.ListHolders(handle.object_id)),
-        *reply_to(path, m.ListObjects()),
-        *reply_to(path, m.ListDevices()),
-        *reply_to(path, m.ListSessions()),
-        *reply_to(path, m.ListRuns()),
-        *reply_to(path, m.GetStatistics()),
-        *reply_to(path, m.Reload()),
-    ]
-    gate.touch()
-    wrong += reply_to(path, m.StopServer())
-    assert wrong == []
 
 
 def test_endpoints_are_described_by_their_specification() -> None:

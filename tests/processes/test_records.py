@@ -323,16 +323,18 @@ def test_records_without_buffers_are_not_adopted(here: Site, there: Site) -> Non
 
 
 def test_mismatched_buffers_are_refused(here: Site, there: Site) -> None:
-    """Too small, too few, or repeated: the allocated record is unchanged."""
-    small, large = here.client.call("load", 3), here.client.call("load", 900)
-    with here.client.export(small) as one, here.client.export(large) as other, carried(there.client, one) as allocated:
-        allocated.header = other.header
-        with pytest.raises(RecordError, match="is not for segment 0") as caught:
-            there.client.adopt(allocated)
-        assert caught.value.reason == "buffers"
-        allocated.header = msgspec.structs.replace(one.header, segments=(*one.header.segments, *one.header.segments))
-        with pytest.raises(RecordError, match="2 segments, and 1 buffers"):
-            there.client.adopt(allocated)
+    """Too small or too few: the allocated record is unchanged."""
+    with (
+        here.client.export(here.client.call("load", 3)) as one,
+        here.client.export(here.client.call("load", 900)) as other,
+        carried(there.client, one) as allocated,
+    ):
+        twice = msgspec.structs.replace(one.header, segments=one.header.segments * 2)
+        for header, text in ((other.header, "is not for segment 0"), (twice, "2 segments, and 1 buffers")):
+            allocated.header = header
+            with pytest.raises(RecordError, match=text) as caught:
+                there.client.adopt(allocated)
+            assert caught.value.reason == "buffers"
         allocated.header = one.header
         assert there.client.adopt(allocated).generation == 1
 
@@ -475,16 +477,6 @@ def test_segments_begin_at_pages(here: Site, path: Path) -> None:
     assert layout.nbytes == path.stat().st_size
 
 
-def test_files_are_replaced_atomically(here: Site, there: Site, path: Path) -> None:
-    """By that of a later generation."""
-    path.chmod(0o644)
-    with here.client.call("model", 300) as handle:
-        save(here.client, handle.object_id, path)
-    with FileRecord(path) as record:
-        assert there.client.adopt(record).cache_key == "model(size=300)"
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-
-
 def read(path: Path) -> tuple[RecordHeader, Any]:
     """Return the contents of a file."""
     with FileRecord(path) as record:
@@ -578,18 +570,13 @@ def rewritten(path: Path, **fields: Any) -> None:
     path.write_bytes(head + b"\0" * (-len(head) % 4096) + data[-(-layout.head // 4096) * 4096 :])
 
 
-def test_other_versions_are_refused(there: Site, path: Path) -> None:
-    """Of the file's format, and of the object's libraries; both are named."""
-    rewritten(path, torch="1.2.3")
-    with FileRecord(path) as record, pytest.raises(RecordError, match=r"torch 1\.2\.3, and this server runs torch") as caught:
-        there.client.adopt(record)
-    assert caught.value.reason == "version"
+def test_other_versions_are_refused(path: Path) -> None:
+    """Of the file's format: both are named."""
     data = path.read_bytes()
     path.write_bytes(data[:18] + b"2\n" + data[20:])
     with pytest.raises(RecordError, match="has format 2, and this release of shared-rpc reads format 1") as caught:
         FileRecord(path)
     assert caught.value.reason == "version"
-    assert there.client.list_objects() == []
 
 
 def test_segments_larger_than_the_file_are_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

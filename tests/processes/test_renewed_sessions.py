@@ -18,11 +18,9 @@ import torch
 
 from shared_rpc import AsyncClient, AsyncHandle, Client, Handle
 from shared_rpc.client import blocking
-from shared_rpc.client.results import ReceivedResult, rebuild
-from shared_rpc.errors import ConnectionClosed, HandleSuspended, ServerBusy
+from shared_rpc.errors import HandleSuspended, ServerBusy
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.mapping import MAPPINGS
-from shared_rpc.operations import binding
 from tests.kit.brokers import BrokerApp, module_broker
 from tests.kit.deep import deep
 from tests.kit.processes import eventually
@@ -235,22 +233,6 @@ def test_memory_without_atomic_replacement_is_replaced_on_resumption(
 # Leases of the session that was lost.
 
 
-def test_a_lease_lost_before_its_handle_is_not_renewed(client: Client, other: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The new session has no lease for it, so the call fails; the next one has a lease."""
-
-    def losing(result: ReceivedResult, values: Any) -> Any:
-        lose(other, result.message.object_id, client)
-        client.ping()
-        return rebuild(result, values)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(binding, "rebuild", losing)
-        with pytest.raises(ConnectionClosed, match="call again"):
-            client.call("load")
-    handle = client.call("load")
-    assert state(other, handle.object_id) == ("device", 1, 1)
-
-
 def test_a_release_after_the_session_was_lost_affects_no_other(client: Client, other: Client) -> None:
     """The new session has a lease for another handle of the object."""
     first, second = client.call("load"), client.call("load")
@@ -281,22 +263,3 @@ async def test_clients_of_coroutines_get_the_present_memory(broker: BrokerApp, o
         assert (handle.suspended, asleep.suspended) == (False, True)
         await asleep.resume()
         assert has_numbers(asleep.value)
-
-
-@pytest.mark.anyio
-async def test_a_cancelled_renewal_suspends_the_handle(no_leaks: None, broker_app: BrokerApp, tmp_path: Path) -> None:
-    """Rather than leaving it with the earlier memory."""
-    other = broker_app.serve(APP, options=EVICTS.format(tmp_path).split())
-    async with AsyncClient(broker_app.base_path, device="cpu", timeout=30.0) as client:
-        handle = await client.call("load")
-        lose_and_evict(other, handle, client)
-        with other.create_buffer(CAPACITY):
-            async with anyio.create_task_group() as group:
-                lost = client._link
-                group.start_soon(client.ping)
-                while client._link is lost:
-                    await anyio.lowlevel.checkpoint()
-                group.cancel_scope.cancel()
-            assert handle.suspended
-        await handle.resume()
-        assert has_numbers(handle.value)

@@ -123,29 +123,14 @@ def test_signals_taken_by_a_brokers_loop_thread_are_handled(app: BrokerApp, tmp_
 
 # Signals for forked children.
 
-#: A child gets a signal while it still has the handlers of its parent: before it sets the first of its own.
+#: A child gets a signal at once.
 NEWBORN = """
-    import signal
-
-    parent, born, go_on, set_handler = os.getpid(), os.pipe(), os.pipe(), signal.signal
-
-    def set_when_told(number, handler):
-        if os.getpid() != parent and signal.signal is not set_handler:
-            signal.signal = set_handler
-            os.write(born[1], b".")
-            os.read(go_on[0], 1)
-        return set_handler(number, handler)
-
-    signal.signal = set_when_told
-
     @provider.share(cache=False)
     def fork(number):
         pid = os.fork()
         if pid == 0:
-            os._exit(0)
-        os.read(born[0], 1)
+            time.sleep(30)
         os.kill(pid, number)
-        os.write(go_on[1], b".")
         return torch.tensor(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
 
@@ -163,10 +148,16 @@ def test_signals_end_children_forked_by_an_endpoint(
 
 # The exit.
 
-#: A thread that is no daemon, or an exit callback, that calls ``what``.
+#: A function that never returns.
+BLOCKS = """
+import atexit, shared_rpc.lifecycle.signals, threading
+shared_rpc.lifecycle.signals._GRACE = 0.3
+def left():
+    threading.Event().wait()
+"""
 LEAVES = {
-    "thread": "import threading; threading.Thread(target={what}, name='saves logs').start()\n",
-    "callback": "import atexit; atexit.register({what})\n",
+    "thread": "threading.Thread(target=left, name='saves logs').start()\n",
+    "callback": "atexit.register(left)\n",
 }
 LAST_WORDS = {
     "thread": "shared_rpc: asked to end, but thread 'saves logs' (not daemon) still runs after 0.3 s: ends without",
@@ -174,73 +165,24 @@ LAST_WORDS = {
 }
 
 
-each_end = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     ("kind", "which"),
     [
         *(("server role", "thread"), ("in-process", "callback"), ("broker", "thread")),
         *deep(("server role", "callback"), ("in-process", "thread"), ("broker", "callback")),
     ],
 )
-
-
-def leave(app: BrokerApp, kind: str, which: str, code: str) -> list[str]:
-    """Make a server's process start a thread or register a callback with the function ``left``; return the options for that."""
-    code += LEAVES[which].format(what="left")
-    if kind != "broker":
-        app.write(code)
-        return []
-    (app.file.parent / "hooks.py").write_text(f"{code}\ndef hook(event):\n    pass\n")
-    return ["--hook", "hooks:hook"]
-
-
-@each_end
 def test_a_blocked_exit_is_forced(kind: str, which: str, app: BrokerApp, children: list[Child]) -> None:
-    """After a grace period, with a line that names it."""
-    options = leave(
-        app,
-        kind,
-        which,
-        """
-import shared_rpc.lifecycle.signals, threading
-shared_rpc.lifecycle.signals._GRACE = 0.3
-def left():
-    threading.Event().wait()
-""",
-    )
+    """After a grace period, with a line that names what blocks it: a thread, or an exit callback."""
+    code = BLOCKS + LEAVES[which]
+    options: list[str] = []
+    if kind == "broker":
+        (app.file.parent / "hooks.py").write_text(f"{code}\ndef hook(event):\n    pass\n")
+        options = ["--hook", "hooks:hook"]
+    else:
+        app.write(code)
     server = begin(kind, app, children, *options)
     server.process.send_signal(signal.SIGTERM)
-    code, said = server.close()
-    assert (code, said.splitlines()[-1:]) == (0, [LAST_WORDS[which]])
+    status, said = server.close()
+    assert (status, said.splitlines()[-1:]) == (0, [LAST_WORDS[which]])
     assert "Traceback" not in said
-
-
-@each_end
-def test_ctrl_c_does_not_interrupt_the_exit(kind: str, which: str, app: BrokerApp, children: list[Child]) -> None:
-    """Nor does any number of signals."""
-    seen = Path(f"{app.base_path}-seen")
-    options = leave(
-        app,
-        kind,
-        which,
-        f"""
-import os, signal, time
-def left():
-    path = {app.base_path + "-cpu.sock"!r}
-    while not os.path.exists(path) and {which == "thread"}:
-        time.sleep(0.01)
-    open({str(seen)!r}, "w").close()
-    while os.path.exists(path):
-        time.sleep(0.01)
-    for number in [signal.SIGINT, signal.SIGTERM] * 20:
-        os.kill(os.getpid(), number)
-        time.sleep(0.005)
-    print("left", flush=True)
-""",
-    )
-    server = begin(kind, app, children, *options)
-    if which == "thread":
-        eventually(seen.exists)
-    server.process.send_signal(signal.SIGINT)
-    server.expect("left")
-    code, said = server.close()
-    assert (code, "Traceback" in said) == (0, False), said

@@ -241,21 +241,6 @@ def test_servers_name_the_squatter(path: str, squatter: Child) -> None:
 
 
 @needs_root
-def test_a_squatter_who_never_accepts_is_named(path: str, stranger: Callable[..., Child]) -> None:
-    """Even if its backlog is full."""
-    squatter = stranger(
-        LISTENING.partition("print")[0].format(backlog=0) + "print('listening', flush=True)\nsys.stdin.readline()\n"
-    )
-    squatter.expect("listening")
-    with socket.socket(socket.AF_UNIX) as filling:
-        filling.connect(path)
-        with pytest.raises(ConfigurationError, match=f"uid {NOBODY}, not 0, .* full"):
-            server().start()
-        with client(timeout=0.5) as mine, pytest.raises(ConnectError, match=f"the file belongs to uid {NOBODY}, not to you"):
-            mine.ping()
-
-
-@needs_root
 def test_a_dead_socket_of_another_user_is_reported(path: str) -> None:
     """Only that user may remove it: both sides say so."""
     with socket.socket(socket.AF_UNIX) as dead:

@@ -18,7 +18,7 @@ from shared_rpc.memory.mapping import MAPPINGS
 from tests.kit.apps import App, Connect, Serve
 from tests.kit.brokers import BrokerApp, module_broker
 from tests.kit.deep import deep
-from tests.kit.processes import Child, eventually, python, rights
+from tests.kit.processes import eventually, python, rights
 from tests.kit.suspending import APP, SIZE, has_numbers
 
 
@@ -186,21 +186,6 @@ def test_another_client_of_the_process_keeps_the_memory(broker: BrokerApp, clien
     assert (has_numbers(value), active(other)) == (True, 1)
 
 
-def test_exports_read_suspended_objects(client: Client) -> None:
-    """The record has its own lease, and is mapped at the object's address; it is unmapped with the record's end."""
-    handle = client.call("load")
-    value = handle.value
-    handle.suspend()
-    with client.export(handle) as record:
-        assert bytes(record.segments[0].buffer()[: value.nbytes]) == torch.arange(SIZE).numpy().tobytes()
-        assert active(handle) == 1
-    gc.collect()
-    MAPPINGS.drain()
-    assert (is_mapped(value), active(handle)) == (False, 0)
-    handle.resume()
-    assert has_numbers(value)
-
-
 def test_suspended_values_cannot_be_arguments(client: Client) -> None:
     """Sending a tensor reads it: the error gives the remedy."""
     handle = client.call("load")
@@ -230,32 +215,6 @@ def test_handles_without_a_lease_are_not_suspended(no_leaks: None, broker_app: B
     with handle.active() as value:
         pass
     assert (handle.suspended, has_numbers(value)) == (False, True)
-
-
-def test_forked_children_cannot_use_a_suspended_object(broker: BrokerApp, children: list[Child]) -> None:
-    """The lease is the parent's: the child's handle raises, and the parent resumes it as usual."""
-    parent = python(
-        """
-        import os
-        from shared_rpc import Client, errors
-        handle = Client(device="cpu").call("load")
-        handle.suspend()
-        if os.fork() == 0:
-            for work in (lambda: handle.value, handle.resume):
-                try:
-                    work()
-                except errors.SharedRPCError as error:
-                    print("child:", type(error).__name__, flush=True)
-            os._exit(0)
-        os.wait()
-        handle.resume()
-        print("parent:", int(handle.value.sum()))
-        """
-    )
-    children.append(parent)
-    assert parent.expect("child:") == "child: HandleSuspended"
-    assert parent.expect("child:") == "child: StaleHandleError"
-    assert parent.expect("parent:") == f"parent: {sum(range(SIZE))}"
 
 
 # Coroutines.
