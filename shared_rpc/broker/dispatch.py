@@ -41,8 +41,6 @@ class _Place(msgspec.Struct, eq=False):
     #: The worker that has the run, and the number of the request there.
     worker: Worker | None = None
     number: int = 0
-    #: True while the result waits for memory.
-    awaiting: bool = False
     #: True if a worker ended before the run had begun there.
     again: bool = False
     #: True if the run's outcome is not reported. Its chunks of the session's pools are returned nevertheless.
@@ -208,11 +206,11 @@ class Dispatcher:
             transfer.sent(worker, arguments.chunks)
 
     def withdraw(self, run: Run[Any]) -> bool:
-        """Drop a run that has not begun, or a result that waits for memory; otherwise return False."""
+        """Drop a run that has not begun; return False for any other."""
         if self._waiting.remove(run):
             run.place.arguments.close()
             return True
-        if run not in self._sent or (run.running and not run.place.awaiting):
+        if run not in self._sent or run.running:
             return False
         # Its worker still has it, and its outcome is not reported.
         run.place.forgotten = True
@@ -253,8 +251,6 @@ class Dispatcher:
                 self._began(run)
             elif isinstance(message, w.RunProgress):
                 place.owner.progressed(run, message.progress)
-            elif isinstance(message, w.AwaitingMemory):
-                self._out_of_memory(run, message.why)
         return False
 
     def _began(self, run: Run[Any]) -> None:
@@ -266,12 +262,6 @@ class Dispatcher:
             place.timer = asyncio.get_running_loop().call_later(self._build_timeout, self._overdue, run)
         run.running = True
         place.owner.began(run)
-
-    def _out_of_memory(self, run: Run[Any], why: str) -> None:
-        run.place.awaiting = True
-        if run.place.timer is not None:
-            run.place.timer.cancel()
-        run.place.owner.out_of_memory(run, why)
 
     def _overdue(self, run: Run[Any]) -> None:
         run.place.worker.kill(f"{run.spec.name}() took longer than the build timeout of {self._build_timeout:g} s")

@@ -117,7 +117,7 @@ class AsyncLink(Link):
             except BaseException:
                 self._leave(exchange)
                 raise
-            if self._socket.unsent:  # for example the answer to OutOfPoolMemory
+            if self._socket.unsent:  # for example the release of a late answer's lease
                 await self._send()
 
     async def _await_until(self, exchange: Exchange, until: int) -> None:

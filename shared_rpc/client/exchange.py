@@ -41,8 +41,8 @@ BRIEFLY = 1.0
 #: Request ids have 32 bits and wrap around; 0 is for the handshake and the server's own messages.
 LAST_ID = (1 << 32) - 1
 
-#: The kind bytes of messages that may precede the answer to a request.
-_EVENTS = frozenset({NUMBERS[m.TaskUpdate], NUMBERS[m.OutOfPoolMemory]})
+#: The kind byte of messages that may precede the answer to a request.
+_EVENT = NUMBERS[m.TaskUpdate]
 
 
 class TooLate(TimeoutError):
@@ -207,9 +207,9 @@ class Exchanges:
             exchange = self.pending.get(frame.request_id) or self.pending.get(0)
             if exchange is None:
                 self._stray(frame)
-            elif frame.kind in _EVENTS:
+            elif frame.kind == _EVENT:
                 news.append(exchange)
-                self._handle_update(exchange, frame)
+                self._add_update(exchange, frame)
             else:
                 news.append(exchange)
                 answer = self._read(exchange, frame)
@@ -234,13 +234,11 @@ class Exchanges:
                 exchange.request.transfer.learn(answer, frame)
         return answer
 
-    def _handle_update(self, exchange: Exchange, frame: Frame) -> None:
+    @staticmethod
+    def _add_update(exchange: Exchange, frame: Frame) -> None:
         message = decode_message(frame)
-        if isinstance(message, m.TaskUpdate):
-            if not exchange.withdrawn:
-                exchange.updates.append(message.info)
-        else:
-            self._buffers.queue(exchange.request.when_out_of_memory(), 0)
+        if isinstance(message, m.TaskUpdate) and not exchange.withdrawn:
+            exchange.updates.append(message.info)
         frame.close()
 
     def _stray(self, frame: Frame) -> None:
@@ -249,7 +247,7 @@ class Exchanges:
             message = decode_message(frame)
             if isinstance(message, m.Error):
                 self.fail(from_wire(message.code, message.text, message.detail))
-        elif frame.kind not in _EVENTS:
+        elif frame.kind != _EVENT:
             self._discard(frame, self.owed.pop(frame.request_id, None))
         frame.close()
 

@@ -475,7 +475,7 @@ class BlockingLink(Link):
             if exchange.updates or self._exchanges.broken is not None or self._reader is not exchange:
                 self._leave(exchange)
                 return
-            if self._socket.unsent:  # for example the answer to OutOfPoolMemory
+            if self._socket.unsent:  # for example the release of a late answer's lease
                 with self._lock:
                     self._flush()
             _seconds_until(deadline)

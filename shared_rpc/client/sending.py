@@ -53,12 +53,9 @@ def send(
                 return reply, transfer
             finally:
                 arguments.close()
-                if transfer is not None:
-                    if request is None or not request.sent:
-                        transfer.arguments.release(arguments.chunks)
-                        transfer.references.requeue(freed)
-                    elif request.out_of_memory:
-                        transfer.waiting -= 1
+                if transfer is not None and (request is None or not request.sent):
+                    transfer.arguments.release(arguments.chunks)
+                    transfer.references.requeue(freed)
         except (TransferClosed, PoolClosed):
             continue
         except SegmentNotFound as error:

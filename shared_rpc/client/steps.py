@@ -60,10 +60,8 @@ class Request(msgspec.Struct):
     bare: bool = False
     #: For a release: the session of each lease, None for an object given by its id.
     sessions: Sequence[object] = ()
-    #: True if the request was queued on a connection that may have sent all of it; and True if the server has reported that
-    #: the result waits for memory.
+    #: True if the request was queued on a connection that may have sent all of it.
     sent: bool = False
-    out_of_memory: bool = False
     #: The answer.
     frame: Frame | None = None
     #: The number of connections that broke during the request, and its end in the byte stream of the current one.
@@ -94,15 +92,6 @@ class Request(msgspec.Struct):
     def owed(self) -> Request:
         """Return the parts of an abandoned request that its answer needs."""
         return Request(self.message, self.what, transfer=self.transfer)
-
-    def when_out_of_memory(self) -> m.Free:
-        """Return the message for a server that needs memory for the result."""
-        if self.transfer is None:
-            return m.Free([])
-        if not self.out_of_memory:
-            self.out_of_memory = True
-            self.transfer.waiting += 1
-        return self.transfer.out_of_memory()
 
     def addressed(self, sent: set[str]) -> tuple[m.Message, tuple[int, ...]]:
         """Return the message and its descriptors, for a connection that has the descriptors of the segments ``sent``."""

@@ -46,8 +46,6 @@ class ClientTransfer:
         self._poll_scheduled = False
         #: The time at which a request last returned chunks (time.monotonic()).
         self._last_return = 0.0
-        #: Number of calls whose results wait for memory in the server.
-        self.waiting = 0
         self.closed = False
 
     def returned(self) -> list[int]:
@@ -78,13 +76,6 @@ class ClientTransfer:
         finally:
             self.arguments.forget(wake)
             event.close()
-
-    def out_of_memory(self) -> m.Free:
-        """Return the message for a server that needs memory. Another thread returns chunks that the GPU may still use."""
-        self.references.poll(check_only=True)
-        free = m.Free(self.references.pop_returned())
-        self._retry_later()
-        return free
 
     def learn(self, message: m.Message, frame: Frame) -> None:
         """Record the arenas of a reply, which may be processed after a later reply."""
@@ -140,9 +131,7 @@ class ClientTransfer:
 
     def _chunk_dropped(self) -> None:
         # Runs in a finaliser.
-        if self.waiting:
-            FINALIZER.submit(self._flush_now)
-        elif not self._flushing and not self.closed:
+        if not self._flushing and not self.closed:
             self._flushing = True
             FINALIZER.submit(self._flush_now, after=_IDLE)
 
@@ -162,31 +151,20 @@ class ClientTransfer:
             self._poll_after_silence()
 
     def _flush_now(self) -> None:
-        if not self.waiting and not self.closed and time.monotonic() - self._last_return < _IDLE:
+        if not self.closed and time.monotonic() - self._last_return < _IDLE:
             # The next request probably comes at once and takes the chunks along, without another connection.
             FINALIZER.submit(self._flush_now, after=_IDLE)
             return
         self._flushing = False
         if self.closed:
             return
-        if self.waiting:
-            self.references.drain()
-        else:
-            self.references.poll(background=True)
+        self.references.poll(background=True)
         numbers = self.references.pop_returned()
         if numbers:
             try:
                 self._flush(self, numbers)
             except (TransferClosed, SharedRPCError, OSError):
                 self.references.requeue(numbers)  # for the next request
-        self._retry_later()
-
-    def _retry_later(self) -> None:
-        """Schedule the return of remaining chunks if a call waits for them: it may be the last request."""
-        references = self.references
-        if not self._flushing and self.waiting and (references.free or references.dropped or references.fenced):
-            self._flushing = True
-            FINALIZER.submit(self._flush_now, after=_IDLE)
 
     def close(self) -> None:
         """End with the session. Memory is freed when neither side has a tensor over it."""

@@ -28,7 +28,7 @@ from shared_rpc.memory.backends.choice import backend_for
 from shared_rpc.memory.chunk_references import ChunkReferences
 from shared_rpc.memory.devices import device_kind, torch_device
 from shared_rpc.memory.mapping import MAPPINGS
-from shared_rpc.memory.pool import Pool
+from shared_rpc.memory.pool import Pool, PoolFull
 from shared_rpc.memory.records import Record
 from shared_rpc.memory.segments import Segment
 from shared_rpc.memory.slabs import Slabs
@@ -59,8 +59,9 @@ def publish(
 ) -> Record:
     """Take a result apart and see to it that its memory lies in segments.
 
-    A result for one reader is copied into the reader's pool, if it is small enough. Of any other every reachable tensor that is
-    to be shared is rebound to its new place, so that the endpoint's own object and the clients' mappings are the same memory.
+    A result for one reader is copied if it is small enough: into the reader's pool, or into segments while that is full. Of
+    any other every reachable tensor that is to be shared is rebound to its new place, so that the endpoint's own object and
+    the clients' mappings are the same memory.
 
     :param device: the id of the server's device; all tensors must be on one of its kind.
     :param access: how clients are to map it.
@@ -69,14 +70,13 @@ def publish(
     :param slabs: for a small result, which other results may share a segment with; None for one that has its own.
     :returns: a record that owns its segments' descriptors.
     :raises CapabilityError: if the value, or a part of it, cannot be shared.
-    :raises PoolFull: if the pool has too little free memory now.
     """
     if value is None:
         _is_done(device)
         return Record(_NONE, EMPTY_TABLE, (), 0, device)
     kind = device_kind(device)
     if pool is not None and access == "read_write" and type(value) is torch.Tensor:
-        copied = copy_single(value, kind, pool, f"results of {endpoint}()")
+        copied = _copy_single(value, kind, pool, endpoint)
         if copied is not None:
             copied.wait()
             return _copy_record(copied)
@@ -88,7 +88,11 @@ def publish(
             small = sum(aligned(span.nbytes) for span in used) <= pool.largest
             # A pool's memory is never mapped copy-on-write, as arrays must be.
             if small and (scan.buffers is None or not scan.buffers.views):
-                return _record(skeleton, copy(scan, used, pool, f"results of {endpoint}()", tensors=tensors), device)
+                try:
+                    placed = copy(scan, used, pool, f"results of {endpoint}()", tensors=tensors)
+                except PoolFull:
+                    placed = copy(scan, used, None, "", tensors=tensors)
+                return _record(skeleton, placed, device)
             del used
             scan = None
         MAPPINGS.drain()
@@ -123,14 +127,20 @@ def publish_soon(value: Any, device: str, endpoint: str, pool: Pool, seconds: fl
     """Publish into a pool where that is a matter of microseconds, for a thread with little time; else return None.
 
     :param seconds: maximum wait for the GPU work of an endpoint that returns None.
-    :raises PoolFull: if the pool has too little free memory now.
     """
     if value is None:
         return Record(_NONE, EMPTY_TABLE, (), 0, device) if _is_done(device, seconds) else None
     if type(value) is not torch.Tensor:
         return None
-    copied = copy_single(value, device_kind(device), pool, f"results of {endpoint}()", limit=_SMALL)
+    copied = _copy_single(value, device_kind(device), pool, endpoint, limit=_SMALL)
     return Soon(value, copied) if copied is not None else None
+
+
+def _copy_single(value: torch.Tensor, kind: str, pool: Pool, endpoint: str, limit: int | None = None) -> Copied | None:
+    try:
+        return copy_single(value, kind, pool, f"results of {endpoint}()", limit)
+    except PoolFull:
+        return None
 
 
 def _is_done(device: str, seconds: float | None = None) -> bool:

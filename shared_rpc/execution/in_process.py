@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from shared_rpc.context import CURRENT_RUN, RunContext
-from shared_rpc.errors import ConnectionClosed, TaskCancelled
+from shared_rpc.errors import TaskCancelled
 from shared_rpc.execution.coroutines import Coroutines, end_if_forked
 from shared_rpc.execution.endpoints import Endpoint
-from shared_rpc.execution.outcomes import AwaitingPool, Completed, Failure
+from shared_rpc.execution.outcomes import Completed, Failure
 from shared_rpc.execution.publishing import Publisher, guarded, load, loads_soon, release_arguments
 from shared_rpc.execution.reporter import Reporter
 from shared_rpc.execution.run import Owner, Run
@@ -103,7 +103,7 @@ class InProcessExecutor:
         reporter = Reporter(asyncio.get_running_loop(), functools.partial(owner.progressed, run))
         context = run.place = RunContext(run.chain, reporter.put, run.request_id)
         begun = functools.partial(self._begun, run, owner)
-        ended = functools.partial(self._ended, endpoint, run, owner, reporter)
+        ended = functools.partial(self._ended, run, owner, reporter)
         threads = self._background if run.background else self._threads
         if not endpoint.spec.is_async:
             job = self._job(run, functools.partial(self._call, endpoint, run, context), ended, begun)
@@ -134,19 +134,15 @@ class InProcessExecutor:
         run.running = True
         owner.began(run)
 
-    def _ended(self, endpoint: Endpoint, run: Run[Any], owner: Owner, reporter: Reporter, outcome: Completed | Failure) -> None:
+    def _ended(self, run: Run[Any], owner: Owner, reporter: Reporter, outcome: Completed | Failure) -> None:
         run.place = None
         reporter.close()
-        if isinstance(outcome, AwaitingPool):
-            self._park(endpoint, run, owner, outcome, functools.partial(self._ended, endpoint, run, owner, reporter))
-        else:
-            owner.ended(run, outcome)
+        owner.ended(run, outcome)
 
     def withdraw(self, run: Run[Any]) -> bool:
         queued = self._queued.pop(run, None)
         if queued is None:
-            transfer = self.transfers.find(run.session)
-            return transfer is not None and transfer.unpark(run)
+            return False
         threads, job = queued
         threads.withdraw(job)
         if isinstance(run.arguments, Arguments):
@@ -221,27 +217,6 @@ class InProcessExecutor:
         except Exception as error:  # no thread, or a failing driver
             value.clear()
             ended(Failure.unexpected(error, f"the result of {run.spec.name}() cannot be published"))
-
-    def _park(
-        self,
-        endpoint: Endpoint,
-        run: Run[Any],
-        owner: Owner,
-        awaiting: AwaitingPool,
-        ended: Callable[[Completed | Failure], None],
-    ) -> None:
-        """Park a result until its pool has free memory, without a thread, so that one client does not hold up others."""
-
-        def publish() -> Completed:
-            return self._publisher.publish(endpoint, run, [awaiting.live])
-
-        job = self._job(run, publish, ended)
-        transfer = self.transfers.find(run.session)
-        if transfer is None:
-            ended(Failure.of(ConnectionClosed(f"the session ended while the result of {run.spec.name!r} waited for memory")))
-            return
-        transfer.park(run, lambda: self._threads.start(job), awaiting.frees)
-        owner.out_of_memory(run, awaiting.why)
 
     def _job(
         self,

@@ -26,16 +26,6 @@ class Completed(msgspec.Struct):
     live: Any
 
 
-class AwaitingPool(Completed):
-    """A successful run whose result does not fit into its reader's pool; ``why`` lists the holders.
-
-    ``frees`` counts the chunks freed before the attempt.
-    """
-
-    why: str
-    frees: int
-
-
 class Failure(msgspec.Struct, frozen=True):
     """A failed run or call. ``pickled`` holds an endpoint's own exception, which only the caller loads.
 

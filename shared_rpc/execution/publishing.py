@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from shared_rpc.errors import SharedRPCError
 from shared_rpc.execution.endpoints import Endpoint
-from shared_rpc.execution.outcomes import AwaitingPool, Completed, Failure
+from shared_rpc.execution.outcomes import Completed, Failure
 from shared_rpc.execution.run import Run
 from shared_rpc.execution.session_transfer import Transfers
 from shared_rpc.execution.transfer import ServerTransfer
 from shared_rpc.memory.devices import device_kind
 from shared_rpc.memory.mapping import MAPPINGS
-from shared_rpc.memory.pool import PoolFull
 from shared_rpc.memory.records import Arguments, Record
 from shared_rpc.memory.slabs import Slabs
 from shared_rpc.protocol.records import EMPTY_TABLE
@@ -63,11 +62,7 @@ class Publisher:
                 slabs = self.slabs if run.shares_slab else None
                 record = publish(only[0], self._device, spec.access, spec.name, tensors=spec.tensors, slabs=slabs)
                 return Completed(record, only[0])
-            try:
-                record = publish(only[0], self._device, spec.access, spec.name, transfer.results, spec.tensors)
-                return Completed(record, None)
-            except PoolFull as full:
-                return AwaitingPool(None, only[0], str(full), full.frees)
+            return Completed(publish(only[0], self._device, spec.access, spec.name, transfer.results, spec.tensors), None)
         finally:
             only.clear()
 
@@ -98,8 +93,6 @@ class Publisher:
             if record is None:
                 return soon if isinstance(soon, Soon) else None
             return Completed(record, None)
-        except PoolFull:
-            return None
         except Exception as error:
             return failure(error)
 

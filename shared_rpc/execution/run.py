@@ -84,9 +84,6 @@ class Owner(Protocol):
     def progressed(self, run: Run[Any], progress: Progress) -> None:
         """Handle progress reported by the endpoint."""
 
-    def out_of_memory(self, run: Run[Any], why: str) -> None:
-        """Handle a finished endpoint whose result waits until its reader releases memory."""
-
     def ended(self, run: Run[Any], outcome: Completed | Failure) -> None:
         """Handle the end of the run; an endpoint's exception arrives as a Failure."""
 
@@ -111,7 +108,7 @@ class Executor(Protocol):
         """
 
     def withdraw(self, run: Run[Any]) -> bool:
-        """Drop a run that has not begun, or a result that waits for memory, without notifying the owner; otherwise False."""
+        """Drop a run that has not begun, without notifying the owner; return False for any other."""
 
     def cancel(self, run: Run[Any]) -> None:
         """Ask a begun run to stop."""

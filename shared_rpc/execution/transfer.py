@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable, Sequence
 
 from shared_rpc.execution.session_transfer import SessionTransfer, Transfers
@@ -35,8 +34,6 @@ class ServerTransfer(SessionTransfer):
         self.references = ChunkReferences(self._chunk_dropped)
         #: In a worker, the ids of the pool's arenas whose descriptors the broker has.
         self.sent: set[str] = set()
-        #: Results that wait for memory of the pool: the owner of each, and a function to call when chunks were freed.
-        self._parked: dict[object, Callable[[], None]] = {}
         self._polling = False
 
     def poll(self) -> None:
@@ -85,27 +82,10 @@ class ServerTransfer(SessionTransfer):
         return {"nbytes": self.results.nbytes, "chunks": self.results.used}
 
     def release_results(self, chunks: Sequence[int]) -> None:
-        if self.results.release(chunks):
-            self._retry()
-
-    def _retry(self) -> None:
-        parked, self._parked = self._parked, {}
-        for retry in parked.values():
-            retry()
-
-    def park(self, result: object, retry: Callable[[], None], frees: int) -> None:
-        """Call ``retry`` when chunks have come back after the first ``frees``, see :attr:`Pool.frees`."""
-        self._parked[result] = retry
-        if self.results.frees != frees:  # chunks were freed before the result was parked
-            asyncio.get_running_loop().call_soon(self._retry)
-
-    def unpark(self, result: object) -> bool:
-        """Forget a result without waiters; return False if it is not parked."""
-        return self._parked.pop(result, None) is not None
+        self.results.release(chunks)
 
     def close(self) -> None:
         super().close()
-        self._parked.clear()
         self.references.close()
         # This waits for the device, if it is a GPU.
         FINALIZER.start()

@@ -257,7 +257,7 @@ class TaskIs(Message):
 
 
 class TaskUpdate(Message):
-    """Change of a task for which a client waits. Like :class:`OutOfPoolMemory`, it precedes the answer to the request."""
+    """Change of a task for which a client waits. It precedes the answer to the request."""
 
     info: TaskInfo
 
@@ -317,14 +317,6 @@ class Free(Message):
 
 class AwaitFree(Message):
     """Request for :class:`Free` as soon as the server returns chunks of the client's pool, in this or another message."""
-
-
-class OutOfPoolMemory(Message):
-    """Notice that a call's result waits for memory in the server's pool, to which the client may return chunks. The answer
-    follows.
-    """
-
-    text: str
 
 
 class CreateBuffer(Message):

@@ -81,12 +81,6 @@ class RunProgress(Message):
     progress: Progress
 
 
-class AwaitingMemory(Message):
-    """Notice that the endpoint has returned, and its result waits for memory in the session's pool."""
-
-    why: str
-
-
 class RunFinished(RecordBody):
     """Successful end of a run, with its record."""
 
@@ -105,7 +99,7 @@ class RunFailed(Message):
 
 
 class RunWithdrawn(Message):
-    """Notice that the worker has finished with a withdrawn run, or with a run whose result was dropped."""
+    """Notice that the worker has finished with a withdrawn run."""
 
     returned: list[int]
 
@@ -159,7 +153,7 @@ class StartRun(Call):
 
 
 class Withdraw(Message):
-    """Notice that no caller waits for a run: drop it if it has not begun, or its result if that waits for memory."""
+    """Notice that no caller waits for a run: drop it if it has not begun."""
 
 
 class Stop(Message):

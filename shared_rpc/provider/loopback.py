@@ -243,9 +243,6 @@ class _LocalCaller:
         if self.events is not None:
             self.events.put(message.info)
 
-    def out_of_memory(self, why: str) -> None:
-        pass  # results for this process are in no pool
-
     def cancel(self) -> None:
         pass  # a caller in this process abandons a call by stop_waiting()
 

@@ -50,7 +50,6 @@ class Calls:
         if message.pooled:
             self._transfers.of(caller.session)  # creates the transfer
             waiter.pooled = True
-        waiter.on_out_of_memory = caller.out_of_memory
         try:
             spec, key = self._bound(waiter, endpoint, lowered, arguments, chain)
             if spec.execution == "task" and self._state.objects.current(key) is None:

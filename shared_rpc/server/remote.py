@@ -222,8 +222,6 @@ class RemoteCaller(msgspec.Struct, eq=False):
     #: The request's frame, until the request waits.
     _frame: Frame | None
     _waiter: Waiter | None = None
-    #: The reason why the result waits for memory.
-    _out_of_memory: str = ""
     local: ClassVar[bool] = False
 
     @property
@@ -276,14 +274,10 @@ class RemoteCaller(msgspec.Struct, eq=False):
         caller = self._client.waiting.get(self._number)
         if caller is not None:
             assert caller._waiter is not None, "only a waiting request is cancelled"
-            busy = self.core.state.waits_for(caller._waiter) or caller._out_of_memory
+            busy = self.core.state.waits_for(caller._waiter)
             caller.leave()
             text = "the caller has cancelled the call"
             caller.reply(m.Error(ServerBusy.code, busy) if busy else m.Error(DeadlineExceeded.code, text))
-
-    def out_of_memory(self, why: str) -> None:
-        self._out_of_memory = why
-        self._client.send(m.OutOfPoolMemory(why), self._number)
 
     def notify(self, message: m.Message) -> None:
         if self._client.waiting.get(self._number) is self and not self._client.stream.full:

@@ -63,9 +63,6 @@ class Caller(Protocol):
     def notify(self, message: m.Message) -> None:
         """Send a message that is not the answer. It is skipped for a client with too many unread bytes."""
 
-    def out_of_memory(self, why: str) -> None:
-        """Mark the result as waiting until the caller releases memory; ``why`` is the error if it gives up."""
-
     def wait(self) -> Waiter:
         """Register the request as pending. Its outcome goes to :meth:`deliver`.
 

@@ -304,8 +304,6 @@ class Runs:
                 self._give_up_result(run)
         elif unwanted:
             self.drop(run)
-        elif not run.waiters and not run.miss:
-            self._abandon(run)
 
     def _give_up_result(self, run: Run[Waiter]) -> None:
         """Drop the result of a run without waiters if it waits for capacity, so that it does not block other requests."""
@@ -321,15 +319,6 @@ class Runs:
         self._executor.withdraw(run)
         self._end_reservation(run)
         close_arguments(run.arguments)
-
-    def _abandon(self, run: Run[Waiter]) -> None:
-        """Drop the result of a run without waiters, if it waits for memory."""
-        if self._executor.withdraw(run):
-            run.over = True
-            self.calls.close(run)
-            self._count_build(run)
-            self._end_reservation(run)
-            self._next_turn(run)
 
     def infos(self, limit: int) -> list[RunInfo]:
         """Return the oldest of the active runs."""
@@ -363,15 +352,6 @@ class Runs:
         for waiter in tuple(run.waiters):
             if waiter.follow is not None:
                 waiter.follow(run)
-
-    def out_of_memory(self, run: Run[Waiter], why: str) -> None:
-        # The endpoint itself has ended: the next run need not wait for memory held by the caller of this one.
-        self._next_turn(run)
-        for waiter in tuple(run.waiters):
-            if waiter.on_out_of_memory is not None:
-                waiter.on_out_of_memory(why)
-        if not run.waiters:  # they have left while the endpoint ran
-            self._abandon(run)
 
     def ended(self, run: Run[Waiter], outcome: Completed | Failure) -> None:
         run.over = True

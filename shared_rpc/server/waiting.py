@@ -44,7 +44,6 @@ class Waiter(msgspec.Struct, eq=False):
         then identifies its arguments, None if nothing does.
     :param prepares: True if it requires a new result as a candidate, which its session is to hold.
     :param follow: called when the run's work starts, and when it reports progress.
-    :param on_out_of_memory: called with the reason if the result has to wait for memory.
     :param inner: True for a call by a running endpoint: it goes before others that wait for capacity, because they may wait
         for memory that the endpoint uses.
     :param pooled: True if it accepts a result in its session's pool.
@@ -61,7 +60,6 @@ class Waiter(msgspec.Struct, eq=False):
     arguments: str | None = None
     prepares: bool = False
     follow: Callable[[Run[Waiter]], None] | None = None
-    on_out_of_memory: Callable[[str], None] | None = None
     inner: bool = False
     pooled: bool = False
     request_id: str = ""

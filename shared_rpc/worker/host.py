@@ -276,9 +276,6 @@ class WorkerHost:
     def progressed(self, run: Run[None], progress: Progress) -> None:
         self._stream.send(w.RunProgress(progress), run.number)
 
-    def out_of_memory(self, run: Run[None], why: str) -> None:
-        self._stream.send(w.AwaitingMemory(why), run.number)
-
     def ended(self, run: Run[None], outcome: Completed | Failure) -> None:
         hosted, _ = self._runs.pop(run.number)
         failure = outcome if isinstance(outcome, Failure) else self._hand_over(hosted, run, outcome)

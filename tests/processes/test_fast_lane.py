@@ -159,31 +159,18 @@ def test_a_large_tensor_has_its_own_segment(server: Server, client: Client, devi
 # Pools that are full.
 
 
-def test_a_full_pool_for_results_blocks_its_client(server: Server, client: Client) -> None:
-    """It gets an error with the holders at its deadline; others continue, and so does it after releases."""
-    results = [client.call("full", 1.0, MIB // 4) for _ in range(8)]
-    with Client(socket_path=server.socket_path, timeout=0.3, pool=SMALL) as hurried:
-        mine = [hurried.call("in_turn", MIB // 4) for _ in range(8)]
-        with pytest.raises(ServerBusy, match=r"1048576 bytes: .* 8 of results of in_turn\(\) with 8388608"):
-            hurried.call("in_turn", MIB // 4)
-        with Client(socket_path=server.socket_path, timeout=10, pool=SMALL) as other:
-            assert other.call("in_turn", 3).tolist() == [0, 0, 0]
-        del mine[:2]
-        assert hurried.call("in_turn", MIB // 4).sum() == 0
-    assert sum(result.sum() for result in results) == 8 * MIB // 4
-
-
-def test_waiting_calls_get_released_memory(client: Client, server: Server) -> None:
-    """As soon as another thread releases it."""
-    results = [client.call("full", 1.0, MIB // 4) for _ in range(8)]
-    got: list[torch.Tensor] = []
-    waiting = threading.Thread(target=lambda: got.append(client.call("full", 2.0, MIB // 4)))
-    waiting.start()
-    eventually(lambda: server.info()["builds"] == 9)
-    assert not got
-    results.pop()
-    waiting.join(10)
-    assert got[0].unique().tolist() == [2.0]
+@on_the_host
+def test_results_that_a_full_pool_does_not_hold_arrive(server: Server, client: Client) -> None:
+    """They have segments of their own, of which nothing is left when the client has dropped them."""
+    kept = [client.call("full", float(value), MIB // 4) for value in range(8)]
+    before = open_fds(), len(MAPPINGS)
+    for endpoint in ("full", "full_on_the_loop"):
+        more = [client.call(endpoint, float(value), MIB // 4) for value in range(8, 16)]
+        assert [result.unique().tolist() for result in kept + more] == [[value] for value in range(16)]
+    assert pools(server)["chunks"] == 8
+    more.clear()
+    MAPPINGS.drain()
+    eventually(lambda: (open_fds(), len(MAPPINGS)) == before)
 
 
 def test_a_full_pool_for_arguments_blocks_its_client(server: Server, client: Client, go: threading.Event, device: str) -> None:

@@ -97,8 +97,6 @@ class Setting:
     def progressed(self, *_: object) -> None:
         """See :class:`Owner`."""
 
-    out_of_memory = progressed
-
     def said(self, message: Message, number: int, fds: list[int] | None = None) -> None:
         """Deliver a worker's message about a run."""
         frame = Frame(0, number, b"", b"", fds or [])

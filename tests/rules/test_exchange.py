@@ -370,15 +370,6 @@ def test_garbage_ends_the_connection(connection: Connection) -> None:
     assert connection.exchanges.reply(exchange).message == m.Pong()
 
 
-def test_servers_that_need_memory_are_answered(connection: Connection) -> None:
-    """At once, even if the client has none."""
-    exchange = connection.ask()
-    connection.sent()
-    assert connection.come(m.OutOfPoolMemory("no room"), 1) == [exchange]
-    assert connection.sent() == [(0, m.Free([]))]
-    assert exchange.answer is None
-
-
 # The end.
 
 

@@ -137,6 +137,19 @@ def test_short_lived_results_are_copied_as_arguments(no_leaks: None, alone: bool
         references.close()
 
 
+@pytest.mark.parametrize("alone", [True, False], ids=["one tensor", "several"])
+def test_results_that_a_full_pool_does_not_hold_are_copied_into_segments(no_leaks: None, alone: bool) -> None:
+    """The maker's tensor stays its own, as with a result in the pool."""
+    with closing(Pool(PoolOptions(initial=4096, limit=4096), "the server's pool")) as pool:
+        tensor = torch.arange(3.0)
+        used = pool.acquire("cpu", [1024] * 4, "a test")
+        with closing(publish(tensor if alone else [tensor], "cpu", "read_write", "f", pool)) as record:
+            result = decode_result(record.skeleton, record.table, record.segments)
+        assert (record.chunks, pool.used) == ([], len(used))
+        tensor.zero_()
+        assert (result if alone else result[0]).tolist() == [0, 1, 2]
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float64])
 def test_arguments_take_their_part_of_a_storage_along(device: str, no_leaks: None, dtype: torch.dtype) -> None:
     """Views of one part are views of one copy, which has few more bytes."""

@@ -196,16 +196,6 @@ def test_a_gpu_that_must_not_be_marked_waits_for_a_request(idle: Idle) -> None:
     assert sorted(idle.request()) == sorted(numbers)
 
 
-def test_a_server_that_needs_memory_is_answered_at_once(idle: Idle) -> None:
-    """Another thread waits for the GPU, and returns the chunks that it may still use."""
-    numbers = idle.drop()
-    idle.transfer.waiting = 1
-    assert idle.transfer.out_of_memory().chunks == []
-    assert not idle.gpu.done
-    idle.clock.advance(1)
-    assert idle.gpu.done and sorted(itertools.chain(*idle.sent)) == sorted(numbers)
-
-
 # The server's side.
 
 
