@@ -7,8 +7,7 @@ import contextvars
 import importlib.util
 import os
 import sys
-import types
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import anyio
@@ -102,8 +101,9 @@ def _outcome(task: asyncio.Task[Failure | None], value: list[Any]) -> Failure | 
 async def _awaited(begin: Callable[[], Awaitable[Any]], endpoint: str, run: RunContext, value: list[Any]) -> Failure | None:
     """Return any exception of the endpoint: SystemExit would end the loop and leave every waiter hanging."""
     CURRENT_RUN.set(run)
+    pid = os.getpid()
     try:
-        value.append(await one_process(begin(), os.getpid(), endpoint))
+        value.append(await begin())
     except SharedRPCError as error:
         return Failure.of(error)
     except asyncio.CancelledError as error:
@@ -111,6 +111,7 @@ async def _awaited(begin: Callable[[], Awaitable[Any]], endpoint: str, run: RunC
     except BaseException as error:
         return Failure.raised(error)
     finally:
+        end_if_forked(pid, endpoint)
         del begin  # it refers to the arguments, and a kept error may keep this frame
     return None
 
@@ -121,7 +122,7 @@ def run_loop(main: Callable[[], Awaitable[None]]) -> None:
 
 
 def end_if_forked(pid: int, endpoint: str) -> None:
-    """Exit if an endpoint that began in process ``pid`` returns, raises or awaits in a forked child.
+    """Exit if an endpoint that began in process ``pid`` returns or raises in a forked child.
 
     The child has nothing to return to below the endpoint's frame: the thread only waits for the next job, and the event loop
     reads the parent's descriptors. :mod:`multiprocessing` children and callers of ``os._exit()`` never return here.
@@ -130,32 +131,6 @@ def end_if_forked(pid: int, endpoint: str) -> None:
         text = f"shared_rpc: endpoint {endpoint!r} forked this process (pid {os.getpid()}) from pid {pid}, and left it"
         print(f"{text}: end such a process by os._exit(), or use multiprocessing", file=sys.stderr, flush=True)
         os._exit(1)
-
-
-@types.coroutine
-def one_process(begun: Awaitable[Any], pid: int, endpoint: str) -> Generator[Any, Any, Any]:
-    """Await an endpoint's coroutine, and check the process at each step."""
-    work = begun if isinstance(begun, Coroutine) else _wait_for(begun)
-    thrown: list[BaseException] = []
-    while True:
-        try:
-            wanted = work.throw(thrown.pop()) if thrown else work.send(None)
-        except StopIteration as done:
-            return done.value
-        finally:
-            end_if_forked(pid, endpoint)
-        try:
-            yield wanted
-        except GeneratorExit:
-            work.close()
-            raise
-        except BaseException as error:
-            thrown.append(error)
-        # send() needs no value: a coroutine gets results from its futures, not from the loop.
-
-
-async def _wait_for(begun: Awaitable[Any]) -> Any:
-    return await begun
 
 
 @after_fork
