@@ -76,131 +76,116 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     server_id: str = ""
 
 
-class CallStarted(Event, frozen=True, kw_only=True):
+class _Call(Event, frozen=True, kw_only=True):
+    endpoint: str
+    request_id: str
+    session: str
+    pid: int
+
+
+class CallStarted(_Call, frozen=True, kw_only=True):
     """The start of a call, or of a task's submit, of a registered endpoint with arguments that fit.
 
     ``request_id`` identifies it; ``session`` and ``pid`` are its caller's.
     """
 
-    endpoint: str
-    request_id: str
-    session: str
-    pid: int
 
-
-class CallFinished(Event, frozen=True, kw_only=True):
+class CallFinished(_Call, frozen=True, kw_only=True):
     """The end of a call, ``seconds`` after its :class:`CallStarted`. ``error`` is the code of its error, see
     :mod:`shared_rpc.errors`; ``"remote"`` is any exception of an endpoint.
     """
 
-    endpoint: str
-    request_id: str
-    session: str
-    pid: int
     outcome: Outcome
     seconds: float
     error: str = ""
 
 
-class BuildStarted(Event, frozen=True, kw_only=True):
+class _Build(Event, frozen=True, kw_only=True):
+    endpoint: str
+    request_id: str
+    cached: bool
+
+
+class BuildStarted(_Build, frozen=True, kw_only=True):
     """The beginning of a run of an endpoint. ``request_id`` is that of the call that started it."""
 
-    endpoint: str
-    request_id: str
-    cached: bool
 
-
-class BuildFinished(Event, frozen=True, kw_only=True):
+class BuildFinished(_Build, frozen=True, kw_only=True):
     """The end of a run, ``seconds`` after its start. ``cached`` is True if the cache would list its result."""
 
-    endpoint: str
-    request_id: str
-    cached: bool
     seconds: float
     error: str = ""
 
 
-class ObjectPublished(Event, frozen=True, kw_only=True):
-    """A new result or buffer of the server."""
-
+class _Object(Event, frozen=True, kw_only=True):
     object_id: str
     endpoint: str
     kind: Literal["result", "buffer"]
     nbytes: int
     device: str
+
+
+class ObjectPublished(_Object, frozen=True, kw_only=True):
+    """A new result or buffer of the server."""
+
     generation: int
 
 
-class ObjectFreed(Event, frozen=True, kw_only=True):
+class ObjectFreed(_Object, frozen=True, kw_only=True):
     """An object dropped by the server. Memory mapped by clients is freed with the last mapping."""
 
+
+class _Move(Event, frozen=True, kw_only=True):
     object_id: str
     endpoint: str
-    kind: Literal["result", "buffer"]
-    nbytes: int
     device: str
+    from_tier: Tier
+    to_tier: Tier
+    nbytes: int
+    copied: int
+    seconds: float
+    reason: MoveReason
 
 
-class ObjectEvicted(Event, frozen=True, kw_only=True):
+class ObjectEvicted(_Move, frozen=True, kw_only=True):
     """The move of an object to a lower tier, ``seconds`` after it began.
 
     ``nbytes`` is the memory freed in the tier above, and ``copied`` the bytes copied for it: 0 if there was a good copy. A
     failed move causes no event: the object stays in its tier.
     """
 
-    object_id: str
-    endpoint: str
-    device: str
-    from_tier: Tier
-    to_tier: Tier
-    nbytes: int
-    copied: int
-    seconds: float
-    reason: MoveReason
 
-
-class ObjectRestored(Event, frozen=True, kw_only=True):
+class ObjectRestored(_Move, frozen=True, kw_only=True):
     """The move of an object back to its device, for all processes at once, ``seconds`` after it began. ``copied`` bytes of
     ``nbytes`` came from the copy.
     """
 
+
+class _Lease(Event, frozen=True, kw_only=True):
     object_id: str
-    endpoint: str
-    device: str
-    from_tier: Tier
-    to_tier: Tier
-    nbytes: int
-    copied: int
-    seconds: float
-    reason: MoveReason
+    kind: HolderKind
+    session: str
 
 
-class LeaseGiven(Event, frozen=True, kw_only=True):
+class LeaseGiven(_Lease, frozen=True, kw_only=True):
     """A new lease of a session, or of a task whose result waits to be fetched; ``session`` is the id of either."""
 
-    object_id: str
-    kind: HolderKind
-    session: str
 
-
-class LeaseEnded(Event, frozen=True, kw_only=True):
+class LeaseEnded(_Lease, frozen=True, kw_only=True):
     """The end of a lease. ``reclaimed`` is True if the client's process ended without closing, for example if killed."""
 
-    object_id: str
-    kind: HolderKind
-    session: str
     reclaimed: bool
 
 
 class SessionOpened(Event, frozen=True, kw_only=True):
-    """The first connection of a client process."""
+    """The start of a session: the connection of a client process."""
 
     session: str
     pid: int
 
 
 class SessionClosed(Event, frozen=True, kw_only=True):
-    """The end of a session's last connection. ``clean`` is True if the client closed, False if its process ended."""
+    """The end of a session. ``clean`` is True if the client closed, False if its process ended."""
 
     session: str
     pid: int

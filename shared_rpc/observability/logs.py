@@ -7,6 +7,7 @@ itself adds a :class:`RequestIdFilter` to its handlers, and, for a line with eac
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import sys
@@ -116,7 +117,7 @@ def log_event(event: e.Event) -> None:
         return
     fields = {name: value for name, value in msgspec.structs.asdict(event).items() if value not in ("", None)}
     fields.setdefault("request_id", "-")
-    _log.log(level, _WORDS[type(event)], extra={"event": type(event).__name__, **fields})
+    _log.log(level, _words(type(event).__name__), extra={"event": type(event).__name__, **fields})
 
 
 def _level(event: e.Event) -> int:
@@ -129,12 +130,10 @@ def _level(event: e.Event) -> int:
     return _LEVELS.get(type(event), logging.INFO)
 
 
+@functools.cache
 def _words(name: str) -> str:
     """Return ``call finished`` for ``CallFinished``."""
     return "".join(f" {c.lower()}" if c.isupper() else c for c in name).strip()
-
-
-_WORDS = {kind: _words(kind.__name__) for kind in e.Event.__subclasses__()}
 
 
 def configure(
