@@ -22,7 +22,7 @@ from shared_rpc.observability.events import HOOKS, WorkerEnded, WorkerStarted
 from shared_rpc.observability.metrics import Numbers, Read
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import Frame
-from shared_rpc.protocol.messages import Message
+from shared_rpc.protocol.messages import Error, Message
 
 _log = logging.getLogger("shared_rpc.broker")
 
@@ -94,7 +94,7 @@ class Supervisor:
             w.Serve: self._serves_provider,
             w.Shared: self._shares,
             w.Loaded: self._has_loaded,
-            w.Refused: self._refuses,
+            Error: self._refuses,
             **handlers,
         }
         self._command = command
@@ -250,7 +250,7 @@ class Supervisor:
         if worker in self.workers:
             self._on_change()
 
-    def _refuses(self, worker: Worker, message: w.Refused, frame: Frame) -> None:
+    def _refuses(self, worker: Worker, message: Error, frame: Frame) -> None:
         worker.refusal = from_wire(message.code, message.text, message.detail)
 
     def _resolve(self, worker: Worker, crash: Exception | None) -> None:

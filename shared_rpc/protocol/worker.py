@@ -1,6 +1,6 @@
 """Messages between a broker and its workers, over their own socket pair.
 
-The request id of a frame is the number of a run, or 0.
+The request id of a frame is the number of a run or of a request for memory, or 0.
 """
 
 from __future__ import annotations
@@ -58,17 +58,11 @@ class Imports(msgspec.Struct, frozen=True):
 
 
 class Loaded(Message):
-    """The app's module has been imported."""
+    """The app's module has been imported. :class:`~shared_rpc.protocol.messages.Error` with the number 0 instead: the app
+    cannot be served, and the worker exits.
+    """
 
     imports: Imports | None = None
-
-
-class Refused(Message):
-    """Notice that the app cannot be served; the worker exits."""
-
-    code: str
-    text: str
-    detail: dict[str, str]
 
 
 class RunStarted(Message):

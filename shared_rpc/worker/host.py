@@ -30,7 +30,7 @@ from shared_rpc.observability.events import HOOKS, BuildFinished, BuildStarted
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.catalogue import decode_message, encode_message
 from shared_rpc.protocol.frames import Frame
-from shared_rpc.protocol.messages import Message
+from shared_rpc.protocol.messages import Error, Message
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.tasks import Progress
 from shared_rpc.provider.app import override, socket_of
@@ -168,7 +168,7 @@ class WorkerHost:
 
     def refuse(self, error: SharedRPCError) -> NoReturn:
         """Report the reason for refusing the app to the broker, and end."""
-        self._post(w.Refused(*to_wire(error)))
+        self._post(Error(*to_wire(error)))
         sent = threading.Event()
         self._on_loop(sent.set)
         sent.wait(_GRACE)

@@ -14,6 +14,7 @@ from shared_rpc.memory.segments import Descriptor
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.catalogue import decode_message, encode_message
 from shared_rpc.protocol.frames import encode_frame
+from shared_rpc.protocol.messages import Error
 from shared_rpc.server.state import descriptors as module
 from shared_rpc.server.state.descriptors import Descriptors, Intake
 from tests.kit.processes import open_fds
@@ -156,7 +157,7 @@ async def test_queued_answers_use_no_descriptor() -> None:
     before = open_fds()
     with theirs:
         while not stream.congested:
-            stream.send(w.Refused("x" * 1000, "", {}), 0, owners=(owner,))
+            stream.send(Error("x" * 1000, "", {}), 0, owners=(owner,))
         for _ in range(100):
             stream.send(w.Allocated(), 0, owners=(owner,))
         assert open_fds() == before
