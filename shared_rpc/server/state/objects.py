@@ -32,7 +32,7 @@ from shared_rpc.protocol.records import HostCopy, SegmentInfo, Tier
 from shared_rpc.server.state import Clock
 from shared_rpc.server.state.descriptors import Descriptors
 from shared_rpc.server.state.leases import LeaseTable
-from shared_rpc.server.state.tiers import LOWER, Copies, Incarnations
+from shared_rpc.server.state.tiers import LOWER, Copies
 
 #: The form of an object's id.
 OBJECT_ID = re.compile("[0-9a-f]{24}")
@@ -165,7 +165,8 @@ class ObjectStore:
     ) -> None:
         self.descriptors = descriptors or Descriptors()
         self.copies = Copies()
-        self._incarnations = Incarnations()
+        #: The last incarnation number. None is reused: a process may still have the memory of any earlier one.
+        self._incarnation = 0
         #: True if requests wait for capacity: then a session may have to wait before using an object too, see
         #: :meth:`shared_rpc.server.capacity.Capacity.must_wait`.
         self.contended = False
@@ -277,7 +278,7 @@ class ObjectStore:
         """Add an object of an earlier server in its former state; the time in between does not count as idle."""
         stored.last_accessed_at = self._clock.now()
         for segment in stored.record.segments:
-            self._incarnations.note(segment.info)
+            self._incarnation = max(self._incarnation, int(segment.info.id.partition(".")[2] or 0))
         if stored.cache_key is not None:
             self._generations[stored.cache_key] = stored.generation
         stored.listed = True
@@ -345,7 +346,8 @@ class ObjectStore:
             shares = self._segments.pop(segment_id)
             first = next(iter(shares))
             if not first.closed:
-                following = self._incarnations.after(first.info)
+                self._incarnation += 1
+                following = first.info.incarnation(self._incarnation)
                 self._count(first.info, -1)
                 freed[first.info.device] += first.info.nbytes
                 self.copies.rename(segment_id, following.id)

@@ -19,22 +19,6 @@ LOWER: tuple[Tier, ...] = ("host", "file")
 STALE = -1
 
 
-class Incarnations:
-    """Incarnation numbers. None is reused: a process may still have the memory of any earlier one."""
-
-    def __init__(self) -> None:
-        self._last = 0
-
-    def note(self, info: SegmentInfo) -> None:
-        """Record a number issued by an earlier server."""
-        self._last = max(self._last, int(info.id.partition(".")[2] or 0))
-
-    def after(self, info: SegmentInfo) -> SegmentInfo:
-        """Return the description of the next memory for a segment's bytes."""
-        self._last += 1
-        return info.incarnation(self._last)
-
-
 def next_tier(current: Tier, devices: Collection[str], to: str, *, files: bool) -> Tier | None:
     """Return the target tier of an object's move down, None if the object is already there, or lower.
 
