@@ -161,7 +161,7 @@ class Runs:
         """Join a run, or start one."""
         fresh = waiter.refreshes or waiter.prepares
         if spec.singleflight and (key is not None or waiter.refreshes) and not waiter.prepares:
-            run = self.calls.join_refresh(waiter.arguments, waiter) if waiter.refreshes else self.calls.join(key, waiter)
+            run = self.calls.join(waiter.arguments if waiter.refreshes else key, waiter, refresh=waiter.refreshes)
             if run is not None:
                 close_arguments(arguments)
                 self._joined(waiter, run)

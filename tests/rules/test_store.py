@@ -87,7 +87,9 @@ def test_a_lease_is_active_unless_it_is_suspended() -> None:
         leases.grant(session, "x")
     assert leases.suspend("a", "x") and not leases.suspend("a", "x") and not leases.suspend("c", "x")
     assert (leases.active("x"), leases.holders("x")) == ({"b"}, {"a", "b"})
-    assert leases.resume("a", "x") and not leases.resume("c", "x") and leases.active("x") == {"a", "b"}
+    leases.resume("a", "x")
+    leases.resume("c", "x")
+    assert leases.active("x") == {"a", "b"}
     leases.suspend("a", "x")
     leases.grant("a", "x")
     assert leases.active("x") == {"a", "b"}
@@ -305,7 +307,9 @@ class StoreModel(RuleBasedStateMachine):
             return
         for info in infos.values():
             store.copies.add(info, LowerCopy(record_of("copy").segments[0], tier))
-        assert sum(store.evict(group, tier).values()) == 100 * len(infos)
+        nbytes = store.nbytes
+        store.evict(group, tier)
+        assert nbytes - store.nbytes == 100 * len(infos)
         assert not set(infos) & set().union(*map(ids_of, group))
 
     @rule(session=SESSIONS)
@@ -466,7 +470,7 @@ class CallModel(RuleBasedStateMachine):
         """Invalidate a call, or all calls of an endpoint: their runs continue without a key."""
         what = {"key": key} if key else {"endpoint": endpoint}
         runs = [run for run in self.runs if run.key and (run.key == key or (not key and run.key[0] == endpoint))]
-        assert self.calls.detach(**what) == len(runs)
+        self.calls.detach(**what)
         assert all(run.key is None and run in self.calls for run in runs)
         self.not_joinable(*runs)
 

@@ -73,12 +73,10 @@ class LeaseTable:
         self._suspended[object_id].add(session)
         return True
 
-    def resume(self, session: Holder, object_id: str) -> bool:
-        """Make a lease active. Return False if the session has no lease on the object."""
-        if session not in self._by_object.get(object_id, ()):
-            return False
-        self._activate(session, object_id)
-        return True
+    def resume(self, session: Holder, object_id: str) -> None:
+        """Make a lease active, if the session has one on the object."""
+        if session in self._by_object.get(object_id, ()):
+            self._activate(session, object_id)
 
     def active(self, object_id: str) -> frozenset[Holder]:
         """Return the holders of an object that have not suspended it."""

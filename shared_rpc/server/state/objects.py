@@ -336,12 +336,12 @@ class ObjectStore:
                     group += [each for each in self._segments.get(info.id, {}).values() if each not in group]
         return group
 
-    def evict(self, group: Sequence[StoredObject], tier: Tier) -> dict[str, int]:
-        """Close the memory of a whole group, whose bytes are in copies of a tier; return the bytes freed, by device.
+    def evict(self, group: Sequence[StoredObject], tier: Tier) -> None:
+        """Close the memory of a whole group, whose bytes are in copies of a tier.
 
         These copies are kept under the segments' new ids; copies in tiers between are dropped.
         """
-        freed: Counter[str] = Counter()
+        had_memory = False
         for segment_id in {segment.info.id for stored in group for segment in stored.record.segments}:
             shares = self._segments.pop(segment_id)
             first = next(iter(shares))
@@ -349,7 +349,7 @@ class ObjectStore:
                 self._incarnation += 1
                 following = first.info.incarnation(self._incarnation)
                 self._count(first.info, -1)
-                freed[first.info.device] += first.info.nbytes
+                had_memory = True
                 self.copies.rename(segment_id, following.id)
                 for segment in shares:
                     segment.close()
@@ -359,11 +359,10 @@ class ObjectStore:
                 self.copies.discard(first.info.id, between)
         for stored in group:
             stored.tier = tier
-            if freed:
+            if had_memory:
                 # The live value lies in the freed memory: from now on the object is treated as one of another process.
                 stored.live, stored.adopted = None, True
         self.notify(*group)
-        return dict(freed)
 
     def warm(self, group: Sequence[StoredObject], segments: Iterable[Segment]) -> None:
         """Take ownership of the new memory of a whole cold group: each of its segments once."""

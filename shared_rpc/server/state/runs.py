@@ -32,15 +32,12 @@ class RunTable(Generic[W]):
         self._refreshes: dict[str, Run[W]] = {}
         self._numbers = itertools.count(1)
 
-    def join(self, key: str | None, waiter: W) -> Run[W] | None:
-        """Wait for the run of a key; return None if there is none to join."""
-        return self._join(self._by_key.get(key) if key is not None else None, waiter)
+    def join(self, key: str | None, waiter: W, *, refresh: bool = False) -> Run[W] | None:
+        """Wait for the run of a key; return None if there is none to join.
 
-    def join_refresh(self, arguments: str | None, waiter: W) -> Run[W] | None:
-        """Wait for the refresh with these arguments; return None if there is none to join."""
-        return self._join(self._refreshes.get(arguments) if arguments is not None else None, waiter)
-
-    def _join(self, run: Run[W] | None, waiter: W) -> Run[W] | None:
+        :param refresh: True for the refresh with these arguments, which are given in place of the key.
+        """
+        run = (self._refreshes if refresh else self._by_key).get(key) if key is not None else None
         if run is not None:
             run.waiters[waiter] = None
         return run
@@ -76,15 +73,13 @@ class RunTable(Generic[W]):
         self._unlist(run)
         run.former_key, run.key = run.key or run.former_key, None
 
-    def detach(self, *, key: str | None = None, endpoint: str | None = None) -> int:
-        """Keep the results of matching runs out of the cache, also if they are promoted; return the number of runs."""
+    def detach(self, *, key: str | None = None, endpoint: str | None = None) -> None:
+        """Keep the results of matching runs out of the cache, also if they are promoted."""
         for run in self.runs:
             if run.prepares and (run.former_key == key or run.spec.name == endpoint):
                 run.invalidated = True
-        matching = [run for run in self.runs if run.key is not None and (run.key == key or run.spec.name == endpoint)]
-        for run in matching:
-            self.part(run)
-        return len(matching)
+            elif run.key is not None and (run.key == key or run.spec.name == endpoint):
+                self.part(run)
 
     def _unlist(self, run: Run[W]) -> None:
         if run.key is not None and self._by_key.get(run.key) is run:
