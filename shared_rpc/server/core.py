@@ -276,9 +276,7 @@ class Core:
         """
         self.transfers.end(session)
         self.sources.end_session(session)
-        with self._listeners.reclaiming("" if clean else session):
-            ended = self.leases.end_session(session)
-        self.state.settle(*ended)
+        self.state.settle(*self.leases.end_session(session, reclaimed=not clean))
 
     def replace_endpoints(self, specs: Sequence[EndpointSpec], objects: str) -> ReloadedServiceInfo:
         """Replace the endpoints, and report the effect on earlier results.

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Literal
 
 from shared_rpc.execution.outcomes import Failure
@@ -69,8 +67,6 @@ class Listeners:
 
     def __init__(self, server_id: str) -> None:
         self._server_id = server_id
-        #: The session that ended without a goodbye, while its leases are released.
-        self._reclaiming = ""
 
     def added(self, stored: StoredObject) -> None:
         """Report a new object."""
@@ -105,20 +101,10 @@ class Listeners:
         if HOOKS.registered:
             HOOKS.emit(LeaseGiven(server_id=self._server_id, object_id=object_id, **_named(holder)))
 
-    def ended(self, holder: Holder, object_id: str) -> None:
+    def ended(self, holder: Holder, object_id: str, reclaimed: bool) -> None:
         """Report the end of a lease of a session or a task."""
         if HOOKS.registered:
-            reclaimed = holder == self._reclaiming
             HOOKS.emit(LeaseEnded(server_id=self._server_id, object_id=object_id, **_named(holder), reclaimed=reclaimed))
-
-    @contextmanager
-    def reclaiming(self, session: str) -> Iterator[None]:
-        """While the block runs, report ended leases of this session as reclaimed, not released; ``""`` for none."""
-        self._reclaiming = session
-        try:
-            yield
-        finally:
-            self._reclaiming = ""
 
 
 def _named(holder: Holder) -> dict[str, Any]:

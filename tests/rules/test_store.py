@@ -122,7 +122,7 @@ def test_the_first_and_last_handle_of_a_session_are_reported() -> None:
     events: list[tuple[str, Any, str]] = []
     leases = LeaseTable(
         on_give=lambda session, object_id: events.append(("give", session, object_id)),
-        on_end=lambda session, object_id: events.append(("end", session, object_id)),
+        on_end=lambda session, object_id, reclaimed: events.append(("end", session, object_id)),
     )
     for session in "aab":
         leases.grant(session, "x")

@@ -26,11 +26,12 @@ class LeaseTable:
     """All leases of a server.
 
     :param on_give: called with the holder and the object of every new lease.
-    :param on_end: called with the holder and the object of every ended lease.
+    :param on_end: called with the holder and the object of every ended lease, and with True if its holder has not released it:
+        its process has ended without a goodbye.
     """
 
     def __init__(
-        self, on_give: Callable[[Holder, str], None] | None = None, on_end: Callable[[Holder, str], None] | None = None
+        self, on_give: Callable[[Holder, str], None] | None = None, on_end: Callable[[Holder, str, bool], None] | None = None
     ) -> None:
         self._on_give = on_give
         self._on_end = on_end
@@ -63,7 +64,7 @@ class LeaseTable:
             return False
         held[object_id] -= 1
         if held[object_id] == 0:
-            self._end(session, object_id)
+            self._end(session, object_id, reclaimed=False)
         return True
 
     def suspend(self, session: Holder, object_id: str) -> bool:
@@ -107,11 +108,14 @@ class LeaseTable:
             if not suspended:
                 del self._suspended[object_id]
 
-    def end_session(self, session: Holder) -> list[str]:
-        """Release all leases of a session; return the ids of their objects."""
+    def end_session(self, session: Holder, *, reclaimed: bool = False) -> list[str]:
+        """Release all leases of a session; return the ids of their objects.
+
+        :param reclaimed: True if the session ended without a goodbye.
+        """
         held = list(self._by_session.get(session, ()))
         for object_id in held:
-            self._end(session, object_id)
+            self._end(session, object_id, reclaimed)
         return held
 
     def holders(self, object_id: str) -> frozenset[Holder]:
@@ -138,7 +142,7 @@ class LeaseTable:
         """Return the number of leases."""
         return sum(len(sessions) for sessions in self._by_object.values())
 
-    def _end(self, session: Holder, object_id: str) -> None:
+    def _end(self, session: Holder, object_id: str, reclaimed: bool) -> None:
         del self._by_session[session][object_id]
         if not self._by_session[session]:
             del self._by_session[session]
@@ -147,4 +151,4 @@ class LeaseTable:
         if not self._by_object[object_id]:
             del self._by_object[object_id]
         if self._on_end is not None:
-            self._on_end(session, object_id)
+            self._on_end(session, object_id, reclaimed)
