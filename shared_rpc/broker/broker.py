@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import anyio
-import msgspec
 
 from shared_rpc.broker.dispatch import Dispatcher, WorkerExecutor
 from shared_rpc.broker.fd_store import FdStore
@@ -262,16 +261,16 @@ class Broker:
                 await running.wait()
                 await service.acceptor.serve()
 
-    def _serve_endpoints(self, message: w.Serve | w.Shared) -> None:
-        """Serve a new provider, or a further endpoint."""
+    def _serve_endpoints(self, message: w.Serve, earlier: w.Serve | None) -> None:
+        """Serve a new provider, or the endpoints that the worker has added since its earlier message about it."""
         service = self._services.get(message.key)
-        if service is not None and service.recovered:
-            return  # the earlier endpoints stay until the worker has loaded the app
-        if isinstance(message, w.Shared):
-            if service is not None:  # otherwise listening failed, which was logged
-                service.core.registry.add(message.endpoint)
-        elif service is None:
-            self._serve_new(message)
+        if earlier is None:
+            if service is None:
+                self._serve_new(message)
+        elif service is not None and not service.recovered:  # recovered endpoints stay until the worker has loaded the app
+            for spec in message.endpoints:
+                if spec not in earlier.endpoints:
+                    service.core.registry.add(spec)
 
     def _serve_new(self, message: w.Serve) -> None:
         for key in self._recovered:
@@ -434,7 +433,7 @@ class Broker:
         problem: SharedRPCError | None = None
         for key in {**worker.served, **self._services}:
             message, service = worker.served.get(key), self._services.get(key)
-            specs = list(worker.endpoints.get(key, {}).values())
+            specs = message.endpoints if message is not None else []
             if message is not None and service is not None and not _fits(service, message):
                 self._replace(key, message)
                 service = None
@@ -451,7 +450,7 @@ class Broker:
                         self._discard(key)
             elif message is not None:
                 try:
-                    self._add_service(msgspec.structs.replace(message, endpoints=specs))
+                    self._add_service(message)
                 except SharedRPCError as error:
                     problem = error
                 else:

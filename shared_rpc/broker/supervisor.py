@@ -75,7 +75,8 @@ class Supervisor:
     :param count: the number of workers.
     :param zygote: starts workers as forks.
     :param handlers: handlers of the workers' other messages.
-    :param on_endpoints: called with a provider, or a further endpoint, of a worker of the current generation.
+    :param on_endpoints: called with a message about a provider from a worker of the current generation, and with the worker's
+        previous message about it.
     :param on_change: called when a worker is new, has ended, or reads again after congestion, or when none will come any more.
     :param on_lost: called when a worker has ended.
     """
@@ -86,13 +87,12 @@ class Supervisor:
         count: int,
         zygote: WorkerZygote,
         handlers: Mapping[type[Message], Handler],
-        on_endpoints: Callable[[w.Serve | w.Shared], None],
+        on_endpoints: Callable[[w.Serve, w.Serve | None], None],
         on_change: Callable[[], None],
         on_lost: Callable[[Worker, WorkerCrashed], None],
     ) -> None:
         self._handlers: dict[type[Message], Handler] = {
             w.Serve: self._serves_provider,
-            w.Shared: self._shares,
             w.Loaded: self._has_loaded,
             Error: self._refuses,
             **handlers,
@@ -224,18 +224,10 @@ class Supervisor:
         )
 
     def _serves_provider(self, worker: Worker, message: w.Serve, frame: Frame) -> None:
+        earlier = worker.served.get(message.key)
         worker.served[message.key] = message
-        worker.endpoints.setdefault(message.key, {}).update({spec.name: spec for spec in message.endpoints})
-        self._notify(worker, message)
-
-    def _shares(self, worker: Worker, message: w.Shared, frame: Frame) -> None:
-        # An endpoint registered by another thread may arrive before its provider.
-        worker.endpoints.setdefault(message.key, {})[message.endpoint.name] = message.endpoint
-        self._notify(worker, message)
-
-    def _notify(self, worker: Worker, message: w.Serve | w.Shared) -> None:
         if worker in self.workers:
-            self._on_endpoints(message)
+            self._on_endpoints(message, earlier)
             self._on_change()
 
     def _has_loaded(self, worker: Worker, message: w.Loaded, frame: Frame) -> None:

@@ -23,7 +23,6 @@ from shared_rpc.protocol.catalogue import decode_message
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.infos import WorkerInfo
 from shared_rpc.protocol.messages import Message
-from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.settings import ServeOptions, program
 from shared_rpc.zygote.process import WatchedProcess
 
@@ -111,9 +110,8 @@ class Worker:
         self.state: Literal["starting", "ready", "draining", "ended"] = "starting"
         self.started = time.monotonic()
         self._kills = _oom_kills()
-        #: The worker's first message about each provider, by the provider's key.
+        #: The worker's latest message about each provider, by the provider's key.
         self.served: dict[str, w.Serve] = {}
-        self.endpoints: dict[str, dict[str, EndpointSpec]] = {}
         #: Runs sent to the worker.
         self.runs: set[Any] = set()
         #: Arenas of clients that the worker has mapped, by session.
@@ -166,9 +164,10 @@ class Worker:
 
     def serves(self, key: str, endpoint: str) -> bool:
         """Return True if it can be sent a run of an endpoint now."""
-        if self.state == "ended":
+        served = self.served.get(key)
+        if served is None or self.state == "ended":
             return False
-        return endpoint in self.endpoints.get(key, {}) or (self.state == "ready" and key in self.served)
+        return self.state == "ready" or any(spec.name == endpoint for spec in served.endpoints)
 
     @property
     def congested(self) -> bool:

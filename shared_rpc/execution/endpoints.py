@@ -308,14 +308,14 @@ class Registry:
 
     def __init__(self, specs: Iterable[EndpointSpec] = ()) -> None:
         self.replace(specs)
-        #: Called with every added endpoint.
-        self.on_add: Callable[[EndpointSpec], None] | None = None
+        #: Called after an endpoint was added.
+        self.on_add: Callable[[], None] | None = None
 
     def add(self, spec: EndpointSpec) -> None:
         """Add an endpoint; it replaces one of the same name, like a repeated function definition."""
         self._specs[spec.name] = spec
         if self.on_add is not None:
-            self.on_add(spec)
+            self.on_add()
 
     def replace(self, specs: Iterable[EndpointSpec]) -> None:
         """Replace all endpoints with these."""

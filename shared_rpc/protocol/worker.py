@@ -17,7 +17,8 @@ from shared_rpc.protocol.tasks import Progress
 
 
 class Serve(Message):
-    """A provider of the app to serve. ``key`` identifies it in the app, and is the same in every worker.
+    """A provider of the app to serve. ``key`` identifies it in the app, and is the same in every worker. It is sent again with
+    all ``endpoints`` when one is added.
 
     ``cluster`` is the cluster that its server joins, ``""`` for none.
     """
@@ -30,13 +31,6 @@ class Serve(Message):
     devices: list[DeviceSpec]
     quotas: dict[str, int]
     cluster: str = ""
-
-
-class Shared(Message):
-    """An endpoint registered after :class:`Serve`."""
-
-    key: str
-    endpoint: EndpointSpec
 
 
 class Imports(msgspec.Struct, frozen=True):

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
+import msgspec
+
 from shared_rpc.errors import CapabilityError, ConfigurationError, EndpointNotFound, ProtocolError, SharedRPCError, to_wire
 from shared_rpc.execution.arguments import read_arguments
 from shared_rpc.execution.coroutines import run_loop
@@ -31,7 +33,6 @@ from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.catalogue import decode_message, encode_message
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.messages import Error, Message
-from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.tasks import Progress
 from shared_rpc.provider.app import override, socket_of
 from shared_rpc.provider.provider import Provider
@@ -126,19 +127,21 @@ class WorkerHost:
                 key,
                 runtime.socket_path,
                 provider.device_id,
-                provider.registry.all(),
+                [],
                 provider.mechanism_info,
                 [facts_of(device) for device in devices_of(provider.device_id)],
                 resolve_quotas(self._options.quotas, provider.device_id),
                 provider.cluster,
             )
-            provider.registry.on_add = lambda spec: self._shared(key, spec)
-            provider.run_with(runtime)
-            self._post(message)
-            return runtime
 
-    def _shared(self, key: str, spec: EndpointSpec) -> None:
-        self._post(w.Shared(key, spec))
+            def post() -> None:
+                with self._adopting:  # the last message has all endpoints
+                    self._post(msgspec.structs.replace(message, endpoints=provider.registry.all()))
+
+            provider.registry.on_add = post
+            provider.run_with(runtime)
+            post()
+            return runtime
 
     @property
     def hosts(self) -> bool:
