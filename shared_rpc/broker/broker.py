@@ -18,7 +18,7 @@ import anyio
 
 from shared_rpc.broker.dispatch import Dispatcher, WorkerExecutor
 from shared_rpc.broker.fd_store import FdStore
-from shared_rpc.broker.memory import RelayedMemory, WorkersMemory
+from shared_rpc.broker.memory import RelayedMemory
 from shared_rpc.broker.supervisor import WORKERS, Spawner, Supervisor
 from shared_rpc.broker.systemd import Inherited
 from shared_rpc.broker.worker import Handler, Worker, WorkerCommand
@@ -59,6 +59,7 @@ class Service:
     core: Core
     acceptor: Acceptor
     executor: WorkerExecutor
+    memory: RelayedMemory
     #: Cancels this service alone, once it has begun.
     scope: anyio.CancelScope | None = None
     #: True if an earlier broker stored this service, and no worker has loaded the app yet.
@@ -104,7 +105,6 @@ class Broker:
         self._supervisor: Supervisor
         self._zygote: WorkerZygote
         self._dispatcher: Dispatcher
-        self._memory: WorkersMemory
 
     def start(self, wait: Callable[[Future[None]], object] | None = None) -> None:
         """Start the workers, and listen. Returns when the app has been imported, or at once if an earlier broker's objects
@@ -184,7 +184,6 @@ class Broker:
             on_lost=self._clean_up,
         )
         self._dispatcher = Dispatcher(lambda: self._supervisor.workers, self._supervisor.refusal, self._options.build_timeout)
-        self._memory = WorkersMemory(lambda: self._supervisor.workers, self._supervisor.bare)
         with anyio.CancelScope() as self._scope:
             if self._asked_to_stop:
                 self._scope.cancel()
@@ -227,13 +226,14 @@ class Broker:
         :param server_id: the id of an earlier broker's server.
         """
         executor = WorkerExecutor(message.key, self._dispatcher, self._zygote.info)
+        memory = RelayedMemory(message.devices, lambda: self._supervisor.workers, self._supervisor.bare)
         core = Core(
             Registry(message.endpoints),
             executor,
             message.device,
             options=self._options,
             quotas=message.quotas,
-            memory=RelayedMemory(self._memory, message.devices),
+            memory=memory,
             spill=self._spill,
             mechanism=message.mechanism,
             socket_path=message.socket_path,
@@ -248,7 +248,7 @@ class Broker:
         acceptor = Acceptor(core, message.socket_path, self._options.max_connections, listener)
         if self._exporter is not None:
             self._exporter.watch(core.server_id)
-        service = self._services[message.key] = Service(message, core, acceptor, executor)
+        service = self._services[message.key] = Service(message, core, acceptor, executor, memory)
         self._store.keep_service(message, core)
         self._spawn.vital(self._serve, service)
         return service
@@ -308,9 +308,9 @@ class Broker:
     def _clean_up(self, worker: Worker, crash: WorkerCrashed) -> None:
         """End or move the runs of an ended worker, and drop objects whose memory has ended with it."""
         worker.requests.fail(crash)
-        self._memory.lost(worker)
         for service in self._services.values():
             service.executor.lost(worker)
+            service.memory.lost(worker)
             service.core.drop_bound(worker.pid)
 
     # Recovery of an earlier broker's services and objects, until the app is loaded.

@@ -26,21 +26,47 @@ _STEP_PATIENCE = 60.0
 _SEGMENTS = 256
 
 
-class WorkersMemory:
-    """The GPU memory that a broker's workers allocate and copy. On the broker's loop, apart from :meth:`forget`.
+class RelayedMemory(DeviceMemory):
+    """The memory of one provider's devices. The host's is allocated and copied here, a GPU's by a worker.
 
-    A worker that ends before it answers leaves nothing behind, so the request is repeated once with another one.
+    On the broker's loop, apart from :meth:`forget`. A worker that ends before it answers leaves nothing behind, so the request
+    is repeated once with another one.
 
+    :param devices: as reported by the workers.
     :param workers: returns the candidate workers.
     :param bare: returns a worker without the app, as a fallback.
     """
 
-    def __init__(self, workers: Callable[[], list[Worker]], bare: Callable[[], Awaitable[Worker]]) -> None:
+    def __init__(
+        self, devices: Sequence[DeviceSpec], workers: Callable[[], list[Worker]], bare: Callable[[], Awaitable[Worker]]
+    ) -> None:
+        super().__init__("cpu")
+        self._specs = list(devices)
         self._workers = workers
         self._bare = bare
         self._loop = asyncio.get_running_loop()
         #: The workers that have a copy's host memory mapped, by the copy's id.
         self._mapped: dict[str, set[Worker]] = {}
+
+    async def _devices(self) -> list[DeviceSpec]:
+        return self._specs
+
+    async def free(self, device: str) -> int | None:
+        """Return the free bytes of a device, None while no worker is available."""
+        if device == "cpu":
+            return await super().free(device)
+        try:
+            return (await self.ask(w.FreeBytes(device)))[0].free
+        except WorkerCrashed:
+            return None
+
+    async def _created(self, device: str, nbytes: int) -> Segment:
+        """Allocate zeroed memory, here or in a worker."""
+        if device == "cpu":
+            return await super()._created(device, nbytes)
+        answer, fds = await self.ask(w.Allocate(device, nbytes))
+        assert answer.segment is not None, "an answer without an error has a segment"
+        return Segment.owning(answer.segment, fds[0])
 
     async def ask(self, message: w.Allocate | w.FreeBytes) -> tuple[w.Allocated, list[int]]:
         """Send a request to a worker; return its answer, and the descriptors of the answer's frame.
@@ -69,8 +95,9 @@ class WorkersMemory:
         worker.keeps_memory |= answer.segment is not None and answer.segment.mechanism in EXPORTER_OWNED
         return answer, fds
 
-    async def copy(self, orders: Sequence[CopyOrder], steps: Steps) -> list[Written]:
-        """Have workers make the ordered segments. On cancellation the worker stops, and the segments made are closed.
+    async def _copied_on_gpus(self, orders: Sequence[CopyOrder], steps: Steps) -> list[Written]:
+        """Have workers make the segments that need a GPU driver. On cancellation the worker stops, and the segments made are
+        closed.
 
         :raises SharedRPCError: that of the worker.
         :raises WorkerCrashed: if the second worker ends too, stalls or sends an invalid answer; or if none can start.
@@ -175,46 +202,6 @@ class WorkersMemory:
         """Handle the end of a worker, and of its mappings."""
         for workers in tuple(self._mapped.values()):
             workers.discard(worker)
-
-
-class RelayedMemory(DeviceMemory):
-    """The memory of one provider's devices: the host's is allocated here, a GPU's by a worker.
-
-    :param devices: as reported by the workers.
-    """
-
-    def __init__(self, workers: WorkersMemory, devices: Sequence[DeviceSpec]) -> None:
-        super().__init__("cpu")
-        self._workers = workers
-        self._specs = list(devices)
-
-    async def _devices(self) -> list[DeviceSpec]:
-        return self._specs
-
-    async def free(self, device: str) -> int | None:
-        """Return the free bytes of a device, None while no worker is available."""
-        if device == "cpu":
-            return await super().free(device)
-        try:
-            return (await self._workers.ask(w.FreeBytes(device)))[0].free
-        except WorkerCrashed:
-            return None
-
-    async def _created(self, device: str, nbytes: int) -> Segment:
-        """Allocate zeroed memory, here or in a worker."""
-        if device == "cpu":
-            return await super()._created(device, nbytes)
-        answer, fds = await self._workers.ask(w.Allocate(device, nbytes))
-        assert answer.segment is not None, "an answer without an error has a segment"
-        return Segment.owning(answer.segment, fds[0])
-
-    async def _copied_on_gpus(self, orders: Sequence[CopyOrder], steps: Steps) -> list[Written]:
-        """Have a worker make the segments that need a GPU driver."""
-        return await self._workers.copy(orders, steps)
-
-    def forget(self, copies: Sequence[str]) -> None:
-        """Have the workers that made copies unmap them."""
-        self._workers.forget(copies)
 
 
 class _Attempts:

@@ -280,7 +280,7 @@ OF_BROKERS = {
     "copy_on_host": "shared_rpc.memory.copies",
     "Steps.count": "shared_rpc.memory.copies",
     "WorkerRequests.begin": "shared_rpc.broker.requests",
-    "WorkersMemory._written": "shared_rpc.broker.memory",
+    "RelayedMemory._written": "shared_rpc.broker.memory",
     "FdStore.keep": "shared_rpc.broker.fd_store",
     "StateFile.write": "shared_rpc.broker.fd_store",
     "RemoteCaller.reply": "shared_rpc.server.remote",
@@ -294,7 +294,7 @@ STORING = [
     "before FdStore.keep, after StateFile.write",
     "before FdStore.keep, after Notifier.remove",
 ]
-ORDERING = ["before WorkerRequests.begin", "after WorkerRequests.begin", "after WorkersMemory._written"]
+ORDERING = ["before WorkerRequests.begin", "after WorkerRequests.begin", "after RelayedMemory._written"]
 EVICTING = [
     "before Tiers.move_down",
     "after DeviceMemory.lower",

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shared_rpc.broker.memory import WorkersMemory
+from shared_rpc.broker.memory import RelayedMemory
 from shared_rpc.broker.requests import WorkerRequests
 from shared_rpc.errors import CapabilityError, WorkerCrashed
 from shared_rpc.protocol import worker as w
@@ -123,10 +123,10 @@ async def no_bare_worker() -> Any:
 
 
 def answered(workers: list[Any], *then: Any) -> Any:
-    """Return the result of :meth:`WorkersMemory.ask`, or raise; each of ``then`` gets a worker and its message's number."""
+    """Return the result of :meth:`RelayedMemory.ask`, or raise; each of ``then`` gets a worker and its message's number."""
 
     async def play() -> Any:
-        memory = WorkersMemory(lambda: workers, no_bare_worker)
+        memory = RelayedMemory((), lambda: workers, no_bare_worker)
         asked = asyncio.create_task(memory.ask(w.FreeBytes("gpu")))
         for worker, step in zip(everybody, then, strict=False):
             step(worker, await asyncio.wait_for(worker.sent.get(), 5))

@@ -20,7 +20,6 @@ import pytest
 from shared_rpc.broker import memory as broker_memory
 from shared_rpc.broker import supervisor
 from shared_rpc.broker.broker import Broker
-from shared_rpc.broker.memory import RelayedMemory
 from shared_rpc.broker.worker import BARE, WorkerCommand
 from shared_rpc.errors import CapabilityError, RecordError, WorkerCrashed
 from shared_rpc.execution.child import Backoff
@@ -75,7 +74,9 @@ class Copier:
 
     def __init__(self, broker: Broker) -> None:
         self.broker = broker
-        self.memory = BlockingMemory(RelayedMemory(broker._memory, ()), broker._loop)
+        [service] = broker._services.values()
+        self._memory = service.memory
+        self.memory = BlockingMemory(self._memory, broker._loop)
 
     @property
     def workers(self) -> list[int]:
@@ -98,7 +99,7 @@ class Copier:
     @property
     def mapped(self) -> dict[str, list[int]]:
         """The workers that have host memory of copies mapped."""
-        mapped = self.broker._memory._mapped
+        mapped = self._memory._mapped
         return {copy: [worker.pid for worker in workers] for copy, workers in mapped.items() if workers}
 
 
@@ -381,7 +382,7 @@ def test_an_unmappable_copy_is_lost(copier: Copier, filled: Filled, mechanism: M
 @pytest.fixture
 def bare(copier: Copier, monkeypatch: pytest.MonkeyPatch) -> Copier:
     """A broker without any worker that accepts requests."""
-    monkeypatch.setattr(copier.broker._memory, "_workers", list)
+    monkeypatch.setattr(copier._memory, "_workers", list)
     return copier
 
 
@@ -467,7 +468,7 @@ def test_a_bare_worker_imports_no_torch(bare: Copier, monkeypatch: pytest.Monkey
     """So it starts faster and uses less memory than a worker of the app."""
     monkeypatch.setattr(WorkerCommand, "bare", property(lambda command: WorkerCommand(BARE, command.options)))
     monkeypatch.setenv("PYTHONHASHSEED", "1")  # a new process: a fork of these tests' zygote has torch
-    _, fds = asyncio.run_coroutine_threadsafe(bare.broker._memory.ask(w.Allocate("cpu", 4096)), bare.broker._loop).result(60)
+    _, fds = asyncio.run_coroutine_threadsafe(bare._memory.ask(w.Allocate("cpu", 4096)), bare.broker._loop).result(60)
     close_all(fds)
     with open(f"/proc/{bare.bare}/maps", encoding="utf-8") as maps:
         assert "libtorch" not in maps.read()
