@@ -75,22 +75,25 @@ class RelayedMemory(DeviceMemory):
         :raises WorkerCrashed: if none can start, the second one ends too, or none answers in time; for a mere query, also if
             none is running.
         """
+        asked: list[Worker] = []
         try:
             async with asyncio.timeout(_PATIENCE):
                 try:
-                    answer, fds = await self._ask_one(message)
+                    return await self._ask_one(message, asked)
                 except WorkerCrashed:
-                    answer, fds = await self._ask_one(message)
+                    return await self._ask_one(message, asked)
         except TimeoutError:
+            for worker in asked[-1:]:
+                _replace_bare(worker)
             raise WorkerCrashed(f"no worker answered a request for memory within {_PATIENCE:g} s") from None
-        return answer, fds
 
-    async def _ask_one(self, message: Message) -> tuple[w.Allocated, list[int]]:
+    async def _ask_one(self, message: Message, asked: list[Worker]) -> tuple[w.Allocated, list[int]]:
         worker = min(self._serving(), key=lambda worker: worker.congested, default=None)
         if worker is None:
             if isinstance(message, w.FreeBytes):
                 raise WorkerCrashed("no worker runs that could be asked for free memory")
             worker = await self._bare()
+        asked.append(worker)
         answer, fds = await worker.requests.request(message)
         worker.keeps_memory |= answer.segment is not None and answer.segment.mechanism in EXPORTER_OWNED
         return answer, fds
@@ -135,6 +138,7 @@ class RelayedMemory(DeviceMemory):
                     message, fds, progressed=report, stop=w.Stop(), unused=functools.partial(self._discard, worker)
                 )
         except TimeoutError:
+            _replace_bare(worker)
             raise WorkerCrashed(f"{_named(worker)} has copied nothing for {_STEP_PATIENCE:g} s") from None
         except (ProtocolError, OSError) as error:
             raise CapabilityError(f"cannot send {len(fds)} descriptors to {_named(worker)}: {error}") from error
@@ -224,6 +228,12 @@ def _for_retry(order: CopyOrder) -> CopyOrder:
     if order.target is None or order.target.info.mechanism == "file":
         return order
     return CopyOrder(order.source, on_host(order.source.info))
+
+
+def _replace_bare(worker: Worker) -> None:
+    """Kill a stuck worker if it has no app, so that the next request gets a new one. A worker of the app may have runs."""
+    if worker.bare:
+        worker.kill("it made no progress")
 
 
 def _named(worker: Worker) -> str:

@@ -190,7 +190,7 @@ class Supervisor:
         :raises WorkerCrashed: if the system refuses a new process, or the broker stops.
         """
         async with self._starting_bare:
-            if self._bare is None:
+            if self._bare is None or self._bare.condemned:
                 if self._bare_pauses is not None:
                     await anyio.sleep(self._bare_pauses.pause)
                 if self._stopping:
@@ -268,14 +268,15 @@ class Supervisor:
             self._zygote.ended(worker.loaded, crash.signal is not None and not worker.condemned)
         # A start or reload that awaits the worker raises the reason itself.
         crashed = worker in self.workers and (worker not in self._loaded or self._does_without(worker))
+        if worker.bare and worker not in self._old:
+            _log.error("%s", crash)
+            if worker is self._bare:
+                self._bare = None
+            self._bare_pauses = self._bare_pauses or Backoff(_FIRST_PAUSE, _LONGEST_PAUSE, _SHORT)
+            self._bare_pauses.note(time.monotonic() - worker.started)
         for group in (self.workers, self._next, self._old):
             if worker in group:
                 group.remove(worker)
-        if worker is self._bare:
-            _log.error("%s", crash)
-            self._bare = None
-            self._bare_pauses = self._bare_pauses or Backoff(_FIRST_PAUSE, _LONGEST_PAUSE, _SHORT)
-            self._bare_pauses.note(time.monotonic() - worker.started)
         if HOOKS.registered and worker.number < self._count:
             HOOKS.emit(
                 WorkerEnded(

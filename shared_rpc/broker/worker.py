@@ -106,6 +106,8 @@ class Worker:
     ) -> None:
         self.number = number
         self.restarts = restarts
+        #: True for a worker without the app.
+        self.bare = command.target == BARE
         self.device = command.options.device_of(number)
         self.state: Literal["starting", "ready", "draining", "ended"] = "starting"
         self.started = time.monotonic()

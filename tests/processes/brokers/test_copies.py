@@ -404,6 +404,27 @@ def test_a_bare_worker_copies(bare: Copier, filled: Filled, spill: SpillDirector
     assert sum(bare.broker._measures().numbers["workers"].values()) == len(serving)
 
 
+@pytest.mark.parametrize("asks", ["copy", "allocation"])
+def test_a_stuck_bare_worker_is_replaced(
+    bare: Copier, filled: Filled, driver: str, asks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is killed when it makes no progress: later requests get another one."""
+    segment = filled()
+    bare.memory.lower([segment], "host")[0].close()
+    stuck = bare.bare
+    assert stuck is not None
+    sigstop(stuck)
+    with monkeypatch.context() as hasty, pytest.raises(WorkerCrashed):
+        hasty.setattr(broker_memory, "_STEP_PATIENCE", 0.3)
+        hasty.setattr(broker_memory, "_PATIENCE", 0.3)
+        if asks == "copy":
+            bare.memory.lower([segment], "host")
+        else:
+            bare.memory.allocate(segment.info.device, 2 * MIB)
+    bare.memory.lower([segment], "host")[0].close()
+    assert bare.bare not in (None, stuck)
+
+
 def test_a_bare_worker_allocates(bare: Copier, driver: str, filled: Filled) -> None:
     """Memory of a GPU, while the app has no worker."""
     device = filled().info.device
