@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
 
@@ -462,8 +462,7 @@ class Capacity:
             limit = self._limits[device]
             pinned = [stored for stored in self._objects if stored.pinned and not stored.cold]
             beside = usage_of(infos_of(pinned)).get(device, 0)
-            if nbytes > limit:
-                raise CapabilityError(f"{nbytes} bytes on {device} are more than {_QUOTA}, {limit}: ask for less")
+            _check_size(device, nbytes, _QUOTA, limit)
             if nbytes > 0 and nbytes + beside > limit:
                 names = [_named(stored) for stored in pinned if _bytes_on(stored, device)]
                 raise ServerBusy(
@@ -578,15 +577,14 @@ class Capacity:
             limit, what = total, _ALL
         else:
             return
-        if nbytes > limit:
-            raise CapabilityError(f"{nbytes} bytes on {device} are more than {what}, {limit}: ask for less")
+        _check_size(device, nbytes, what, limit)
         excess = self.used(device) + nbytes - limit
         if nbytes == 0 or excess <= 0:
             return
         if not self._objects.drop_idle(excess, lambda info: info.nbytes if info.device == device else 0):
             raise ServerBusy(
                 f"{nbytes} bytes on {device} do not fit: {what} is {limit}, and {self.used(device)} are in use: "
-                f"{self._largest_holders(device)}. Release handles, free buffers, or ask for less"
+                f"{self._users(device)}. Release handles, free buffers, or ask for less"
             )
 
     def require_descriptors(self, count: int) -> None:
@@ -620,23 +618,6 @@ class Capacity:
         texts = [f"{count} by {what}" for what, count in counts.most_common()]
         texts += [f"pid {self._pid_of(session)} holds the most, {count}" for session, count in clients.most_common(1)]
         return ", ".join(texts) or "objects of other servers of this process, and revision pages"
-
-    def _largest_holders(self, device: str) -> str:
-        # By segment id: objects made over a buffer lie in its segment.
-        sessions: defaultdict[Holder, dict[str, int]] = defaultdict(dict)
-        alone: dict[str, int] = {}
-        for stored in self._objects:
-            infos = [segment.info for segment in stored.record.segments if not segment.closed]
-            sizes = {info.id: info.nbytes for info in infos if info.device == device}
-            holders = self._leases.holders(stored.object_id)
-            for session in holders:
-                sessions[session].update(sizes)
-            if stored.kind == "buffer" and not holders:
-                alone.update(sizes)
-        held = Counter({session: sum(sizes.values()) for session, sizes in sessions.items() if sizes})
-        idle = sum(nbytes for name, nbytes in alone.items() if not any(name in sizes for sizes in sessions.values()))
-        texts = [f"pid {self._pid_of(session)} holds the most, {nbytes} bytes" for session, nbytes in held.most_common(1)]
-        return ", and ".join([*texts, f"{idle} bytes are buffers without holders"])
 
     # Reasons for waiting.
 
@@ -692,6 +673,11 @@ class Capacity:
         if self.mover.is_moving(stored):
             return "which is being moved"
         return "which a task keeps until it is fetched" if active else "which is not in use"
+
+
+def _check_size(device: str, nbytes: int, what: str, limit: int) -> None:
+    if nbytes > limit:
+        raise CapabilityError(f"{nbytes} bytes on {device} are more than {what}, {limit}: ask for less")
 
 
 def _ids(group: Iterable[StoredObject]) -> set[str]:

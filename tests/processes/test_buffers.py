@@ -257,7 +257,7 @@ def test_kept_buffers_outlive_their_creator(client: Client, peer: Child, option:
 
 
 def test_quotas_limit_results_and_buffers(limited: Connect, device: str) -> None:
-    """The error names the device, the sizes, and the process that holds the most."""
+    """The error names the device, the sizes, and the holders."""
     step = size(device)
     client = limited(4 * step)
     with client.call("weights", step), client.create_buffer(2 * step) as buffer:
