@@ -349,7 +349,7 @@ class Core:
             "tasks": self.tasks.table.counts(),
             "socket_path": self.socket_path,
             "uptime": self._clock.now() - self._began,
-            "clients": len(self.sessions) - len(self.apart(asker)),
+            "clients": len(self.sessions.ids - self.apart(asker)),
             "sessions": len(self.sessions),
             "connections": self.sessions.connections,
             "ready": True,

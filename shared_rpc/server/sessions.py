@@ -164,6 +164,11 @@ class Sessions:
             for session in self._by_id.values()
         ]
 
+    @property
+    def ids(self) -> set[str]:
+        """The ids of all sessions."""
+        return set(self._by_id)
+
     def of_processes(self, pids: Collection[int]) -> list[str]:
         """Return the ids of these processes' sessions."""
         return [session.session_id for session in self._by_id.values() if session.peer.pid in pids]

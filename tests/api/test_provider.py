@@ -393,6 +393,7 @@ def test_providers_report_server_info(app: App) -> None:
     info = provider.get_server_info()
     assert (info["pid"], info["endpoints"], info["device"]) == (os.getpid(), ["ones"], "cpu")
     assert (info["socket_path"] is None) == (app.role == "local")
+    assert info["clients"] == 0  # apart from the asker
     assert provider.ping() >= 0
     assert [session["pid"] for session in provider.list_sessions()] == [os.getpid()] * (app.role == "client")
 
