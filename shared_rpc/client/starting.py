@@ -170,7 +170,7 @@ def _reported(reading: int, until: float) -> tuple[str, bool]:
 class ServerStarter:
     """Starts a server for a client when no process listens at its socket.
 
-    :param target: returns the app, on demand; see :func:`shared_rpc.provider.spawn.target.target_of`.
+    :param target: returns the app, on demand; see :func:`shared_rpc.provider.spawn.target_of`.
     :param options: of the server.
     """
 

@@ -25,7 +25,7 @@ from shared_rpc.operations.client import BlockingOperations
 from shared_rpc.protocol.generations import Generation
 from shared_rpc.protocol.infos import EndpointInfo, MechanismInfo, RuntimeInfo
 from shared_rpc.provider.main_end import register, unregister
-from shared_rpc.provider.runtime import ClientRuntime, ClientSettings, LocalRuntime, Runtime, ServerRuntime, host
+from shared_rpc.provider.runtime import ClientRuntime, LocalRuntime, Runtime, ServerRuntime, host
 from shared_rpc.server.server import Server
 from shared_rpc.settings import Role, resolve_cluster, resolve_role
 
@@ -250,9 +250,15 @@ class Provider(BlockingOperations):
         return mechanism_info(self.mechanism, self.device_id)
 
     @property
-    def client_settings(self) -> ClientSettings:
-        """The settings of a client of the provider's server."""
-        return ClientSettings(self.base_path, self.device, self.timeout, self.server_startup_timeout, self.pool)
+    def client_options(self) -> dict[str, Any]:
+        """The options of a client of the provider's server, see :class:`shared_rpc.Client`."""
+        return {
+            "base_path": self.base_path,
+            "device": self.device,
+            "timeout": self.timeout,
+            "connect_timeout": self.server_startup_timeout,
+            "pool": self.pool,
+        }
 
     @overload
     def share(self, name: Callable[P, R], /) -> SharedFunction[P, R]: ...
@@ -382,11 +388,11 @@ class Provider(BlockingOperations):
         if self.mechanism != "auto":
             choose_mechanism(self.mechanism, self.device_id)
         if role == "client":
-            return ClientRuntime(self.client_settings)
+            return ClientRuntime(self.client_options)
         if role == "spawn":
             from shared_rpc.provider.spawn import SpawnRuntime, target_of
 
-            return SpawnRuntime(self.client_settings, lambda: target_of(self), self.idle_exit, self.preload, self.asked_cluster)
+            return SpawnRuntime(self.client_options, lambda: target_of(self), self.idle_exit, self.preload, self.asked_cluster)
         if role == "local":
             return LocalRuntime(self, self._inherited)
         Server(self).start()  # calls serve_with()

@@ -6,16 +6,13 @@ uses a server. The provider is independent of the choice.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import anyio
 import anyio.to_thread
 
 from shared_rpc.execution.in_process import InProcessExecutor
-from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.operations.client import BlockingOperations, Client
 from shared_rpc.protocol.infos import RuntimeInfo
 from shared_rpc.provider.loopback import LoopbackRuntime
@@ -44,35 +41,18 @@ class Runtime(Protocol):
         """End the role: disconnect, or stop serving."""
 
 
-@dataclass(frozen=True)
-class ClientSettings:
-    """The options of a provider's client; see :class:`shared_rpc.Provider`."""
-
-    base_path: str | os.PathLike[str] | None
-    device: str
-    timeout: float | None
-    connect_timeout: float
-    pool: PoolOptions
-
-
 class ClientRuntime:
     """The runtime of a role whose operations run in another process's server.
 
+    :param options: of the client.
     :param socket: the server's socket, instead of base path and device.
     :param make: creates the client.
     """
 
     role: Role = "client"
 
-    def __init__(self, settings: ClientSettings, socket: str | None = None, make: Callable[..., Client] = Client) -> None:
-        self.operations = make(
-            settings.base_path,
-            socket_path=socket,
-            device=settings.device,
-            timeout=settings.timeout,
-            connect_timeout=settings.connect_timeout,
-            pool=settings.pool,
-        )
+    def __init__(self, options: dict[str, Any], socket: str | None = None, make: Callable[..., Client] = Client) -> None:
+        self.operations = make(socket_path=socket, **options)
 
     async def acall(self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call an endpoint in a thread."""

@@ -121,7 +121,7 @@ class WorkerHost:
             override(provider, self._options, self._number)
             hosted = self._hosted[key] = Hosted(key, provider, self._options.threads)
             path = socket_of(provider, self._options)
-            runtime = WorkerRuntime(provider.client_settings, path, hosted.executor.lend_thread, self._here)
+            runtime = WorkerRuntime(provider.client_options, path, hosted.executor.lend_thread, self._here)
             MAPPINGS.homes.add(runtime.socket_path)
             message = w.Serve(
                 key,

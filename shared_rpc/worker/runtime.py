@@ -16,7 +16,7 @@ from shared_rpc.context import CALLED_BY, CURRENT_RUN
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.operations.binding import bound
 from shared_rpc.operations.client import Client
-from shared_rpc.provider.runtime import ClientRuntime, ClientSettings
+from shared_rpc.provider.runtime import ClientRuntime
 from shared_rpc.settings import Role
 
 #: Operations that wait for an endpoint's end.
@@ -63,12 +63,12 @@ class WorkerRuntime(ClientRuntime):
 
     def __init__(
         self,
-        settings: ClientSettings,
+        options: dict[str, Any],
         socket: str | None,
         lend: Callable[[], AbstractContextManager[None]],
         here: Callable[[], bool],
     ) -> None:
-        super().__init__(settings, socket, functools.partial(_WorkerClient, self._waiting))
+        super().__init__(options, socket, functools.partial(_WorkerClient, self._waiting))
         self._lend = lend
         self._here = here
 

@@ -413,7 +413,7 @@ def test_clients_of_an_ending_server_start_the_next(scripts: Scripts) -> None:
             from shared_rpc.provider.spawn import SpawnRuntime, target_of
             pids = []
             for _ in range(3):
-                runtime = SpawnRuntime(provider.client_settings, lambda: target_of(provider), 0.2, preload=False)
+                runtime = SpawnRuntime(provider.client_options, lambda: target_of(provider), 0.2, preload=False)
                 runtime.describe(found := {})
                 runtime.close()
                 pids.append(found["server"]["pid"])

@@ -17,7 +17,7 @@ import torch
 
 from shared_rpc.provider import app
 from shared_rpc.provider.provider import Provider
-from shared_rpc.provider.spawn.target import target_of
+from shared_rpc.provider.spawn import target_of
 from shared_rpc.worker.beginning import Beginning
 from shared_rpc.zygote import imports
 from shared_rpc.zygote.imports import Files, is_installed, shadowed

@@ -1,14 +1,57 @@
-"""The file for a spawned server."""
+"""The role ``spawn``: a client that starts a server if none listens, once for all processes that need one."""
 
 from __future__ import annotations
 
 import inspect
 import os
 import sys
+from collections.abc import Callable
+from typing import Any
 
+from shared_rpc.client.starting import ServerStarter, log_path
 from shared_rpc.errors import ConfigurationError
+from shared_rpc.protocol.infos import RuntimeInfo
+from shared_rpc.provider.runtime import ClientRuntime
 from shared_rpc.server.server import App
+from shared_rpc.settings import Role, ServeOptions
 from shared_rpc.zygote.imports import names_in
+
+
+class SpawnRuntime(ClientRuntime):
+    """A client that starts a server if none listens, whenever it connects.
+
+    :param target: returns the app to serve, on demand: :func:`target_of`.
+    :param idle_exit: idle seconds after which that server ends; None for never.
+    :param preload: True if its workers may be forks.
+    :param cluster: the cluster that it joins; None for that of the environment.
+    """
+
+    role: Role = "spawn"
+
+    def __init__(
+        self,
+        options: dict[str, Any],
+        target: Callable[[], str],
+        idle_exit: float | None,
+        preload: bool,
+        cluster: str | None = None,
+    ) -> None:
+        super().__init__(options)
+        # Those of this process: settings made after importing the provider are not in the file.
+        base_path, device = options["base_path"], options["device"]
+        served = ServeOptions(
+            base_path=None if base_path is None else os.fspath(base_path),
+            devices=() if device == "auto" else (device,),
+            idle_exit=idle_exit,
+            preload=preload,
+            cluster=cluster,
+        )
+        self.operations._summon = ServerStarter(target, served)
+
+    def describe(self, info: RuntimeInfo) -> None:
+        """Add the server's own description, and the log of a started server."""
+        super().describe(info)
+        info["log"] = log_path(self.operations.socket_path)
 
 
 def target_of(provider: App) -> str:
