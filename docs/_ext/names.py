@@ -106,10 +106,16 @@ def docstring(app: Sphinx, what: str, name: str, item: object, options: Any, lin
             lines += [f":ivar {key}:{note}", f":vartype {key}: {shown(kind)}"]
 
 
+def bases(app: Sphinx, name: str, item: object, options: Any, found: list[Any]) -> None:
+    """The public bases of a class."""
+    found[:] = [base for base in found if not getattr(base, "__name__", "").startswith("_")]
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """See :mod:`sphinx.ext`."""
     app.connect("missing-reference", resolve)
     app.connect("autodoc-skip-member", skip)
+    app.connect("autodoc-process-bases", bases)
     app.connect("autodoc-process-signature", signature)
     app.connect("autodoc-process-docstring", docstring)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -189,7 +189,14 @@ class SignatureError(SharedRPCError, TypeError):
     code = "signature"
 
 
-class BufferNotFound(SharedRPCError, LookupError):
+class _WithReason(Exception):
+    # No subclass of SharedRPCError, whose subclasses are those on the wire.
+    def __init__(self, message: str, *, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class BufferNotFound(_WithReason, SharedRPCError, LookupError):
     """The server has no available buffer of that id. Its holders keep it.
 
     ``reason`` is ``"unknown"``, ``"freed"``, ``"expired"`` (its ``ttl``), ``"exhausted"`` (its ``max_accesses``) or
@@ -198,10 +205,6 @@ class BufferNotFound(SharedRPCError, LookupError):
 
     code = "buffer-not-found"
     _FIELDS: ClassVar = {"reason": _or("unknown")}
-
-    def __init__(self, message: str, *, reason: str) -> None:
-        super().__init__(message)
-        self.reason = reason
 
 
 class CheckpointError(SharedRPCError, ValueError):
@@ -272,7 +275,7 @@ class StateMismatchError(SharedRPCError):
         self.mismatched = tuple(mismatched)
 
 
-class TicketError(SharedRPCError):
+class TicketError(_WithReason, SharedRPCError):
     """A ticket that cannot be used here; the message names the file and the remedy.
 
     ``reason`` is ``"unreadable"`` (missing or not readable), ``"untrusted"`` (others may have written it), ``"malformed"``, or
@@ -282,12 +285,8 @@ class TicketError(SharedRPCError):
     code = "ticket"
     _FIELDS: ClassVar = {"reason": _or("malformed")}
 
-    def __init__(self, message: str, *, reason: str) -> None:
-        super().__init__(message)
-        self.reason = reason
 
-
-class RecordError(SharedRPCError):
+class RecordError(_WithReason, SharedRPCError):
     """An exported record, or a file of one, that cannot be adopted here; the message gives the reason, and names both sides.
 
     ``reason`` is ``"unreadable"`` (missing, or not readable or writable), ``"untrusted"`` (others may have written it),
@@ -297,10 +296,6 @@ class RecordError(SharedRPCError):
 
     code = "record"
     _FIELDS: ClassVar = {"reason": _or("malformed")}
-
-    def __init__(self, message: str, *, reason: str) -> None:
-        super().__init__(message)
-        self.reason = reason
 
 
 class ServerBusy(SharedRPCError):
@@ -342,7 +337,7 @@ class ClusterError(SharedRPCError):
         self.reason = reason
 
 
-class StaleHandleError(SharedRPCError):
+class StaleHandleError(_WithReason, SharedRPCError):
     """The handle's object is no longer owned by the server that issued it.
 
     ``reason`` is ``"released"``, ``"object_gone"``, ``"server_changed"`` or ``"server_unreachable"``; for ``latest()`` also
@@ -352,10 +347,6 @@ class StaleHandleError(SharedRPCError):
 
     code = "stale-handle"
     _FIELDS: ClassVar = {"reason": _or("object_gone")}
-
-    def __init__(self, message: str, *, reason: str) -> None:
-        super().__init__(message)
-        self.reason = reason
 
 
 class HandleSuspended(SharedRPCError):
@@ -368,7 +359,7 @@ class HandleSuspended(SharedRPCError):
     code = "handle-suspended"
 
 
-class TaskError(SharedRPCError):
+class TaskError(_WithReason, SharedRPCError):
     """A task, or its result, is not available.
 
     ``reason`` is ``"unknown"``, ``"expired"``, ``"unfinished"``, ``"released"`` or ``"cancelled"``.
@@ -376,10 +367,6 @@ class TaskError(SharedRPCError):
 
     code = "task"
     _FIELDS: ClassVar = {"reason": _or("unknown")}
-
-    def __init__(self, message: str, *, reason: str) -> None:
-        super().__init__(message)
-        self.reason = reason
 
 
 class TaskCancelled(TaskError):
