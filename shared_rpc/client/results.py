@@ -53,10 +53,7 @@ def result_of(what: str, reply: Reply, transfer: ClientTransfer | None = None) -
         frame.close()
         raise ProtocolError(f"the server answered {what} with a {type(message).__name__} that is no valid result")
     if transfer is None:
-        segments = [Segment(info) for info in message.segments]
-        for segment in segments:
-            segment.adopt(frame.fds)
-        return ReceivedResult(what, message, frame.payload, segments)
+        return ReceivedResult(what, message, frame.payload, Segment.received(message.segments, frame.fds))
     if message.freed:
         transfer.arguments.release(message.freed)
     segments = transfer.segments(message.segments, message.kept, message.arenas, frame.fds)

@@ -6,7 +6,7 @@ import os
 import secrets
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import starmap
 from typing import Any, Protocol
@@ -90,6 +90,14 @@ class Segment(msgspec.Struct, eq=False, weakref=True):
         segment.descriptor.info = info
         segment._note()
         return segment
+
+    @classmethod
+    def received(cls, infos: Iterable[SegmentInfo], fds: list[int]) -> list[Segment]:
+        """Create owners of received descriptors, one for each info, and remove these from their list."""
+        segments = [cls(info) for info in infos]
+        for segment in segments:
+            segment.adopt(fds)
+        return segments
 
     def adopt(self, fds: list[int]) -> None:
         """Take ownership of the first of some descriptors, and remove it from their list."""

@@ -86,8 +86,7 @@ class GenerationOperations:
         if not isinstance(message, g.RevisionPage) or len(frame.fds) != 1:
             frame.close()
             raise ProtocolError(f"the server answered GetRevision with {type(message).__name__}")
-        segment = Segment(message.page)
-        segment.adopt(frame.fds)
+        [segment] = Segment.received([message.page], frame.fds)
         return Page(segment, message.memory, object_id)
 
 

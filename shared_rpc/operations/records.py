@@ -21,7 +21,6 @@ from shared_rpc.protocol import exported as x
 from shared_rpc.protocol import generations as g
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.exported import RecordHeader
-from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.generations import Generation
 from shared_rpc.protocol.records import EMPTY_TABLE, NO_ARGS, NO_KWARGS, SegmentInfo
 
@@ -53,7 +52,8 @@ class RecordOperations:
             raise ProtocolError(f"the server answered {what} with {len(frame.fds)} descriptors")
         lease = yield from lent(ctx, _lent(message.object_id, message.generation), None)
         within = {n: (header.segments[n], part.offset) for n, part in message.parts.items() if n < len(header.segments)}
-        segments = _segments([message.parts[n].slab if n in within else info for n, info in enumerate(header.segments)], frame)
+        infos = [message.parts[n].slab if n in within else info for n, info in enumerate(header.segments)]
+        segments = Segment.received(infos, frame.fds)
         parts = yield Work(functools.partial(_mapped, segments, server.server_id, parts=within))
         return cast(Exporting, ctx._record(header, parts, [lease], allocated=False))
 
@@ -148,13 +148,6 @@ def held(generation: Generation) -> Operation[Any]:
     return (yield Lend(_lent(generation.object_id, generation.generation), generation))
 
 
-def _segments(infos: Sequence[SegmentInfo], frame: Frame) -> list[Segment]:
-    segments = [Segment(info) for info in infos]
-    for segment in segments:
-        segment.adopt(frame.fds)
-    return segments
-
-
 def _mapped(
     segments: Sequence[Segment],
     owner: str,
@@ -181,7 +174,7 @@ def _allocated(ctx: Context, header: RecordHeader, ttl: float | None, question: 
         if not isinstance(made, m.Result):
             raise ProtocolError(f"the server answered {what} with {type(made).__name__}, not with Result")
         leases.append((yield Lend(made, None)))
-        segments = _segments(made.segments, reply.frame)
+        segments = Segment.received(made.segments, reply.frame.fds)
         parts += yield Work(functools.partial(_mapped, segments, server.server_id, {0: info}))
     return ctx._record(header, parts, leases, allocated=True)
 
