@@ -4,44 +4,37 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import Any
+from typing import Any, cast
 
 from shared_rpc.client.handle import Handle
 from shared_rpc.client.results import ReceivedResult, result_of
-from shared_rpc.client.steps import Request, Work
-from shared_rpc.client.suspension import Context
+from shared_rpc.client.steps import Operation, Request, Work
 from shared_rpc.errors import BufferNotFound, ConnectError, ProtocolError, StaleHandleError
 from shared_rpc.forks import after_fork, fork_safe_lock
 from shared_rpc.memory.mapping import MAPPINGS, MappingHold
-from shared_rpc.operations.binding import Leased, Steps, bound, lending, lent
+from shared_rpc.operations.binding import lent
 from shared_rpc.operations.client import Client
 from shared_rpc.protocol import generations as g
 
 #: This process's leases on such memory, by socket, object and segment: each lasts as long as a tensor over it.
 _leases: weakref.WeakValueDictionary[tuple[str, str, str], Handle[dict[str, MappingHold]]] = weakref.WeakValueDictionary()
-_clients: dict[str, MemoryClient] = {}
+_clients: dict[str, Client] = {}
 _lock = fork_safe_lock()
 after_fork(_leases.clear)  # the session is the parent's
 
 
-@bound
-class MemoryClient(Client):
-    """A client that takes the memory of objects instead of their values."""
+def memory_of(client: Client, object_id: str, segment: str) -> Operation[Handle[dict[str, MappingHold]]]:
+    """Return a handle whose value is the memory of an object, by the names of its segments.
 
-    @lending
-    def memory_of(ctx: Context, object_id: str, segment: str) -> Steps[Leased[dict[str, MappingHold]]]:
-        """Return a handle whose value is the memory of an object, by the names of its segments.
-
-        :param object_id: ``""`` for the object of the segment.
-        """
-        what = f"the memory of object {object_id or f'with segment {segment}'}"
-        result = result_of(what, (yield Request(g.GetObject(object_id, segment=segment), what)))
-        message = result.message
-        MAPPINGS.servers[message.owner] = ctx.socket_path
-        with result:
-            holds = yield Work(functools.partial(_held, result))
-        handle: Leased[dict[str, MappingHold]] = yield from lent(ctx, message, holds)
-        return handle
+    :param object_id: ``""`` for the object of the segment.
+    """
+    what = f"the memory of object {object_id or f'with segment {segment}'}"
+    result = result_of(what, (yield Request(g.GetObject(object_id, segment=segment), what)))
+    message = result.message
+    MAPPINGS.servers[message.owner] = client.socket_path
+    with result:
+        holds = yield Work(functools.partial(_held, result))
+    return cast(Handle[dict[str, MappingHold]], (yield from lent(client, message, holds)))
 
 
 def _held(result: ReceivedResult) -> dict[str, MappingHold]:
@@ -60,10 +53,10 @@ def taken_from(socket_path: str, object_id: str, segment: str) -> tuple[MappingH
         handle = _leases.get(key)
         client = _clients.get(socket_path)
         if client is None:
-            client = _clients[socket_path] = MemoryClient(socket_path=socket_path)
+            client = _clients[socket_path] = Client(socket_path=socket_path)
     if handle is None:
         try:
-            handle = client.memory_of(object_id, segment)
+            handle = client._run(memory_of(client, object_id, segment))
         except ConnectError as error:
             error.add_note(
                 "a tensor in shared memory is sent as the socket of its server: in another container, mount the folder of the "
