@@ -11,6 +11,7 @@ from shared_rpc.client.results import ReceivedResult, result_of
 from shared_rpc.client.steps import Operation, Request, Work
 from shared_rpc.errors import BufferNotFound, ConnectError, ProtocolError, StaleHandleError
 from shared_rpc.forks import after_fork, fork_safe_lock
+from shared_rpc.lifecycle.finalizer import FINALIZER
 from shared_rpc.memory.mapping import MAPPINGS, MappingHold
 from shared_rpc.operations.binding import lent
 from shared_rpc.operations.client import Client
@@ -18,7 +19,10 @@ from shared_rpc.protocol import generations as g
 
 #: This process's leases on such memory, by socket, object and segment: each lasts as long as a tensor over it.
 _leases: weakref.WeakValueDictionary[tuple[str, str, str], Handle[dict[str, MappingHold]]] = weakref.WeakValueDictionary()
-_clients: dict[str, Client] = {}
+#: Their clients, by socket. A client ends with its last lease, so that this process does not keep an idle server running.
+_clients: weakref.WeakValueDictionary[str, Client] = weakref.WeakValueDictionary()
+#: Seconds for which a new lease keeps the client at least: the next message uses the same session.
+_LINGER = 2.0
 _lock = fork_safe_lock()
 after_fork(_leases.clear)  # the session is the parent's
 
@@ -71,6 +75,7 @@ def taken_from(socket_path: str, object_id: str, segment: str) -> tuple[MappingH
             raise
         with _lock:
             handle = _leases.setdefault(key, handle)
+        FINALIZER.submit(lambda: client, after=_LINGER)
     hold = handle.value.get(segment)
     if hold is None:
         raise ProtocolError(f"object {handle.object_id} of the server at {socket_path} does not lie in segment {segment}")

@@ -163,6 +163,18 @@ def test_messages_share_one_storage_and_lease(device: str, provider: Provider, g
 
 
 @pytest.mark.parametrize("device", ["cpu"])
+def test_receivers_of_tensors_are_clients_while_they_have_one(device: str, get: Serve, elsewhere: Run, client: Client) -> None:
+    """The session ends with the last tensor, so that a server can end when it is idle; the next message begins another."""
+    get(torch.arange(4.0))
+    data = text_of(dumps(client.call("get")))
+    for _ in range(2):
+        assert elsewhere("kept['got'] = pickle.loads(base64.b64decode(data)); answer = kept['got'].tolist()", data=data)[3] == 3
+        assert len(client.list_sessions()) == 2
+        elsewhere("answer = kept.clear()")
+        eventually(lambda: [session["pid"] for session in client.list_sessions()] == [os.getpid()])
+
+
+@pytest.mark.parametrize("device", ["cpu"])
 def test_leases_of_killed_receivers_end(device: str, provider: Provider, get: Serve, children: list[Child]) -> None:
     """SIGKILL ends the lease."""
     get(torch.arange(4.0), managed=True)
