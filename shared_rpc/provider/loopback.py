@@ -92,7 +92,7 @@ class _Foreign(msgspec.Struct):
 
 def _value_of(stored: StoredObject, live: Any) -> Any:
     """Return an object for the process of the endpoints: their own value, or its memory."""
-    return _Foreign.of(stored) if stored.kind == "buffer" or stored.adopted else live
+    return _Foreign.of(stored) if live is None else live
 
 
 class _LocalLease:

@@ -151,6 +151,18 @@ def test_leases_can_be_granted_inactive() -> None:
     assert leases.active("x") == {"a"}
 
 
+# Evictions.
+
+
+def test_an_evicted_result_was_built_here(shelf: Shelf) -> None:
+    """It loses its value with its memory, and does not count as a record of another process."""
+    stored = shelf.add("f(1)", "segment", holders="a")
+    stored.live = "value"
+    shelf.store.copies.add(stored.record.segments[0].info, LowerCopy(record_of("copy").segments[0], "host"))
+    shelf.store.evict([stored], "host")
+    assert (stored.live, stored.adopted) == (None, False)
+
+
 # Runs of endpoints.
 
 

@@ -44,7 +44,7 @@ _KNOWN_KEYS = 1 << 14
 @dataclass(eq=False)
 class StoredObject:
     """One object. ``created_at`` is in Unix seconds, for display, and ``last_accessed_at`` on the store's :class:`Clock`;
-    ``live`` belongs to its maker and is opaque here.
+    ``live`` belongs to its maker and is opaque here; None if no endpoint of this server has its value.
 
     ``kind`` distinguishes the result of an endpoint from a raw buffer, which has neither endpoint nor key.
     """
@@ -71,7 +71,7 @@ class StoredObject:
     page: Segment | None = None
     #: The number of the run that made the object, in the order of their starts; 0 if no run of this server made it.
     run: int = 0
-    #: True if it came as a record of another process: no endpoint of this server has its value.
+    #: True if it came as a record of another process.
     adopted: bool = False
     #: True if it may be made the current one of its key; and True if that was invalidated since.
     candidate: bool = False
@@ -360,8 +360,7 @@ class ObjectStore:
         for stored in group:
             stored.tier = tier
             if had_memory:
-                # The live value lies in the freed memory: from now on the object is treated as one of another process.
-                stored.live, stored.adopted = None, True
+                stored.live = None  # it lies in the freed memory: from now on the object is treated as one of another process
         self.notify(*group)
 
     def warm(self, group: Sequence[StoredObject], segments: Iterable[Segment]) -> None:
