@@ -265,7 +265,7 @@ class WorkerHost:
         self._runs[number] = hosted, run
         try:
             hosted.executor.start(run, self)
-        except RuntimeError as error:  # there is no thread
+        except Exception as error:  # for example, there is no thread
             arguments.close()
             self.ended(run, Failure.unexpected(error, f"a run of {endpoint.spec.name}() cannot be started"))
 

@@ -188,6 +188,21 @@ AT = """
 """
 
 
+def test_a_run_that_cannot_be_started_fails_alone(app: BrokerApp, tmp_path: Path) -> None:
+    """With any error: the worker continues."""
+    trigger = tmp_path / "now"
+    place = {"module": "execution.in_process", "name": "InProcessExecutor", "method": "start"}
+    app.write(AT.format(**place, trigger=str(trigger), crash='raise ValueError("impossible")'))
+    app.start(WITHOUT_ZYGOTE)
+    client = app.connect()
+    [worker] = worker_pids(client)
+    trigger.touch()
+    with pytest.raises(errors.SharedRPCError, match="ValueError: impossible"):
+        client.call("pid")
+    trigger.unlink()
+    assert client.call("pid").item() == worker
+
+
 def test_memory_of_a_worker_killed_before_the_reply_is_freed(app: BrokerApp, tmp_path: Path) -> None:
     """And the next build allocates it again."""
     trigger = tmp_path / "now"
