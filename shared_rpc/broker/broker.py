@@ -8,6 +8,7 @@ import logging
 import os
 import resource
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -41,7 +42,6 @@ from shared_rpc.server.state.objects import usage_of
 
 if TYPE_CHECKING:
     from shared_rpc.observability.exporter import Exporter
-import time
 
 _log = logging.getLogger("shared_rpc.broker")
 

@@ -133,7 +133,7 @@ class RecordBody(Message):
     """Record sent from a worker to its broker, or from a server to a client. The payload is its skeleton.
 
     The segments with the numbers ``arenas`` belong to the pool of results of this session; the descriptors of those also in
-    ``kept`` were sent before on this connection, the others are in the frame. The result uses the pool's chunks ``chunks``.
+    ``kept`` were sent before in this session, the others are in the frame. The result uses the pool's chunks ``chunks``.
     ``freed`` are returned chunks of the client's pool.
     """
 

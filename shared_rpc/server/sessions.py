@@ -77,7 +77,7 @@ class Sessions:
         return peer.pid if peer is not None else os.getpid()
 
     def admit_code(self, sock: socket.socket) -> bool:
-        """Return True if the newly connected client may send code, for :meth:`join`."""
+        """Return True if the newly connected client may send code, for :meth:`begin`."""
         return self._client_code == "all" or (self._client_code == "namespace" and shares_pid_namespace(sock))
 
     def check_code(self, session_id: str, what: str) -> None:

@@ -147,7 +147,7 @@ def test_a_second_source_replaces_the_first(
             lambda: source.report({}),
             lambda: next(source),
         ):
-            with pytest.raises(ClusterError, match="another one has taken its place") as caught:
+            with pytest.raises(ClusterError, match="has replaced it") as caught:
                 attempt()
             assert caught.value.reason == "replaced"
         second.build(miss).release()

@@ -89,8 +89,8 @@ class SourceTable(Generic[W]):
             return source
         if source is not None:
             raise ClusterError(
-                f"this session is not the server's source of records any more: another one has taken its place "
-                f"(source {source.number}, session {source.session}), and answers all misses",
+                f"this session is no longer the server's source of records: session {source.session} has replaced it (source "
+                f"{source.number}), and answers all misses",
                 reason="replaced",
             )
         raise ClusterError(
@@ -132,7 +132,7 @@ class SourceTable(Generic[W]):
         run = self._misses.get(number)
         if run is None:
             raise ClusterError(
-                f"miss {number} has no need of an answer: it has one, or all that waited for it have left", reason="answered"
+                f"miss {number} needs no answer: it was answered, or all of its callers have left", reason="answered"
             )
         return run
 
