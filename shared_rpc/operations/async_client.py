@@ -44,13 +44,13 @@ class AsyncClient(CoroutineDriver, Operations):
         """Create a channel, like :meth:`Client.create_channel`."""
         from shared_rpc.operations.channels import AsyncTensorChannel
 
-        return AsyncTensorChannel(await self._create_channel(name, nbytes, slots, readers, device))
+        return AsyncTensorChannel(self, await self._create_channel(name, nbytes, slots, readers, device))
 
     async def open_channel(self, name: str, timeout: float = 0.0) -> AsyncTensorChannel:
         """Return a channel, like :meth:`Client.open_channel`."""
         from shared_rpc.operations.channels import AsyncTensorChannel
 
-        return AsyncTensorChannel(await self._open_channel(name, timeout))
+        return AsyncTensorChannel(self, await self._open_channel(name, timeout))
 
     def source(self) -> AsyncSource:
         """Return a source of records, like :meth:`Client.source`: ``async with``, and ``async for`` in it."""

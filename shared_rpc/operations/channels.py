@@ -18,14 +18,14 @@ import ctypes
 import functools
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from shared_rpc.client.handle import Lease
+from shared_rpc.client.handle import Lease, closing_scope
 from shared_rpc.client.steps import Operation, Request, Work
 from shared_rpc.client.suspension import Context
 from shared_rpc.errors import CapabilityError, ChannelClosed, ConfigurationError, ProtocolError
@@ -33,7 +33,7 @@ from shared_rpc.memory.arena import aligned
 from shared_rpc.memory.devices import device_id
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.ring import MOST_READERS, Ring
-from shared_rpc.operations.binding import taken
+from shared_rpc.operations.binding import BlockingPart, CoroutinePart, Steps, bound, operation, taken
 from shared_rpc.operations.buffers import created, request_of
 from shared_rpc.operations.generations import GenerationOperations
 from shared_rpc.protocol import messages as m
@@ -41,11 +41,6 @@ from shared_rpc.protocol.buffers import ITEM_SIZES, Extent
 
 if TYPE_CHECKING:
     import torch
-
-T = TypeVar("T")
-
-#: Steps of a channel's work: functions that block briefly or copy; each result is sent back.
-Steps = Generator[Any, Any, T]
 
 #: Bytes of the settings, of the header of a slot, and of small content behind it. Some ten thousand tensors fit into one slot.
 _SETTINGS, _HEADER, _SMALL = 4096, 1 << 20, 64 << 10
@@ -239,6 +234,11 @@ class Parts:
         )
 
 
+def _work(function: Callable[..., Any], *args: Any) -> Work:
+    """Return a step that blocks briefly, or copies."""
+    return Work(functools.partial(function, *args))
+
+
 def _until(timeout: float | None) -> float:
     return time.monotonic() + timeout if timeout is not None else math.inf
 
@@ -332,11 +332,11 @@ def _sent(parts: Parts, tensors: Mapping[str, torch.Tensor], meta: Any, timeout:
     while fill is not None:
         following, until = next(fills, None), _until(timeout)
         while not ring.acknowledged(ring.slots - 1):
-            yield functools.partial(ring.wait_acknowledged, ring.slots - 1, until)
+            yield _work(ring.wait_acknowledged, ring.slots - 1, until)
         turn = ring.turn
         pieces = [piece for piece, _ in fill]
         small = parts.device.type == "cuda" and (not pieces or pieces[-1].offset + pieces[-1].nbytes <= _SMALL)
-        yield functools.partial(_put, parts, (parts.small_slots if small else parts.slots)[turn], fill)
+        yield _work(_put, parts, (parts.small_slots if small else parts.slots)[turn], fill)
         header = _Header(first, following is None, pieces, text if first else _NOTHING, small)
         _write(parts.headers[turn], _encode(header))
         ring.advance()
@@ -347,7 +347,7 @@ def _flushed(parts: Parts, timeout: float | None) -> Steps[None]:
     ring, until = parts.ring, _until(timeout)
     ring.take("sender")
     while not ring.acknowledged(0):
-        yield functools.partial(ring.wait_acknowledged, 0, until)
+        yield _work(ring.wait_acknowledged, 0, until)
 
 
 class _Reception:
@@ -363,13 +363,13 @@ class _Reception:
         #: True if the caller was given tensors in a slot, which may be used on any stream.
         self._lent = False
         #: True if a block ends the reception, rather than an iterator.
-        self._in_block = False
-        self._meta: Any = None
+        self.in_block = False
+        self.meta: Any = None
 
-    @property
-    def meta(self) -> Any:
-        """The ``meta`` sent with the tensors, None before the block is entered."""
-        return self._meta
+    def entered(self) -> Steps[None]:
+        """Begin a block."""
+        self.in_block = True
+        yield from self._begun()
 
     def _begun(self) -> Steps[None]:
         """Wait for the message, unless that was done before. The rest of an earlier one is skipped."""
@@ -380,14 +380,14 @@ class _Reception:
             self._parts.ring.advance()
         self._enter(header)
         try:
-            self._meta = msgspec.msgpack.decode(header.meta)
+            self.meta = msgspec.msgpack.decode(header.meta)
         except msgspec.DecodeError as error:
             raise ProtocolError(f"the meta of a message in channel {self._parts.name!r} cannot be read: {error}") from error
 
     def _next_header(self) -> Steps[_Header]:
         ring, until = self._parts.ring, _until(self._timeout)
         while not ring.given():
-            yield functools.partial(ring.wait_given, until)
+            yield _work(ring.wait_given, until)
         try:
             return _headers.decode(_read(self._parts.headers[ring.turn], _HEADER))
         except msgspec.DecodeError as error:
@@ -404,7 +404,7 @@ class _Reception:
         while (piece := next(self._pieces, None)) is None:
             if self._header is None or self._header.last:
                 return None
-            yield self._acknowledge
+            yield Work(self._acknowledge)
             self._header = None
             following = yield from self._next_header()
             if following.first:
@@ -428,14 +428,14 @@ class _Reception:
         if not read:
             self._parts.ring.advance()
 
-    def _left(self) -> Steps[None]:
+    def left(self) -> Steps[None]:
         """Acknowledge the slot, from any position."""
         self._pieces, self._over = iter(()), True
         if self._header is not None:
-            yield self._acknowledge
+            yield Work(self._acknowledge)
             self._header = None
 
-    def _next(self) -> Steps[tuple[str, torch.Tensor] | None]:
+    def next(self) -> Steps[tuple[str, torch.Tensor] | None]:
         piece = yield from self._next_piece()
         if piece is None:
             return None
@@ -443,9 +443,9 @@ class _Reception:
         if piece.nbytes == piece.extent.nbytes and self._slot.device == self._parts.device:
             self._lent = True
             return piece.name, _place(self._slot, piece)
-        whole = yield functools.partial(_new, piece, self._parts.device)
+        whole = yield _work(_new, piece, self._parts.device)
         if piece.nbytes == piece.extent.nbytes:
-            yield functools.partial(_copy, whole, _place(self._slot, piece))
+            yield _work(_copy, whole, _place(self._slot, piece))
         else:
             yield from self._assembled(piece, whole)
         return piece.name, whole
@@ -455,7 +455,7 @@ class _Reception:
         total = piece.extent.nbytes
         while True:
             assert self._slot is not None, "a piece has a slot"
-            yield functools.partial(_copy, _part(whole, piece), _place(self._slot, piece))
+            yield _work(_copy, _part(whole, piece), _place(self._slot, piece))
             if piece.start + piece.nbytes >= total:
                 return
             following = yield from self._next_piece()
@@ -463,7 +463,7 @@ class _Reception:
                 raise ProtocolError(f"channel {self._parts.name!r} lacks a piece of tensor {piece.name[:200]!r}")
             piece = following
 
-    def _copied(self, targets: Mapping[str, torch.Tensor]) -> Steps[list[str]]:
+    def copied(self, targets: Mapping[str, torch.Tensor]) -> Steps[list[str]]:
         names = []
         yield from self._begun()
         while (piece := (yield from self._next_piece())) is not None:
@@ -475,16 +475,16 @@ class _Reception:
                     f"tensor {piece.name[:200]!r} of shape {piece.shape} was received, and the targets have {there}"
                 )
             if piece.nbytes == piece.extent.nbytes:
-                yield functools.partial(_copy, target, _place(self._slot, piece))
+                yield _work(_copy, target, _place(self._slot, piece))
             elif target.is_contiguous():
                 yield from self._assembled(piece, target.detach())
             else:
-                whole = yield functools.partial(_new, piece, self._parts.device)
+                whole = yield _work(_new, piece, self._parts.device)
                 yield from self._assembled(piece, whole)
-                yield functools.partial(_copy, target, whole)
+                yield _work(_copy, target, whole)
             names.append(piece.name)
-        if not self._in_block:
-            yield from self._left()
+        if not self.in_block:
+            yield from self.left()
         return names
 
 
@@ -501,10 +501,89 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
         target.detach().copy_(source, non_blocking=target.is_cuda)
 
 
-class _Channel:
-    """A channel in one process."""
+class _Message:
+    """The operations of a message that is being received."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, driver: Any, parts: Parts, timeout: float | None) -> None:
+        super().__init__(driver)  # type: ignore[call-arg]
+        self._reception = _Reception(parts, timeout)
+
+    @property
+    def meta(self) -> Any:
+        """The ``meta`` sent with the tensors, None before the block is entered."""
+        return self._reception.meta
+
+    @operation
+    def copy_to(self, targets: Mapping[str, torch.Tensor]) -> Steps[list[str]]:
+        """Copy the rest of the tensors to those of the same name and shape, without a temporary; return their names.
+
+        :raises ConfigurationError: if there is no such target.
+        """
+        return (yield from self._reception.copied(targets))
+
+    @operation
+    def close(self) -> Steps[None]:
+        """End the reception, and skip the rest."""
+        yield from self._reception.left()
+
+
+@bound
+class TensorMessage(_Message, BlockingPart):
+    """Named tensors of one message, as a context manager, and as an iterator over pairs of name and tensor.
+
+    A tensor lies in a slot, and is valid until a step reaches the next slot, or the block or iterator ends: clone or copy
+    tensors to keep. One that is larger than a slot is a separate tensor, and so are those of a small message on a GPU. The
+    unread rest of a message is skipped.
+    """
+
+    def __enter__(self) -> TensorMessage:
+        self._run(self._reception.entered())
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        try:
+            while (pair := self._run(self._reception.next())) is not None:
+                yield pair
+                del pair
+        finally:
+            if not self._reception.in_block:
+                self.close()
+
+
+@bound
+class AsyncTensorMessage(_Message, CoroutinePart):
+    """:class:`TensorMessage` for coroutines: ``async with``, and ``async for`` over pairs of name and tensor."""
+
+    async def __aenter__(self) -> AsyncTensorMessage:
+        await self._run(self._reception.entered())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with closing_scope():
+            await self.close()
+
+    async def __aiter__(self) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        try:
+            while (pair := await self._run(self._reception.next())) is not None:
+                yield pair
+                del pair
+        finally:
+            if not self._reception.in_block:
+                await self.close()
+
+
+class _Channel:
+    """The operations of a channel in one process."""
+
+    _driver: Any
+
+    def __init__(self, driver: Any, parts: Parts) -> None:
+        super().__init__(driver)  # type: ignore[call-arg]
         self._parts = parts
 
     @property
@@ -530,51 +609,8 @@ class _Channel:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r}: {self.slots} slots of {self.nbytes} bytes, {self.readers} readers>"
 
-
-class TensorMessage(_Reception):
-    """Named tensors of one message, as a context manager, and as an iterator over pairs of name and tensor.
-
-    A tensor lies in a slot, and is valid until a step reaches the next slot, or the block or iterator ends: clone or copy
-    tensors to keep. One that is larger than a slot is a separate tensor, and so are those of a small message on a GPU. The
-    unread rest of a message is skipped.
-    """
-
-    def copy_to(self, targets: Mapping[str, torch.Tensor]) -> list[str]:
-        """Copy the rest of the tensors to those of the same name and shape, without a temporary; return their names.
-
-        :raises ConfigurationError: if there is no such target.
-        """
-        return _drive(self._copied(targets))
-
-    def close(self) -> None:
-        """End the reception, and skip the rest."""
-        _drive(self._left())
-
-    def __enter__(self) -> TensorMessage:
-        self._in_block = True
-        _drive(self._begun())
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self.close()
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        try:
-            while (pair := _drive(self._next())) is not None:
-                yield pair
-                del pair
-        finally:
-            if not self._in_block:
-                self.close()
-
-
-class TensorChannel(_Channel):
-    """A channel of :class:`Client`. Its first :meth:`send` makes this process the sender, its first :meth:`receive` a reader.
-
-    Use it in one thread at a time. A forked child must open the channel again.
-    """
-
-    def send(self, tensors: Mapping[str, torch.Tensor], meta: Any = None, timeout: float | None = None) -> None:
+    @operation
+    def send(self, tensors: Mapping[str, torch.Tensor], meta: Any = None, timeout: float | None = None) -> Steps[None]:
         """Copy tensors into slots, as one message; return when all are copied and may be changed.
 
         Waits for work queued on the GPU. Tensors may have any dtype and strides, and be on another device than the channel; a
@@ -588,14 +624,23 @@ class TensorChannel(_Channel):
         :raises CapabilityError: for a tensor that is not strided; while a CUDA graph is being captured.
         :raises ConfigurationError: if another process is the sender.
         """
-        _drive(_sent(self._parts, tensors, meta, timeout))
+        yield from _sent(self._parts, tensors, meta, timeout)
 
-    def flush(self, timeout: float | None = None) -> None:
+    @operation
+    def flush(self, timeout: float | None = None) -> Steps[None]:
         """Wait until every reader has acknowledged everything sent. For the errors see :meth:`send`.
 
         :param timeout: seconds to wait; None for no limit.
         """
-        _drive(_flushed(self._parts, timeout))
+        yield from _flushed(self._parts, timeout)
+
+
+@bound
+class TensorChannel(_Channel, BlockingPart):
+    """A channel of :class:`Client`. Its first :meth:`send` makes this process the sender, its first :meth:`receive` a reader.
+
+    Use it in one thread at a time. A forked child must open the channel again.
+    """
 
     def receive(self, timeout: float | None = None) -> TensorMessage:
         """Return the next message; entering its block, or starting its iterator, waits for it and raises the errors below.
@@ -606,7 +651,7 @@ class TensorChannel(_Channel):
             ``reason="abandoned"`` if it gave up in the middle of a message.
         :raises ConfigurationError: if the channel already has its number of readers.
         """
-        return TensorMessage(self._parts, timeout)
+        return TensorMessage(self._driver, self._parts, timeout)
 
     def __iter__(self) -> Iterator[TensorMessage]:
         """Iterate over messages until the sender closes the channel."""
@@ -633,65 +678,13 @@ class TensorChannel(_Channel):
         self.close()
 
 
-class AsyncTensorMessage(_Reception):
-    """:class:`TensorMessage` for coroutines: ``async with``, and ``async for`` over pairs of name and tensor."""
-
-    def __init__(self, parts: Parts, timeout: float | None, run: Callable[[Steps[Any]], Awaitable[Any]]) -> None:
-        super().__init__(parts, timeout)
-        self._run = run
-
-    async def copy_to(self, targets: Mapping[str, torch.Tensor]) -> list[str]:
-        """Behave like :meth:`TensorMessage.copy_to`."""
-        names: list[str] = await self._run(self._copied(targets))
-        return names
-
-    async def close(self) -> None:
-        """Behave like :meth:`TensorMessage.close`."""
-        from anyio import CancelScope
-
-        with CancelScope(shield=True):
-            await self._run(self._left())
-
-    async def __aenter__(self) -> AsyncTensorMessage:
-        self._in_block = True
-        await self._run(self._begun())
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.close()
-
-    async def __aiter__(self) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        try:
-            while (pair := await self._run(self._next())) is not None:
-                yield pair
-                del pair
-        finally:
-            if not self._in_block:
-                await self.close()
-
-
-class AsyncTensorChannel(_Channel):
+@bound
+class AsyncTensorChannel(_Channel, CoroutinePart):
     """:class:`TensorChannel` for coroutines. Copies and waits run in a thread, whose streams are the default ones."""
 
-    def __init__(self, parts: Parts) -> None:
-        from anyio import CapacityLimiter
-
-        super().__init__(parts)
-        self._limiter = CapacityLimiter(1)
-
-    async def send(self, tensors: Mapping[str, torch.Tensor], meta: Any = None, timeout: float | None = None) -> None:
-        """Behave like :meth:`TensorChannel.send`."""
-        await self._drive(_sent(self._parts, tensors, meta, timeout))
-
-    async def flush(self, timeout: float | None = None) -> None:
-        """Behave like :meth:`TensorChannel.flush`."""
-        await self._drive(_flushed(self._parts, timeout))
-
     def receive(self, timeout: float | None = None) -> AsyncTensorMessage:
-        """Behave like :meth:`TensorChannel.receive`."""
-        return AsyncTensorMessage(self._parts, timeout, self._drive)
+        """Return the next message, like :meth:`TensorChannel.receive`."""
+        return AsyncTensorMessage(self._driver, self._parts, timeout)
 
     async def __aiter__(self) -> AsyncIterator[AsyncTensorMessage]:
         """Iterate over messages until the sender closes the channel."""
@@ -717,33 +710,5 @@ class AsyncTensorChannel(_Channel):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        from anyio import CancelScope
-
-        with CancelScope(shield=True):
+        with closing_scope():
             await self.close()
-
-    async def _drive(self, steps: Steps[T]) -> T:
-        from anyio import to_thread
-
-        result: Any = None
-        try:
-            while True:
-                # Not abandoned when the caller is cancelled: no thread may write to a slot that is another message's by then.
-                result = await to_thread.run_sync(steps.send(result), limiter=self._limiter)
-        except StopIteration as stop:
-            value: T = stop.value
-            return value
-        finally:
-            steps.close()
-
-
-def _drive(steps: Steps[T]) -> T:
-    result: Any = None
-    try:
-        while True:
-            result = steps.send(result)()
-    except StopIteration as stop:
-        value: T = stop.value
-        return value
-    finally:
-        steps.close()

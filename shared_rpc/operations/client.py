@@ -55,7 +55,7 @@ class BlockingOperations(Operations, BlockingMethods):
         """
         from shared_rpc.operations.channels import TensorChannel
 
-        return TensorChannel(self._create_channel(name, nbytes, slots, readers, device))
+        return TensorChannel(self._operating(), self._create_channel(name, nbytes, slots, readers, device))
 
     def open_channel(self, name: str, timeout: float = 0.0) -> TensorChannel:
         """Return the channel with this name, to send or to receive.
@@ -65,7 +65,7 @@ class BlockingOperations(Operations, BlockingMethods):
         """
         from shared_rpc.operations.channels import TensorChannel
 
-        return TensorChannel(self._open_channel(name, timeout))
+        return TensorChannel(self._operating(), self._open_channel(name, timeout))
 
     def source(self) -> Source:
         """Return a source of records, which answers the misses of the server: ``with client.source() as source:``.
