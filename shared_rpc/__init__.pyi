@@ -4,8 +4,6 @@ from shared_rpc import errors as errors
 from shared_rpc.client.exported import AsyncExportedRecord as AsyncExportedRecord
 from shared_rpc.client.exported import ExportedRecord as ExportedRecord
 from shared_rpc.client.exported import RecordBytes as RecordBytes
-from shared_rpc.client.handle import AsyncHandle as AsyncHandle
-from shared_rpc.client.handle import Handle as Handle
 from shared_rpc.client.subscriptions import Subscription as Subscription
 from shared_rpc.context import cancelled as cancelled
 from shared_rpc.context import progress as progress
@@ -18,6 +16,8 @@ from shared_rpc.operations.channels import AsyncTensorMessage as AsyncTensorMess
 from shared_rpc.operations.channels import TensorChannel as TensorChannel
 from shared_rpc.operations.channels import TensorMessage as TensorMessage
 from shared_rpc.operations.client import Client as Client
+from shared_rpc.operations.handles import AsyncHandle as AsyncHandle
+from shared_rpc.operations.handles import Handle as Handle
 from shared_rpc.operations.sources import AsyncSource as AsyncSource
 from shared_rpc.operations.sources import Source as Source
 from shared_rpc.protocol.exported import RecordHeader as RecordHeader

@@ -36,7 +36,7 @@ from shared_rpc.client.steps import (
     Work,
     goes_to_operation,
 )
-from shared_rpc.client.suspension import released, renewed
+from shared_rpc.client.suspension import renewed
 from shared_rpc.client.transfer import TransferClosed
 from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
 from shared_rpc.lifecycle.finalizer import Job
@@ -95,11 +95,6 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
 
     # Requests of handles.
 
-    async def _aend_lease(self, object_id: str, session: object) -> None:
-        if session is self._link:
-            with suppress(SharedRPCError):  # the connection has ended, and the session's leases with it
-                await self._run(released(self, [object_id], [session]), patience=0)
-
     def _has_lease(self, handle: Lease[Any]) -> bool:
         return handle.in_session(self._link)
 
@@ -156,6 +151,8 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
     async def _exchange(self, request: Request, turn: Turn) -> Reply:
         deadline = max(turn.deadline, anyio.current_time() + PROMPT) if request.at_once else turn.deadline
         turn.request, turn.reply = request, None
+        if request.sessions and None not in request.sessions:
+            turn.patience = 0.0  # the leases end with their sessions
         while True:
             link = self._link
             if link is None or not link.usable:  # else without a scope, which takes longer than all else here

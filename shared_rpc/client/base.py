@@ -210,6 +210,13 @@ class BaseClient(Context):
         for message, session in turn.owed():
             self._post(message, session)
 
+    def _end_lease(self, object_id: str, session: object) -> Operation[None]:
+        if session is self._known():
+            try:
+                yield from released(self, [object_id], [session])
+            except (SharedRPCError, OSError):
+                return  # the connection has ended, and the session's leases with it
+
     def _end_lease_soon(self, object_id: str, session: object) -> None:
         if isinstance(session, Link) and session in self._links():  # else its leases have ended
             drive(released(self, [object_id], [session], waits=False), functools.partial(self._perform_apart, session))

@@ -29,7 +29,7 @@ from shared_rpc.client.steps import (
     Work,
     drive,
 )
-from shared_rpc.client.suspension import released, renewed
+from shared_rpc.client.suspension import renewed
 from shared_rpc.client.transfer import TransferClosed
 from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
 from shared_rpc.lifecycle.finalizer import Job
@@ -101,12 +101,6 @@ class BlockingDriver(BaseClient, BlockingMethods):
 
     # Requests of handles.
 
-    def _end_lease(self, object_id: str, session: object) -> None:
-        if session is not self._link:
-            return
-        with suppress(SharedRPCError, OSError):  # the connection has ended, and the session's leases with it
-            self._run(released(self, [object_id], [session]), patience=0)
-
     def _end_lease_soon(self, object_id: str, session: object) -> None:
         super()._end_lease_soon(object_id, session)
         MAPPINGS.drain()
@@ -152,6 +146,8 @@ class BlockingDriver(BaseClient, BlockingMethods):
         """
         deadline = max(turn.deadline, time.monotonic() + PROMPT) if request.at_once else turn.deadline
         turn.request, turn.reply = request, None
+        if request.sessions and None not in request.sessions:
+            turn.patience = 0.0  # the leases end with their sessions
         while True:
             link = self._connected(turn, deadline)
             if request.transfer is not None and request.transfer is not link.transfer:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from shared_rpc.client.handle import AsyncHandle, Handle, Lease, closing_scope
+from shared_rpc.client.handle import Lease, closing_scope
 from shared_rpc.errors import CapabilityError, RecordError, StaleHandleError
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.mapping import MAPPINGS, MappingHold
@@ -164,7 +164,8 @@ class RecordBytes:
         #: True if its bytes are to be written.
         self.allocated = allocated
         self.segments = tuple(segments)
-        self._leases = tuple(leases)
+        #: Handles, of the driver's kind.
+        self._leases: tuple[Any, ...] = tuple(leases)
         self._closed = False
 
     @property
@@ -181,7 +182,7 @@ class RecordBytes:
         if self.closed:
             raise RecordError("the record was closed, or adopted already: export or allocate it again", reason="buffers")
 
-    def _unmap(self) -> tuple[Lease[Any], ...]:
+    def _unmap(self) -> tuple[Any, ...]:
         self._closed = True
         for segment in self.segments:
             segment._unmap()
@@ -198,7 +199,7 @@ class ExportedRecord(RecordBytes):
     def close(self) -> None:
         """Release the lease and the mappings, and free the memory of an allocated record. Idempotent."""
         for lease in self._unmap():
-            cast("Handle[Any]", lease).release()
+            lease.release()
 
     def __enter__(self) -> ExportedRecord:
         return self
@@ -213,7 +214,7 @@ class AsyncExportedRecord(RecordBytes):
     async def close(self) -> None:
         """Behave like :meth:`ExportedRecord.close`."""
         for lease in self._unmap():
-            await cast("AsyncHandle[Any]", lease).release()
+            await lease.release()
 
     async def __aenter__(self) -> AsyncExportedRecord:
         return self

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Protocol, TypeVar, cast
 import msgspec
 
 from shared_rpc.client.exported import AsyncExportedRecord, ExportedRecord, RecordBytes, SegmentBytes
-from shared_rpc.client.handle import AsyncHandle, Handle, Lease
+from shared_rpc.client.handle import Lease
 from shared_rpc.client.transfer import ClientTransfer, TransferClosed
 from shared_rpc.errors import ProtocolError, SharedRPCError
 from shared_rpc.memory.segments import Segment
@@ -250,7 +250,6 @@ class Driver(ABC):
 class BlockingMethods(Driver):
     """A driver whose operations block until they have ended."""
 
-    _HANDLE = Handle
     _RECORD = ExportedRecord
 
     @classmethod
@@ -268,7 +267,6 @@ class BlockingMethods(Driver):
 class CoroutineMethods(Driver):
     """A driver whose operations are coroutines."""
 
-    _HANDLE = AsyncHandle
     _RECORD = AsyncExportedRecord
 
     @classmethod

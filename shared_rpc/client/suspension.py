@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 from shared_rpc.client.exchange import PROMPT
 from shared_rpc.client.handle import Lease
 from shared_rpc.client.session import LeaseBook
-from shared_rpc.client.steps import Driver, Known, Operation, Reply, Request, Tell, Within, Work, ask, query
+from shared_rpc.client.steps import Driver, Known, Operation, Reply, Request, Tell, Within, Work, ask, message_of, query
 from shared_rpc.client.subscriptions import Subscriptions
 from shared_rpc.client.transfer import ClientTransfer
 from shared_rpc.errors import CapabilityError, ConnectError, ConnectionClosed, ProtocolError, StaleHandleError
@@ -142,6 +142,10 @@ class Context(Driver):
     @abstractmethod
     def _has_lease(self, handle: Lease[Any]) -> bool:
         """Return True if a handle's lease is in the session of this process with the server."""
+
+    @abstractmethod
+    def _end_lease(self, object_id: str, session: object) -> Operation[None]:
+        """Release the lease of a dropped handle. Raises no error of its own."""
 
     @property
     @abstractmethod
@@ -359,7 +363,7 @@ def released(ctx: Context, object_ids: list[str], sessions: Sequence[object], *,
     """
     count = 0
     if object_ids and waits:
-        count = (yield from ask(Request(m.Release(object_ids), "release", sessions=sessions), m.Count)).count
+        count = message_of((yield Request(m.Release(object_ids), "release", sessions=sessions)), "release", m.Count).count
     elif object_ids:
         yield Tell(m.Release(object_ids))
     yield from lease_ended(ctx, object_ids, waits=waits)

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from shared_rpc.client.handle import Handle
 from shared_rpc.errors import CapabilityError, ConfigurationError, EndpointNotFound
 from shared_rpc.integrations.patching import ordinarily
 from shared_rpc.operations.client import Client
+from shared_rpc.operations.handles import Handle
 from shared_rpc.provider.provider import ManagedDecorator, Provider
 
 #: The name of the endpoint.

@@ -6,10 +6,10 @@ from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, TypeVar
 
 from shared_rpc.client.asynchronous import CoroutineDriver
-from shared_rpc.client.handle import AsyncHandle, updating_async
 from shared_rpc.operations import Operations
 from shared_rpc.operations.binding import bound
 from shared_rpc.operations.generations import AsyncRefreshIterator
+from shared_rpc.operations.handles import AsyncHandle, updating_async
 from shared_rpc.operations.sources import AsyncSource
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast, overload
 
 from shared_rpc.client.exported import AsyncExportedRecord, ExportedRecord
-from shared_rpc.client.handle import AsyncHandle, Handle, Lease
+from shared_rpc.client.handle import Lease
 from shared_rpc.client.results import rebuild, result_of
 from shared_rpc.client.steps import (
     BlockingMethods,
@@ -44,14 +44,14 @@ class Exporting:
     """
 
 
-class _Unbound(Generic[P, R]):
+class Unbound(Generic[P, R]):
     """An operation that :func:`bound` turns into a method."""
 
     def __init__(self, body: Callable[Concatenate[Any, P], Steps[R]]) -> None:
         self.body = body
 
 
-class operation(_Unbound[P, R]):
+class operation(Unbound[P, R]):
     """A public operation: signature, docstring and body."""
 
     @overload
@@ -64,20 +64,7 @@ class operation(_Unbound[P, R]):
         return self  # a bound class has a method in its place
 
 
-class lending(_Unbound[P, Leased[T]], Generic[P, T]):
-    """A public operation that returns a handle."""
-
-    @overload
-    def __get__(self, owner: None, kind: type) -> Self: ...
-    @overload
-    def __get__(self, owner: BlockingMethods, kind: type) -> Callable[P, Handle[T]]: ...
-    @overload
-    def __get__(self, owner: CoroutineMethods, kind: type) -> Callable[P, Coroutine[Any, Any, AsyncHandle[T]]]: ...
-    def __get__(self, owner: Any, kind: type) -> Any:
-        return self
-
-
-class carrying(_Unbound[P, Exporting]):
+class carrying(Unbound[P, Exporting]):
     """A public operation that returns a record."""
 
     @overload
@@ -114,7 +101,7 @@ def bound(kind: type[D]) -> type[D]:
     """Turn the operations of a class into methods: plain functions, as fast as handwritten methods."""
     members = {name: found for base in reversed(kind.__mro__) for name, found in vars(base).items()}
     for name, found in members.items():
-        body = found.body if isinstance(found, _Unbound) else getattr(found, "_body", None)
+        body = found.body if isinstance(found, Unbound) else getattr(found, "_body", None)
         if body is not None:
             setattr(kind, name, _method(kind, name, body))
     return kind

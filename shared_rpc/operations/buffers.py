@@ -11,7 +11,8 @@ from shared_rpc.client.steps import Operation, Request, Work, ask, query
 from shared_rpc.client.suspension import Context
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.memory.devices import device_id
-from shared_rpc.operations.binding import Leased, Steps, id_of, lending, operation, taken
+from shared_rpc.operations.binding import Leased, Steps, id_of, operation, taken
+from shared_rpc.operations.handles import lending
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.buffers import Extent
 from shared_rpc.protocol.infos import DeviceInfo

@@ -6,11 +6,11 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shared_rpc.client.blocking import BlockingDriver
-from shared_rpc.client.handle import Handle, updating
 from shared_rpc.client.steps import BlockingMethods
 from shared_rpc.operations import Operations
 from shared_rpc.operations.binding import bound
 from shared_rpc.operations.generations import RefreshIterator
+from shared_rpc.operations.handles import Handle, updating
 from shared_rpc.operations.sources import Source
 
 if TYPE_CHECKING:

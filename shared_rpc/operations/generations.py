@@ -15,7 +15,8 @@ from shared_rpc.client.suspension import Context
 from shared_rpc.errors import ConnectError, ConnectionClosed, ProtocolError
 from shared_rpc.memory.revisions import Page
 from shared_rpc.memory.segments import Segment
-from shared_rpc.operations.binding import BlockingPart, CoroutinePart, Leased, Steps, lending, operation, taken
+from shared_rpc.operations.binding import BlockingPart, CoroutinePart, Leased, Steps, operation, taken
+from shared_rpc.operations.handles import lending
 from shared_rpc.protocol import generations as g
 from shared_rpc.protocol.generations import Generation, Refreshes
 

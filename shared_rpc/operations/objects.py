@@ -10,7 +10,8 @@ from shared_rpc.client.handle import Lease, drop_handles, unreachable
 from shared_rpc.client.steps import Request, Work, ask, query
 from shared_rpc.client.suspension import Context, released
 from shared_rpc.errors import ConnectError, ConnectionClosed, StaleHandleError
-from shared_rpc.operations.binding import Leased, Steps, id_of, lending, operation, taken
+from shared_rpc.operations.binding import Leased, Steps, id_of, operation, taken
+from shared_rpc.operations.handles import lending
 from shared_rpc.protocol import generations as g
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.infos import HolderInfo, ListedObjectInfo, ObjectInfo, ServerInfo

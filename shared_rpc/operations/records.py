@@ -16,7 +16,8 @@ from shared_rpc.client.steps import Lend, Operation, Reply, Request, Work, ask, 
 from shared_rpc.client.suspension import Context, released
 from shared_rpc.errors import ProtocolError
 from shared_rpc.memory.segments import Segment
-from shared_rpc.operations.binding import Exporting, Leased, Steps, carrying, id_of, lending, lent, operation
+from shared_rpc.operations.binding import Exporting, Leased, Steps, carrying, id_of, lent, operation
+from shared_rpc.operations.handles import lending
 from shared_rpc.protocol import exported as x
 from shared_rpc.protocol import generations as g
 from shared_rpc.protocol import messages as m

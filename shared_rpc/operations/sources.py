@@ -9,7 +9,8 @@ from typing import Any, cast
 from shared_rpc.client.exported import RecordBytes
 from shared_rpc.client.steps import Lend, Operation, Request, Tell, Within, ask
 from shared_rpc.errors import ClusterError, ConnectError, ConnectionClosed, ProtocolError, SharedRPCError, to_wire
-from shared_rpc.operations.binding import BlockingPart, CoroutinePart, Leased, Steps, bound, lending, operation
+from shared_rpc.operations.binding import BlockingPart, CoroutinePart, Leased, Steps, bound, operation
+from shared_rpc.operations.handles import lending
 from shared_rpc.operations.records import given
 from shared_rpc.protocol import exported as x
 from shared_rpc.protocol import messages as m

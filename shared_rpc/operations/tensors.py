@@ -6,7 +6,6 @@ import functools
 import weakref
 from typing import Any, cast
 
-from shared_rpc.client.handle import Handle
 from shared_rpc.client.results import ReceivedResult, result_of
 from shared_rpc.client.steps import Operation, Request, Work
 from shared_rpc.errors import BufferNotFound, ConnectError, ProtocolError, StaleHandleError
@@ -15,6 +14,7 @@ from shared_rpc.lifecycle.finalizer import FINALIZER
 from shared_rpc.memory.mapping import MAPPINGS, MappingHold
 from shared_rpc.operations.binding import lent
 from shared_rpc.operations.client import Client
+from shared_rpc.operations.handles import Handle
 from shared_rpc.protocol import generations as g
 
 #: This process's leases on such memory, by socket, object and segment: each lasts as long as a tensor over it.

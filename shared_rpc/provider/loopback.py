@@ -423,13 +423,14 @@ class LoopbackDriver(BlockingMethods, Context):
 
     # Requests of handles.
 
-    def _end_lease(self, object_id: str, session: object) -> None:
+    def _end_lease(self, object_id: str, session: object) -> Operation[None]:
         assert isinstance(session, _LocalLease), "the lease of a handle of this process"
         with suppress(ConnectionClosed):  # without the engine there is no lease
             self._engine.post(session.give_back)
-            self._run(lease_ended(self, [session.object_id]))
+            yield from lease_ended(self, [session.object_id])
 
-    _end_lease_soon = _end_lease
+    def _end_lease_soon(self, object_id: str, session: object) -> None:
+        self._run(self._end_lease(object_id, session))
 
     def _has_lease(self, handle: Lease[Any]) -> bool:
         lease = handle._session

@@ -11,7 +11,6 @@ from typing import Any, Generic, Literal, ParamSpec, Protocol, TypedDict, TypeVa
 import msgspec
 
 from shared_rpc.client.base import preload_codec
-from shared_rpc.client.handle import Handle
 from shared_rpc.client.steps import Operation
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.execution.endpoints import Endpoint, Registry, describe
@@ -22,6 +21,7 @@ from shared_rpc.memory.devices import device_id
 from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.operations.binding import bound
 from shared_rpc.operations.client import BlockingOperations
+from shared_rpc.operations.handles import Handle
 from shared_rpc.protocol.generations import Generation
 from shared_rpc.protocol.infos import EndpointInfo, MechanismInfo, RuntimeInfo
 from shared_rpc.provider.main_end import register, unregister

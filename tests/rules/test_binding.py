@@ -10,7 +10,8 @@ import pytest
 from shared_rpc import AsyncClient, Client, Provider
 from shared_rpc.client.steps import BlockingMethods, Operation, Work, drive
 from shared_rpc.operations import Operations
-from shared_rpc.operations.binding import Context, Leased, Steps, bound, lending, operation
+from shared_rpc.operations.binding import Context, Leased, Steps, bound, operation
+from shared_rpc.operations.handles import lending
 
 T = TypeVar("T")
 

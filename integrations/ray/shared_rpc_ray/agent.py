@@ -21,7 +21,6 @@ import ray
 from ray.exceptions import RayError
 
 from shared_rpc.client.exported import AsyncExportedRecord
-from shared_rpc.client.handle import AsyncHandle
 from shared_rpc.client.steps import Operation, Request, ask
 from shared_rpc.errors import (
     ClusterError,
@@ -34,6 +33,7 @@ from shared_rpc.errors import (
 )
 from shared_rpc.execution.endpoints import key_of
 from shared_rpc.operations.async_client import AsyncClient
+from shared_rpc.operations.handles import AsyncHandle
 from shared_rpc.operations.records import held
 from shared_rpc.protocol import exported as x
 from shared_rpc.protocol.exported import RecordHeader

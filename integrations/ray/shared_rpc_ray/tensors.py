@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shared_rpc.client.handle import Handle
 from shared_rpc.client.starting import ServerStarter
 from shared_rpc.client.steps import Operation, Request
 from shared_rpc.codec.modes import without_modes
@@ -25,8 +24,9 @@ from shared_rpc.forks import fork_safe_lock
 from shared_rpc.lifecycle.finalizer import FINALIZER
 from shared_rpc.memory.arena import aligned
 from shared_rpc.memory.mapping import MAPPINGS
-from shared_rpc.operations.binding import Leased, Steps, bound, lending, taken
+from shared_rpc.operations.binding import Leased, Steps, bound, taken
 from shared_rpc.operations.client import Client
+from shared_rpc.operations.handles import Handle, lending
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.records import SegmentInfo
 from shared_rpc.settings import ServeOptions
