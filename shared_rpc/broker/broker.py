@@ -22,7 +22,7 @@ from shared_rpc.broker.fd_store import FdStore
 from shared_rpc.broker.memory import RelayedMemory
 from shared_rpc.broker.supervisor import WORKERS, Spawner, Supervisor
 from shared_rpc.broker.systemd import Inherited
-from shared_rpc.broker.worker import Handler, Worker, WorkerCommand
+from shared_rpc.broker.worker import Worker, WorkerCommand
 from shared_rpc.broker.zygote import WorkerZygote
 from shared_rpc.errors import ConfigurationError, ConnectionClosed, ServerBusy, SharedRPCError, WorkerCrashed
 from shared_rpc.execution.coroutines import run_loop
@@ -31,9 +31,7 @@ from shared_rpc.memory.closing import CLOSER
 from shared_rpc.memory.spill import SpillDirectory
 from shared_rpc.observability.metrics import Reading
 from shared_rpc.protocol import worker as w
-from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.infos import ReloadedServiceInfo, ReloadInfo, StopInfo
-from shared_rpc.protocol.messages import Message
 from shared_rpc.server.acceptor import Acceptor, Usage
 from shared_rpc.server.core import Core
 from shared_rpc.server.measures import measures
@@ -173,12 +171,10 @@ class Broker:
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._zygote = WorkerZygote(self._command)
-        handlers: dict[type[Message], Handler] = {w.ChunksReturned: self._returned}
         self._supervisor = Supervisor(
             self._command,
             self._options.workers,
             self._zygote,
-            handlers,
             on_endpoints=self._serve_endpoints,
             on_change=self._take_change,
             on_lost=self._clean_up,
@@ -284,12 +280,6 @@ class Broker:
             else:
                 self._ready.set_exception(error)
                 self._scope.cancel()
-
-    def _returned(self, worker: Worker, message: w.ChunksReturned, frame: Frame) -> None:
-        service = self._services.get(message.key)
-        transfer = service.executor.transfers.find(message.session) if service is not None else None
-        if transfer is not None:
-            transfer.came_back(worker, message.chunks)
 
     def _take_change(self) -> None:
         """Handle the first ready worker, and send queued runs."""

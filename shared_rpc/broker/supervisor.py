@@ -7,7 +7,7 @@ import contextvars
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -74,7 +74,6 @@ class Supervisor:
 
     :param count: the number of workers.
     :param zygote: starts workers as forks.
-    :param handlers: handlers of the workers' other messages.
     :param on_endpoints: called with a message about a provider from a worker of the current generation, and with the worker's
         previous message about it.
     :param on_change: called when a worker is new, has ended, or reads again after congestion, or when none will come any more.
@@ -86,7 +85,6 @@ class Supervisor:
         command: WorkerCommand,
         count: int,
         zygote: WorkerZygote,
-        handlers: Mapping[type[Message], Handler],
         on_endpoints: Callable[[w.Serve, w.Serve | None], None],
         on_change: Callable[[], None],
         on_lost: Callable[[Worker, WorkerCrashed], None],
@@ -95,7 +93,6 @@ class Supervisor:
             w.Serve: self._serves_provider,
             w.Loaded: self._has_loaded,
             Error: self._refuses,
-            **handlers,
         }
         self._command = command
         self._zygote = zygote

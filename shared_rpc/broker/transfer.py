@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from shared_rpc.broker.worker import Worker
 from shared_rpc.execution.session_transfer import SessionTransfer
@@ -25,8 +25,6 @@ class ForwardedTransfer(SessionTransfer):
         #: Chunks of the client's pools, by the worker that has them.
         self._lent: dict[int, Worker] = {}
         self._returned: list[int] = []
-        #: Workers with an unanswered request to return chunks.
-        self._requested: set[Worker] = set()
         #: Chunks of results, by the worker that owns their pool.
         self._results: dict[int, Worker] = {}
         #: Arenas of these pools, by segment id.
@@ -40,8 +38,6 @@ class ForwardedTransfer(SessionTransfer):
         """Record that a worker has chunks of the client's, and is aware of the session."""
         self._workers.add(worker)
         self._lent.update(dict.fromkeys(chunks, worker))
-        if self._subscribers:
-            self._request_chunks()
 
     def not_begun(self, chunks: Iterable[int]) -> None:
         """Record that chunks move to another worker because their run had not begun."""
@@ -50,14 +46,10 @@ class ForwardedTransfer(SessionTransfer):
 
     def came_back(self, worker: Worker, chunks: Sequence[int]) -> None:
         """Take back chunks of the client from a worker."""
-        if chunks:
-            self._requested.discard(worker)
         for chunk in chunks:
             if self._lent.get(chunk) is worker:
                 del self._lent[chunk]
                 self._returned.append(chunk)
-        if self._returned:
-            self._notify_subscribers()
 
     def release(self, numbers: Iterable[int]) -> None:
         """Take back chunks that no worker has received."""
@@ -74,7 +66,6 @@ class ForwardedTransfer(SessionTransfer):
     def lost(self, worker: Worker) -> None:
         """Free the client's chunks of an ended worker. The worker's own pool now belongs to its readers."""
         self._workers.discard(worker)
-        self._requested.discard(worker)
         self.came_back(worker, [chunk for chunk, has in self._lent.items() if has is worker])
         self._results = {chunk: has for chunk, has in self._results.items() if has is not worker}
         for segment_id in [segment_id for segment_id, (_, has) in self._segments.items() if has is worker]:
@@ -109,19 +100,6 @@ class ForwardedTransfer(SessionTransfer):
     def put_back(self, chunks: Iterable[int]) -> None:
         """Keep chunks for the next reply."""
         self._returned += chunks
-        self._notify_subscribers()
-
-    def await_chunks(self, notify: Callable[[], None]) -> None:
-        """Call back when chunks were returned, and request them from the workers."""
-        self._subscribers[notify] = None
-        if self._returned:
-            self._notify_subscribers()
-        self._request_chunks()
-
-    def _request_chunks(self) -> None:
-        for worker in set(self._lent.values()) - self._requested:
-            self._requested.add(worker)
-            worker.send(w.AwaitChunks(self.key, self.session))
 
     def info(self) -> PoolInfo:
         """Describe the workers' pools for the session's results."""

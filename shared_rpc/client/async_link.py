@@ -73,7 +73,7 @@ class AsyncLink(Link):
             exchange = self._exchanges.begin(request)
         try:
             with anyio.CancelScope(deadline=deadline):
-                await (self._await(exchange) if request.until is None else self._await_until(exchange, request.until))
+                await self._await(exchange)
             if exchange.answer is None:
                 await self._withdraw(exchange)
         except BaseException:
@@ -119,19 +119,6 @@ class AsyncLink(Link):
                 raise
             if self._socket.unsent:  # for example the release of a late answer's lease
                 await self._send()
-
-    async def _await_until(self, exchange: Exchange, until: int) -> None:
-        """Wait like :meth:`_await`, but no longer than until a descriptor is readable."""
-        errors: list[SharedRPCError] = []
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(_cancel_when_readable, tasks.cancel_scope, until)
-            try:
-                await self._await(exchange)
-            except SharedRPCError as error:
-                errors.append(error)  # the task group would wrap it
-            tasks.cancel_scope.cancel()
-        if errors:
-            raise errors.pop()
 
     async def _send(self) -> None:
         if len(self._exchanges.pending) > 1:
@@ -187,8 +174,3 @@ class AsyncLink(Link):
             with suppress(Exception):  # without an event loop no coroutine waits
                 anyio.notify_closing(self._socket.sock)
         super()._close()
-
-
-async def _cancel_when_readable(scope: anyio.CancelScope, fd: int) -> None:
-    await anyio.wait_readable(fd)
-    scope.cancel()

@@ -442,12 +442,11 @@ class BlockingLink(Link):
                 _seconds_until(deadline)
             if exchange.answer is not None:
                 return
-            until = None if exchange.withdrawn else request.until
             try:
                 if self._reader is exchange:
-                    self._read_for_all(exchange, deadline, until)
+                    self._read_for_all(exchange, deadline)
                     continue
-                sleep = _Sleep(until)
+                sleep = _Sleep()
                 reads = self._take_turn(exchange, sleep.prepare, threading.get_ident())
                 if reads is False:
                     self._sleep(exchange, deadline, sleep)
@@ -455,7 +454,7 @@ class BlockingLink(Link):
                 self._leave(exchange)
                 raise
 
-    def _read_for_all(self, exchange: Exchange, deadline: float, until: int | None) -> None:
+    def _read_for_all(self, exchange: Exchange, deadline: float) -> None:
         """Deliver frames until there is news for one exchange, or the connection has ended."""
         reads, self._undelivered = not self._undelivered, False
         while True:
@@ -469,7 +468,7 @@ class BlockingLink(Link):
                         self._leave(exchange)
                         return
             except BlockingIOError:
-                self._poll(deadline, until)
+                self._poll(deadline)
             except (ConnectionClosed, ProtocolError) as error:
                 self._break(error)
             if exchange.updates or self._exchanges.broken is not None or self._reader is not exchange:
@@ -480,45 +479,33 @@ class BlockingLink(Link):
                     self._flush()
             _seconds_until(deadline)
 
-    def _poll(self, deadline: float, until: int | None) -> None:
-        """Wait until the socket is ready. After a signal poll(2) is repeated with the remaining time.
-
-        :raises TooLate: if the descriptor ``until`` is readable first.
-        """
+    def _poll(self, deadline: float) -> None:
+        """Wait until the socket is ready. After a signal poll(2) is repeated with the remaining time."""
         left = _seconds_until(deadline)
         poll = select.poll()
         poll.register(self._socket.fileno(), select.POLLIN | (select.POLLOUT if self._socket.unsent else 0))
-        if until is not None:
-            poll.register(until, select.POLLIN)
-        ready = poll.poll(min(left, _LONG) * 1000)
-        if [fd for fd, _ in ready] == [until]:
-            raise TooLate
+        poll.poll(min(left, _LONG) * 1000)
 
     def _sleep(self, exchange: Exchange, deadline: float, sleep: _Sleep) -> None:
         """Wait until there is news for an exchange, or it becomes the reader.
 
-        :raises TooLate: if the deadline, or the event of the request, comes first.
+        :raises TooLate: if the deadline comes first.
         """
         left = _seconds_until(deadline)
         if self._socket.written >= exchange.request.end:
             sleep.sleep(min(left, _LONG))
         else:
-            sleep.sleep(min(left, _SLICE), self._socket.fileno())
+            poll = select.poll()
+            poll.register(self._socket.fileno(), select.POLLOUT)
+            poll.poll(min(left, _SLICE) * 1000)
             with self._lock:
                 self._flush()
 
 
 class _Sleep:
-    """The wait of a thread that does not read.
+    """The wait of a thread that does not read."""
 
-    :param until: a descriptor of an event, which ends the wait like the deadline. It counts, so that the event that ends the
-        wait is distinguished from the one that wakes.
-    """
-
-    __slots__ = ("_lock", "_until", "_woken")
-
-    def __init__(self, until: int | None) -> None:
-        self._until = until
+    __slots__ = ("_lock", "_woken")
 
     def prepare(self) -> Callable[[], object]:
         """Begin the wait; return the function that ends it."""
@@ -531,27 +518,8 @@ class _Sleep:
         """End the wait, once, from another thread."""
         if not self._woken:
             self._woken = True
-            if self._until is not None:
-                os.eventfd_write(self._until, 1)
-            else:
-                self._lock.release()
+            self._lock.release()
 
-    def sleep(self, seconds: float, writable: int = -1) -> None:
-        """Wait for ``seconds``, or until a given socket is writable.
-
-        :raises TooLate: if the event has occurred.
-        """
-        until = self._until
-        if until is None and writable < 0:
-            self._lock.acquire(timeout=seconds)
-        else:
-            poll = select.poll()
-            if until is not None:
-                poll.register(until, select.POLLIN)
-            if writable >= 0:
-                poll.register(writable, select.POLLOUT)
-            ready = [fd for fd, _ in poll.poll(seconds * 1000)]
-            if until is not None and until in ready:
-                if not self._woken:
-                    raise TooLate
-                os.eventfd_read(until)
+    def sleep(self, seconds: float) -> None:
+        """Wait for ``seconds`` at most."""
+        self._lock.acquire(timeout=seconds)

@@ -8,13 +8,13 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from shared_rpc.client.steps import Known, Operation, Reach, Reply, Request, Work, ask
+from shared_rpc.client.steps import Known, Operation, Reach, Reply, Request, Work
 from shared_rpc.client.transfer import ClientTransfer, TransferClosed
 from shared_rpc.context import CALLED_BY
-from shared_rpc.errors import DeadlineExceeded, SegmentNotFound, ServerBusy
+from shared_rpc.errors import SegmentNotFound
 from shared_rpc.memory.devices import device_kind
 from shared_rpc.memory.mapping import MAPPINGS
-from shared_rpc.memory.pool import Pool, PoolClosed, PoolFull
+from shared_rpc.memory.pool import Pool
 from shared_rpc.memory.records import Arguments
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.records import EMPTY_TABLE
@@ -36,7 +36,6 @@ def send(
 
     :param known: returns the current session, None if there is none.
     :param pooled: True if its arguments and result may lie in pools.
-    :raises ServerBusy: if the pool for arguments stays full.
     """
     while True:
         home: Known = known() or (yield Reach())
@@ -44,7 +43,7 @@ def send(
         try:
             arguments = _plain(args, kwargs)
             if arguments is None:
-                arguments = yield _encoding(args, kwargs, home.device, home.server_id, transfer, what)
+                arguments = yield _encoding(args, kwargs, home.device, home.server_id, transfer)
             freed = transfer.returned() if transfer is not None else []
             request: Request | None = None
             try:
@@ -56,15 +55,12 @@ def send(
                 if transfer is not None and (request is None or not request.sent):
                     transfer.arguments.release(arguments.chunks)
                     transfer.references.requeue(freed)
-        except (TransferClosed, PoolClosed):
+        except TransferClosed:
             continue
         except SegmentNotFound as error:
             # The object has been dropped, or this is another server.
             if not MAPPINGS.disown(error.segments):
                 raise
-        except PoolFull as full:
-            assert transfer is not None, "only a pool raises PoolFull"
-            yield from _await_memory(transfer, what, full)
 
 
 #: The table of a call without tensors.
@@ -102,24 +98,6 @@ def _request(
     return Request(message, what, b"".join(arguments.skeletons), fds, arenas=arenas, transfer=transfer)
 
 
-def _await_memory(transfer: ClientTransfer, what: str, full: PoolFull) -> Operation[None]:
-    """Wait until a chunk of this client's pool is free: returned by the server, or by another operation of this process.
-
-    The server's answer alone is not enough: the reply to another thread may return the chunks, and that thread may free them
-    after this one retries, and keep them longer than the server does.
-
-    :raises ServerBusy: if none is free at the deadline of the call.
-    """
-    with transfer.awaiting(full.frees) as until:
-        try:
-            free = yield from ask(Request(m.AwaitFree(), what, transfer=transfer, until=until), m.Free)
-        except DeadlineExceeded as error:
-            if transfer.arguments.frees == full.frees and not transfer.arguments.closed:
-                raise ServerBusy(f"{what}: {full}") from error
-            return
-    transfer.arguments.release(free.chunks)
-
-
 class _HasMemory(Exception):
     """The error for an argument that needs the codec."""
 
@@ -131,7 +109,7 @@ def lower(args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Operation
     """
     arguments: Arguments | None = _plain(args, kwargs)
     if arguments is None:
-        arguments = yield Work(functools.partial(_encode_all, args, kwargs, device, "", None, "", bare=True))
+        arguments = yield Work(functools.partial(_encode_all, args, kwargs, device, "", None, bare=True))
     assert arguments is not None, "the codec returns arguments"
     return arguments
 
@@ -156,11 +134,9 @@ def _no_memory(value: Any, path: str) -> NoReturn:
     raise _HasMemory(path)
 
 
-def _encoding(
-    args: Sequence[Any], kwargs: dict[str, Any], device: str, server: str, transfer: ClientTransfer | None, what: str
-) -> Work:
+def _encoding(args: Sequence[Any], kwargs: dict[str, Any], device: str, server: str, transfer: ClientTransfer | None) -> Work:
     pool = transfer.arguments if transfer is not None else None
-    work = functools.partial(_encode_all, args, kwargs, device, server, pool, what)
+    work = functools.partial(_encode_all, args, kwargs, device, server, pool)
     return Work(work, undo=functools.partial(_undo, pool))
 
 
@@ -170,13 +146,12 @@ def _encode_all(
     device: str,
     server: str,
     pool: Pool | None,
-    what: str,
     *,
     bare: bool = False,
 ) -> Arguments:
     from shared_rpc.codec.arguments import encode_arguments
 
-    return encode_arguments(args, kwargs, device_kind(device), server, pool, f"arguments of {what}", bare=bare)
+    return encode_arguments(args, kwargs, device_kind(device), server, pool, bare=bare)
 
 
 def _undo(pool: Pool | None, arguments: Arguments) -> None:

@@ -43,8 +43,7 @@ class Request(msgspec.Struct):
     operation. ``at_once``: the server answers at once, and the answer is used even after the caller's deadline.
 
     ``arenas`` are segments by their numbers in the message, whose descriptors are sent once per connection; ``fds`` are those
-    of the others. ``transfer`` receives the server's news of memory. ``until`` is a descriptor: the request is withdrawn
-    once it is readable, like at its deadline: an eventfd that counts (EFD_SEMAPHORE).
+    of the others. ``transfer`` receives the server's news of memory.
     """
 
     message: m.Message
@@ -55,7 +54,6 @@ class Request(msgspec.Struct):
     at_once: bool = False
     arenas: dict[int, Segment] = msgspec.field(default_factory=dict)
     transfer: ClientTransfer | None = None
-    until: int | None = None
     #: True if the result is needed as memory even by a process that has the value itself.
     bare: bool = False
     #: For a release: the session of each lease, None for an object given by its id.

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 from shared_rpc.errors import SharedRPCError
 from shared_rpc.lifecycle.finalizer import FINALIZER, weakly
 from shared_rpc.memory.chunk_references import ChunkReferences
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.pool import Pool, PoolOptions
-from shared_rpc.memory.segments import Descriptor, Segment
+from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.records import SegmentInfo
@@ -36,7 +34,7 @@ class ClientTransfer:
     """
 
     def __init__(self, options: PoolOptions, flush: Callable[[ClientTransfer, list[int]], object]) -> None:
-        self.arguments = Pool(options, "this client's pool for arguments")
+        self.arguments = Pool(options)
         self.references = ChunkReferences(weakly(self._chunk_dropped))
         self._flush = flush
         #: The server's arenas. Their descriptors are sent once, perhaps in a reply that is processed after the next one.
@@ -64,18 +62,6 @@ class ClientTransfer:
             references.poll(check_only=check_only)
             if references.fenced and not self._poll_scheduled:
                 self._poll_after_silence()
-
-    @contextmanager
-    def awaiting(self, frees: int) -> Iterator[int]:
-        """Open a descriptor that is readable once :attr:`Pool.frees` of the pool for arguments exceeds ``frees``."""
-        event = Descriptor.opened(os.eventfd, 0, os.EFD_CLOEXEC | os.EFD_NONBLOCK | os.EFD_SEMAPHORE)
-        wake = functools.partial(os.eventfd_write, event.number, 1)
-        try:
-            self.arguments.notify(wake, frees)
-            yield event.number
-        finally:
-            self.arguments.forget(wake)
-            event.close()
 
     def learn(self, message: m.Message, frame: Frame) -> None:
         """Record the arenas of a reply, which may be processed after a later reply."""
@@ -120,8 +106,6 @@ class ClientTransfer:
 
     def discard(self, message: m.Message, frame: Frame) -> None:
         """Process the memory of an abandoned reply."""
-        if isinstance(message, m.Free):
-            self.arguments.release(message.chunks)
         if not isinstance(message, m.Result) or len(message.segments) != len(frame.fds) + len(message.kept):
             return
         for segment in self.segments(message.segments, message.kept, message.arenas, frame.fds):

@@ -30,7 +30,6 @@ def encode_arguments(
     kind: str,
     server: str = "",
     pool: Pool | None = None,
-    purpose: str = "",
     *,
     bare: bool = False,
 ) -> Arguments:
@@ -41,10 +40,9 @@ def encode_arguments(
     :param pool: the target of copies, see :func:`~shared_rpc.codec.placement.copy`.
     :param bare: leave the memory out, because only the parts of a cache key are needed.
     :raises CapabilityError: for an argument that cannot be sent, naming it.
-    :raises PoolFull: if the pool has too little free memory now.
     """
     if pool is not None:
-        single = _encode_single(args, kwargs, kind, pool, purpose)
+        single = _encode_single(args, kwargs, kind, pool)
         if single is not None:
             return single
     scan = Scan(kind)
@@ -67,7 +65,7 @@ def encode_arguments(
     lowered = lower_call(args, kwargs, leaf)
     if bare or (not scan.storages and not skeletons):
         return Arguments(*encode_call(*lowered))
-    placed = copy(scan, spans(scan, exact=True), pool, purpose, server)
+    placed = copy(scan, spans(scan, exact=True), pool, server)
     return Arguments(
         *encode_call(*lowered),
         placed.table(),
@@ -84,14 +82,14 @@ _ALONE = encode_call([TensorRef(0)], {})
 _SCALARS = (int, float, bool, str, bytes, complex, type(None))
 
 
-def _encode_single(args: Sequence[Any], kwargs: dict[str, Any], kind: str, pool: Pool, purpose: str) -> Arguments | None:
+def _encode_single(args: Sequence[Any], kwargs: dict[str, Any], kind: str, pool: Pool) -> Arguments | None:
     """Encode one plain tensor, alone or with scalars; return None for anything else."""
     rest = [value for value in (*args, *kwargs.values()) if type(value) not in _SCALARS]
     if len(rest) != 1 or type(rest[0]) is not torch.Tensor:
         return None
     alone = len(args) == 1 and not kwargs
     written = _ALONE if alone else encode_call(*lower_call(args, kwargs, lambda value, path: TensorRef(0)))
-    copied = copy_single(rest[0], kind, pool, purpose)
+    copied = copy_single(rest[0], kind, pool)
     if copied is None:
         return None
     copied.wait()

@@ -166,18 +166,16 @@ def move(scan: Scan, access: Access, tensors: Tensors = "all", slabs: Slabs | No
     return placement
 
 
-def copy(
-    scan: Scan, found: list[Span], pool: Pool | None, purpose: str, reader: str = "", tensors: Tensors = "all"
-) -> Placement:
-    """Copy memory used by the tensors of ``scan`` into a pool, or into separate segments if large, writable for the reader.
+def copy(scan: Scan, found: list[Span], pool: Pool | None, reader: str = "", tensors: Tensors = "all") -> Placement:
+    """Copy memory used by the tensors of ``scan`` into a pool, or into separate segments if it does not fit, writable for the
+    reader.
 
     Memory in a segment that the reader can reference stays in place, unless it is to be private. The current streams' work is
     complete on return; the device's other streams are not waited for.
 
     :param found: the scan's exact spans.
-    :param pool: None to make segments. ``purpose``: see :class:`Chunk`.
+    :param pool: None to make segments.
     :param reader: the id of the server that reads it, ``""`` for any process.
-    :raises PoolFull: if the pool has too little free memory now.
     :raises CapabilityError: if a device has too little memory, or is in the middle of a CUDA graph's capture.
     """
     if scan.kind == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -190,9 +188,7 @@ def copy(
         for device, blocks_there in private.items():
             others[device] += blocks_there  # the copy is the reader's own in any case
         for device, rest in others.items():
-            if pool is not None and sum(aligned(block.nbytes) for block in rest) <= pool.largest:
-                _copy_into(pool, placement, rest, device, purpose)
-            else:
+            if pool is None or not _copy_into(pool, placement, rest, device):
                 for mapping, chosen in _segments(rest, device):
                     _fill(placement, mapping, chosen, "read_write")
         for device in {span.device for span in found}:
@@ -232,14 +228,19 @@ def _elsewhere(placement: Placement, found: list[Span], access: Access) -> tuple
     return rest, private
 
 
-def _copy_into(pool: Pool, placement: Placement, rest: list[Block], device: torch.device, purpose: str) -> None:
-    for block, chunk in zip(rest, pool.acquire(id_of(device), [block.nbytes for block in rest], purpose), strict=True):
+def _copy_into(pool: Pool, placement: Placement, rest: list[Block], device: torch.device) -> bool:
+    """Copy blocks into chunks; return False if the pool does not hold them."""
+    chunks = pool.acquire(id_of(device), [block.nbytes for block in rest])
+    if chunks is None:
+        return False
+    for block, chunk in zip(rest, chunks, strict=True):
         placement.chunks.append(chunk.number)
         mapping = chunk.arena.mapping
         number = placement.segment(mapping, "read_write")
         placement.arenas.add(number)
         placement.put(block, number, chunk.offset, chunk.number)
         _copy(block, mapping, chunk.offset)
+    return True
 
 
 def _segments(

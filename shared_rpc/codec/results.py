@@ -28,7 +28,7 @@ from shared_rpc.memory.backends.choice import backend_for
 from shared_rpc.memory.chunk_references import ChunkReferences
 from shared_rpc.memory.devices import device_kind, torch_device
 from shared_rpc.memory.mapping import MAPPINGS
-from shared_rpc.memory.pool import Pool, PoolFull
+from shared_rpc.memory.pool import Pool
 from shared_rpc.memory.records import Record
 from shared_rpc.memory.segments import Segment
 from shared_rpc.memory.slabs import Slabs
@@ -76,7 +76,7 @@ def publish(
         return Record(_NONE, EMPTY_TABLE, (), 0, device)
     kind = device_kind(device)
     if pool is not None and access == "read_write" and type(value) is torch.Tensor:
-        copied = _copy_single(value, kind, pool, endpoint)
+        copied = copy_single(value, kind, pool)
         if copied is not None:
             copied.wait()
             return _copy_record(copied)
@@ -88,11 +88,7 @@ def publish(
             small = sum(aligned(span.nbytes) for span in used) <= pool.largest
             # A pool's memory is never mapped copy-on-write, as arrays must be.
             if small and (scan.buffers is None or not scan.buffers.views):
-                try:
-                    placed = copy(scan, used, pool, f"results of {endpoint}()", tensors=tensors)
-                except PoolFull:
-                    placed = copy(scan, used, None, "", tensors=tensors)
-                return _record(skeleton, placed, device)
+                return _record(skeleton, copy(scan, used, pool, tensors=tensors), device)
             del used
             scan = None
         MAPPINGS.drain()
@@ -123,7 +119,7 @@ class Soon:
 
 
 @without_modes
-def publish_soon(value: Any, device: str, endpoint: str, pool: Pool, seconds: float) -> Record | Soon | None:
+def publish_soon(value: Any, device: str, pool: Pool, seconds: float) -> Record | Soon | None:
     """Publish into a pool where that is a matter of microseconds, for a thread with little time; else return None.
 
     :param seconds: maximum wait for the GPU work of an endpoint that returns None.
@@ -132,15 +128,8 @@ def publish_soon(value: Any, device: str, endpoint: str, pool: Pool, seconds: fl
         return Record(_NONE, EMPTY_TABLE, (), 0, device) if _is_done(device, seconds) else None
     if type(value) is not torch.Tensor:
         return None
-    copied = _copy_single(value, device_kind(device), pool, endpoint, limit=_SMALL)
+    copied = copy_single(value, device_kind(device), pool, limit=_SMALL)
     return Soon(value, copied) if copied is not None else None
-
-
-def _copy_single(value: torch.Tensor, kind: str, pool: Pool, endpoint: str, limit: int | None = None) -> Copied | None:
-    try:
-        return copy_single(value, kind, pool, f"results of {endpoint}()", limit)
-    except PoolFull:
-        return None
 
 
 def _is_done(device: str, seconds: float | None = None) -> bool:

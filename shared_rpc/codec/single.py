@@ -72,19 +72,17 @@ def _plain(tensor: torch.Tensor) -> bool:
 _capturing = torch.cuda.is_current_stream_capturing
 
 
-def copy_single(tensor: torch.Tensor, kind: str, pool: Pool, purpose: str, limit: int | None = None) -> Copied | None:
-    """Copy a tensor into a pool; return None if the general path must handle the tensor, errors included.
+def copy_single(tensor: torch.Tensor, kind: str, pool: Pool, limit: int | None = None) -> Copied | None:
+    """Copy a tensor into a pool; return None if the general path must handle the tensor, errors and a full pool included.
 
     :param kind: the type of device that it must be on.
     :param limit: the most bytes to copy; None for the pool's own limit.
-    :raises PoolFull: if the pool has too little free memory now.
     """
     nbytes, device = tensor.nbytes, tensor.device
     size = -(-nbytes // ALIGNMENT) * ALIGNMENT
     if (
         nbytes == 0
         or (limit is not None and nbytes > limit)
-        or size > pool.largest
         or device.type != kind
         or not _plain(tensor)
         or not tensor.is_contiguous()
@@ -95,7 +93,9 @@ def copy_single(tensor: torch.Tensor, kind: str, pool: Pool, purpose: str, limit
     found = MAPPINGS.find(address)
     if found is not None and not found[0].pooled:
         return None  # the reader can map the memory in place: see Placement.stays()
-    chunk = pool.acquire_one(id_of(device), size, purpose)
+    chunk = pool.acquire_one(id_of(device), size)
+    if chunk is None:
+        return None
     try:
         mapping = chunk.arena.mapping
         assert mapping.descriptor is not None, "an arena can be sent"

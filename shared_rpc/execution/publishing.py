@@ -88,7 +88,7 @@ class Publisher:
         from shared_rpc.codec.results import Soon, publish_soon
 
         try:
-            soon = publish_soon(value[0], self._device, endpoint.spec.name, transfer.results, _PATIENCE)
+            soon = publish_soon(value[0], self._device, transfer.results, _PATIENCE)
             record = soon.poll(_PATIENCE) if isinstance(soon, Soon) else soon
             if record is None:
                 return soon if isinstance(soon, Soon) else None

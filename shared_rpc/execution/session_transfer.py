@@ -24,8 +24,6 @@ class SessionTransfer(ABC):
     def __init__(self) -> None:
         #: The client's arenas, by the client's ids.
         self._arenas: dict[str, Segment] = {}
-        #: Functions registered with :meth:`await_chunks`, in order.
-        self._subscribers: dict[Callable[[], None], None] = {}
 
     def add_arena(self, info: SegmentInfo, fd: int) -> Segment:
         """Register a client's new arena, and return a duplicate of its descriptor. The transfer owns the received one.
@@ -63,29 +61,9 @@ class SessionTransfer(ABC):
     def returned(self) -> list[int]:
         """Pop the client's chunks that can be returned now."""
 
-    def freed(self) -> list[int]:
-        """Return :meth:`returned`, for a reply. Also notifies the waiters, which are of the same client."""
-        chunks = self.returned()
-        if chunks:
-            self._notify_subscribers()
-        return chunks
-
     @abstractmethod
     def put_back(self, chunks: Iterable[int]) -> None:
-        """Take back chunks of :meth:`freed` that could not be sent."""
-
-    @abstractmethod
-    def await_chunks(self, notify: Callable[[], None]) -> None:
-        """Call ``notify`` once, from any thread, when :meth:`returned` may have chunks."""
-
-    def unsubscribe(self, notify: Callable[[], None]) -> None:
-        """Remove a function registered with :meth:`await_chunks`."""
-        self._subscribers.pop(notify, None)
-
-    def _notify_subscribers(self) -> None:
-        for notify in [*self._subscribers]:
-            if self._subscribers.pop(notify, "called") is None:  # another thread may notify too
-                notify()
+        """Take back chunks of :meth:`returned` that could not be sent."""
 
     @abstractmethod
     def info(self) -> PoolInfo:
@@ -96,7 +74,6 @@ class SessionTransfer(ABC):
         for segment in self._arenas.values():
             segment.close()
         self._arenas.clear()
-        self._subscribers.clear()
 
 
 TransferT_co = TypeVar("TransferT_co", bound=SessionTransfer, covariant=True)

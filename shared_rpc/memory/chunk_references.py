@@ -63,7 +63,7 @@ class ChunkReferences:
     :param dropped: called, in a finaliser, when a chunk is unused, or soon will be. It must only enqueue.
     """
 
-    def __init__(self, dropped: Callable[[], object]) -> None:
+    def __init__(self, dropped: Callable[[], object] = lambda: None) -> None:
         self._notify = dropped
         self._lock = threading.Lock()
         self._closed = False
@@ -159,19 +159,6 @@ class ChunkReferences:
             return
         self._references.difference_update(references)
         self.fenced.append((backend, passed, [reference.number for reference in references]))
-
-    def drain(self) -> None:
-        """Poll, after waiting for the GPU: for memory that is needed now."""
-        waiting = [*self.dropped]
-        backends = {reference.backend for reference in waiting}.union([backend for backend, _, _ in [*self.fenced]])
-        done = {backend for backend in backends if backend.synchronize()}
-        with self._lock:
-            for reference in waiting:
-                if reference.backend in done and reference in self._references:
-                    self.dropped.remove(reference)
-                    self._references.remove(reference)
-                    self.free.append(reference.number)
-        self.poll()
 
     def pop_returned(self) -> list[int]:
         """Pop the chunks to report to their pool now."""

@@ -315,10 +315,6 @@ class Free(Message):
     chunks: Chunks
 
 
-class AwaitFree(Message):
-    """Request for :class:`Free` as soon as the server returns chunks of the client's pool, in this or another message."""
-
-
 class CreateBuffer(Message):
     """Request for the :class:`Result` of a new buffer: one tensor in a separate segment.
 

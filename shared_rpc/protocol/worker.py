@@ -92,14 +92,6 @@ class RunWithdrawn(Message):
     returned: list[int]
 
 
-class ChunksReturned(Message):
-    """Chunks of a client's pool that the worker no longer uses."""
-
-    key: str
-    session: str
-    chunks: list[int]
-
-
 class Allocated(Message):
     """The requested memory, with its descriptor in the frame; or the free bytes. The answer may be an error instead."""
 
@@ -154,15 +146,6 @@ class ReleaseChunks(Message):
     key: str
     session: str
     chunks: list[int]
-
-
-class AwaitChunks(Message):
-    """Request for :class:`ChunksReturned` once chunks of the session can be returned, if necessary after the GPU has
-    finished.
-    """
-
-    key: str
-    session: str
 
 
 class SessionEnded(Message):

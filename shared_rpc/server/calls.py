@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 from collections.abc import Callable
-from contextlib import suppress
 
 import msgspec
 
@@ -135,22 +133,6 @@ class Calls:
         """Take back chunks of the endpoints' pool."""
         self._transfers.release_results(caller.session, message.chunks)
         return m.Count(len(message.chunks))
-
-    @handles(m.AwaitFree)
-    async def await_free(self, caller: Caller, message: m.AwaitFree) -> m.Free:
-        """Wait for chunks of the client's pool to return."""
-        transfer, loop, there = self._transfers.of(caller.session), asyncio.get_running_loop(), asyncio.Event()
-
-        def notify() -> None:
-            with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(there.set)
-
-        transfer.await_chunks(notify)
-        try:
-            await there.wait()
-        finally:
-            transfer.unsubscribe(notify)
-        return m.Free(transfer.returned())
 
     @handles(m.InvalidateCall)
     def invalidate_call(self, caller: Caller, message: m.InvalidateCall) -> m.Count:

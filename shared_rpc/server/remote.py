@@ -320,7 +320,7 @@ class RemoteCaller(msgspec.Struct, eq=False):
         transfer, sent = self.core.transfers.find(self.session), self._client.sent
         message = m.Result(
             **record.body(sent),
-            freed=transfer.freed() if transfer is not None and self._waiter is not None and self._waiter.pooled else [],
+            freed=transfer.returned() if transfer is not None and self._waiter is not None and self._waiter.pooled else [],
             object_id=stored.object_id if stored is not None else "",
             generation=stored.generation if stored is not None else 1,
             managed=outcome.managed,

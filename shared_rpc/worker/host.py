@@ -84,7 +84,6 @@ class WorkerHost:
             w.Withdraw: self._withdraw,
             w.Stop: self._stop,
             w.ReleaseChunks: self._give,
-            w.AwaitChunks: self._await_chunks,
             w.SessionEnded: self._end_session,
             w.Reclaim: self._reclaim,
             **self._memory.handlers,
@@ -349,12 +348,6 @@ class WorkerHost:
         if hosted is not None:
             hosted.transfers.release_results(message.session, message.chunks)
 
-    def _await_chunks(self, frame: Frame, message: w.AwaitChunks) -> None:
-        hosted = self._hosted.get(message.key)
-        transfer = hosted.transfers.find(message.session) if hosted is not None else None
-        if transfer is not None:
-            transfer.await_chunks(lambda: self._on_loop(lambda: self._return(self._hosted[message.key], message.session)))
-
     def _end_session(self, frame: Frame, message: w.SessionEnded) -> None:
         hosted = self._hosted.get(message.key)
         if hosted is not None:
@@ -363,11 +356,6 @@ class WorkerHost:
     def _reclaim(self, frame: Frame, message: w.Reclaim) -> None:
         for hosted in self._hosted.values():
             hosted.executor.reclaim()
-
-    def _return(self, hosted: Hosted, session: str) -> None:
-        chunks = returnable_chunks(hosted, session)
-        if chunks:
-            self._stream.send(w.ChunksReturned(hosted.key, session, chunks))
 
     def _send(self, message: Message, number: int = 0, payload: bytes = b"", fds: tuple[int, ...] = ()) -> None:
         self._stream.send(message, number, payload, fds)

@@ -220,10 +220,3 @@ def test_a_task_uses_its_submitters_memory(setting: Setting) -> None:
     setting.said(w.RunFailed("error", "", {}, [7]), number)
     assert setting.transfer.returned() == [7]
     assert setting.peers[0].arenas == {}
-
-
-def test_workers_are_asked_for_chunks_while_a_client_waits(setting: Setting) -> None:
-    """Also those that receive chunks after the wait began."""
-    setting.transfer.await_chunks(lambda: None)
-    setting.start(1)
-    assert [type(message) for message, _ in setting.peers[0].sent] == [w.StartRun, w.AwaitChunks]

@@ -126,8 +126,8 @@ def test_a_returned_argument_is_not_copied(device: str, no_leaks: None) -> None:
 @pytest.mark.parametrize("alone", [True, False], ids=["one tensor", "several"])
 def test_short_lived_results_are_copied_as_arguments(no_leaks: None, alone: bool) -> None:
     """Also for the server whose pool they lie in."""
-    references, options = ChunkReferences(lambda: None), PoolOptions()
-    with closing(Pool(options, "the server's pool")) as theirs, closing(Pool(options, "the client's pool")) as mine:
+    references, options = ChunkReferences(), PoolOptions()
+    with closing(Pool(options)) as theirs, closing(Pool(options)) as mine:
         with closing(publish(torch.ones(3), "cpu", "read_write", "f", theirs)) as record:
             pooled = dict.fromkeys(record.chunks, references)
             result = decode_result(record.skeleton, record.table, record.segments, "server", pooled, record.arenas)
@@ -137,17 +137,35 @@ def test_short_lived_results_are_copied_as_arguments(no_leaks: None, alone: bool
         references.close()
 
 
+@pytest.fixture
+def full_pool() -> Iterator[Pool]:
+    """A pool without free memory."""
+    with closing(Pool(PoolOptions(initial=4096, limit=4096))) as pool:
+        for _ in range(4):
+            assert pool.acquire("cpu", [1024]) is not None
+        yield pool
+
+
 @pytest.mark.parametrize("alone", [True, False], ids=["one tensor", "several"])
-def test_results_that_a_full_pool_does_not_hold_are_copied_into_segments(no_leaks: None, alone: bool) -> None:
+def test_results_that_a_full_pool_does_not_hold_are_copied_into_segments(no_leaks: None, full_pool: Pool, alone: bool) -> None:
     """The maker's tensor stays its own, as with a result in the pool."""
-    with closing(Pool(PoolOptions(initial=4096, limit=4096), "the server's pool")) as pool:
-        tensor = torch.arange(3.0)
-        used = pool.acquire("cpu", [1024] * 4, "a test")
-        with closing(publish(tensor if alone else [tensor], "cpu", "read_write", "f", pool)) as record:
-            result = decode_result(record.skeleton, record.table, record.segments)
-        assert (record.chunks, pool.used) == ([], len(used))
-        tensor.zero_()
-        assert (result if alone else result[0]).tolist() == [0, 1, 2]
+    tensor = torch.arange(3.0)
+    with closing(publish(tensor if alone else [tensor], "cpu", "read_write", "f", full_pool)) as record:
+        result = decode_result(record.skeleton, record.table, record.segments)
+    assert record.chunks == []
+    tensor.zero_()
+    assert (result if alone else result[0]).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_arguments_that_a_full_pool_does_not_hold_are_copied_into_segments(no_leaks: None, full_pool: Pool, count: int) -> None:
+    """The endpoint has them, and writes to none of the caller's."""
+    tensor = torch.arange(3.0)
+    with closing(encode_arguments([tensor, tensor[1:]][:count], {}, "cpu", "server", full_pool)) as arguments:
+        received, _ = decode_arguments(arguments)
+    assert (arguments.chunks, len(received)) == ([], count)
+    received[0].zero_()
+    assert tensor.tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float64])

@@ -202,9 +202,10 @@ def test_storages_outside_of_their_segment_are_refused(memory: list[Mapping], of
 
 def test_chunks_that_no_tensor_keeps_are_given_back() -> None:
     """A chunk stays in use while a storage over it lives; one that came with the table and that nothing lies in does not."""
-    with closing(Pool(PoolOptions(), "the pool")) as pool:
-        used, spare = pool.acquire("cpu", [64, 64], "a test")
-        references = ChunkReferences(lambda: None)
+    with closing(Pool(PoolOptions())) as pool:
+        chunks = pool.acquire("cpu", [64, 64])
+        assert chunks is not None
+        (used, spare), references = chunks, ChunkReferences()
         pooled = {used.number: references, spare.number: references}
         mapping = used.arena.mapping
         places = [StorageEntry(0, used.offset + half, 32, chunk=used.number) for half in (0, 32)]

@@ -20,7 +20,6 @@ from shared_rpc.client.steps import Reply
 from shared_rpc.client.transfer import ClientTransfer
 from shared_rpc.errors import ConnectionClosed
 from shared_rpc.execution import transfer as server_module
-from shared_rpc.execution.transfer import ServerTransfer
 from shared_rpc.memory import chunk_references
 from shared_rpc.memory.backends.choice import backend_for
 from shared_rpc.memory.backends.host import HOST, MemfdBackend
@@ -39,8 +38,6 @@ class Gpu(MemfdBackend):
 
     unmaps_in_background = False
     done = False
-    #: Whether it cannot be waited for.
-    captures = False
     marked = 0
     asked = 0
 
@@ -53,11 +50,6 @@ class Gpu(MemfdBackend):
             return self.done
 
         return passed
-
-    def synchronize(self) -> bool:
-        """Wait for the queued work."""
-        self.done = self.done or not self.captures
-        return self.done
 
 
 class Clock:
@@ -123,7 +115,7 @@ class Idle:
 @pytest.fixture
 def idle(clock: Clock) -> Iterator[Idle]:
     """The client's side of a session."""
-    with closing(Pool(PoolOptions(), "the server's pool")) as pool:
+    with closing(Pool(PoolOptions())) as pool:
         idle = Idle(clock, pool)
         with closing(idle.transfer):
             yield idle
@@ -137,7 +129,8 @@ def gpu() -> Gpu:
 
 def lend(references: ChunkReferences, pool: Pool, gpu: Gpu) -> list[int]:
     """Use as many chunks as are marked together, and end; return their numbers."""
-    chunks = pool.acquire("cpu", [16] * chunk_references._BATCH, "a test")
+    chunks = pool.acquire("cpu", [16] * chunk_references._BATCH)
+    assert chunks is not None
     chunks[0].arena.mapping.backend = gpu
     storages = [torch.zeros(4).untyped_storage() for _ in chunks]
     for chunk, storage in zip(chunks, storages, strict=True):
@@ -194,45 +187,6 @@ def test_a_gpu_that_must_not_be_marked_waits_for_a_request(idle: Idle) -> None:
     assert (idle.sent, idle.gpu.marked) == ([], 0)
     idle.request()
     assert sorted(idle.request()) == sorted(numbers)
-
-
-# The server's side.
-
-
-@pytest.fixture
-def serving(clock: Clock) -> Iterator[ServerTransfer]:
-    """The server's side of a session, on a GPU."""
-    transfer = ServerTransfer("a", PoolOptions())
-    yield transfer
-    transfer.close()
-    clock.advance(1)
-
-
-def test_arguments_that_a_client_waits_for_are_waited_for(serving: ServerTransfer, gpu: Gpu, clock: Clock) -> None:
-    """Chunks that were marked at the end of their endpoint are returned although no other endpoint runs."""
-    sent: list[int] = []
-    with closing(Pool(PoolOptions(), "the client's pool")) as pool:
-        lend(serving.references, pool, gpu)
-        serving.poll()
-        assert serving.references.fenced
-        serving.await_chunks(lambda: sent.append(len(serving.returned())))
-        clock.advance(0)
-    assert sent == [chunk_references._BATCH]
-
-
-def test_arguments_on_a_captured_gpu_are_polled(serving: ServerTransfer, gpu: Gpu, clock: Clock) -> None:
-    """No event reports a capture's end: while a client waits, the GPU is polled."""
-    sent: list[int] = []
-    gpu.captures = True
-    with closing(Pool(PoolOptions(), "the client's pool")) as pool:
-        lend(serving.references, pool, gpu)
-        serving.await_chunks(lambda: sent.append(len(serving.returned())))
-        clock.advance(1)
-        assert not sent
-        gpu.captures = False
-        clock.advance(1)
-    assert sent == [chunk_references._BATCH]
-    assert clock.jobs == []
 
 
 # The server's arenas.
