@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ import msgspec
 
 from shared_rpc.client.handle import Lease, closing_scope
 from shared_rpc.errors import CapabilityError, RecordError, StaleHandleError
-from shared_rpc.memory.backends.host import HOST
+from shared_rpc.memory.backends.host import HOST, write_exactly
 from shared_rpc.memory.mapping import MAPPINGS, MappingHold
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.exported import RecordHeader
@@ -90,9 +89,7 @@ class SegmentBytes:
         if segment is None or not self.writable:
             into[offset : offset + len(view)] = view
             return
-        while view:
-            written = os.pwrite(segment.fileno(), view, offset)
-            offset, view = offset + written, view[written:]
+        write_exactly(segment.fileno(), view, offset)
 
     def synchronize(self) -> None:
         """Wait for all work of this process on the segment's device.

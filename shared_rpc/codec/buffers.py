@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from shared_rpc.errors import CapabilityError, CodecError
 from shared_rpc.memory.arena import pack
-from shared_rpc.memory.backends.host import HOST
+from shared_rpc.memory.backends.host import HOST, write_exactly
 from shared_rpc.memory.mapping import MAPPINGS, Mapping
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.records import Access, BufferEntry, TensorTable
@@ -68,11 +68,8 @@ def place(buffers: PickledBuffers, access: Access, first: int) -> tuple[list[Seg
 
 
 def _write(fd: int, view: memoryview, offset: int) -> None:
-    # Not through a mapping: the kernel copies while other threads run, and without page faults.
-    done = 0
     try:
-        while done < view.nbytes:
-            done += os.pwrite(fd, view[done:], offset + done)
+        write_exactly(fd, view, offset)
     except OSError as error:
         raise CapabilityError(f"cannot write {view.nbytes} bytes to a host segment in pid {os.getpid()}: {error}") from error
 

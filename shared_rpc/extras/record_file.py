@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from shared_rpc.client.exported import ExportedRecord, RecordBytes
 from shared_rpc.errors import RecordError
+from shared_rpc.memory.backends.host import write_exactly
 from shared_rpc.memory.file_parts import (
     DIGEST,
     PART,
@@ -39,7 +40,6 @@ from shared_rpc.memory.file_parts import (
     place_in,
     read_exactly,
     read_parts,
-    write_exactly,
     write_parts,
 )
 from shared_rpc.memory.revisions import Page

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import xxhash
 
-from shared_rpc.memory.backends.host import HOST
+from shared_rpc.memory.backends.host import HOST, write_exactly
 from shared_rpc.memory.segments import gpu_support
 
 if TYPE_CHECKING:
@@ -271,13 +271,6 @@ def read_exactly(fd: int, piece: memoryview, offset: int) -> None:
         if not count:
             raise OSError(0, f"it ends after {offset + done} bytes")
         done += count
-
-
-def write_exactly(fd: int, piece: memoryview, offset: int) -> None:
-    """Write all bytes."""
-    done = 0
-    while done < len(piece):
-        done += os.pwrite(fd, piece[done:], offset + done)
 
 
 def digest(*pieces: bytes | memoryview) -> bytes:

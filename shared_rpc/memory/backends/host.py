@@ -171,3 +171,10 @@ class MemfdBackend:
 
 
 HOST = MemfdBackend()
+
+
+def write_exactly(fd: int, piece: memoryview, offset: int) -> None:
+    """Write all bytes to host memory or a file, without page faults and while other threads run."""
+    done = 0
+    while done < len(piece):
+        done += os.pwrite(fd, piece[done:], offset + done)
