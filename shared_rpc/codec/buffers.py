@@ -71,6 +71,8 @@ def _write(fd: int, view: memoryview, offset: int) -> None:
     try:
         write_exactly(fd, view, offset)
     except OSError as error:
+        if error.errno is None:  # a signal handler's own
+            raise
         raise CapabilityError(f"cannot write {view.nbytes} bytes to a host segment in pid {os.getpid()}: {error}") from error
 
 

@@ -148,6 +148,8 @@ def write(record: RecordBytes, path: str | os.PathLike[str], *, still: Callable[
     except _Unwanted:
         return
     except OSError as error:
+        if error.errno is None:  # a signal handler's own
+            raise
         more = f": it needs {layout.nbytes} bytes" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else ""
         raise RecordError(f"cannot write the record {name}: {error.strerror}{more}", reason="unreadable") from error
 
@@ -248,17 +250,18 @@ class FileRecord(RecordBytes):
             # Opening a pipe without a writer would block.
             fd = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
+            if error.errno is None:  # a signal handler's own
+                raise
             raise RecordError(f"cannot read the record {self.path}: {error.strerror}", reason="unreadable") from error
         self._fd = fd
         try:
             status = os.fstat(fd)
             _check_file(self.path, status)
             header, self._layout, self._digests = _read_head(fd, self.path, status.st_size)
-        except OSError as error:
+        except BaseException as error:
             self.close()
-            raise RecordError(f"cannot read the record {self.path}: {error.strerror}", reason="unreadable") from error
-        except BaseException:
-            self.close()
+            if isinstance(error, OSError) and error.errno is not None:
+                raise RecordError(f"cannot read the record {self.path}: {error.strerror}", reason="unreadable") from error
             raise
         parts: Any = [_FileSegment(info) for info in header.segments]
         super().__init__(header, parts, (), allocated=False)

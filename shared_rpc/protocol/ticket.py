@@ -118,6 +118,8 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                     os.unlink(draft)
                 raise
         except OSError as error:
+            if error.errno is None:  # a signal handler's own
+                raise
             raise ConfigurationError(f"cannot write the ticket {name}: {error.strerror}") from error
 
     @classmethod
@@ -134,6 +136,8 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 _check_file(name, os.fstat(fd))
                 text = file.read(_LIMIT + 1)
         except OSError as error:
+            if error.errno is None:  # a signal handler's own
+                raise
             raise TicketError(f"cannot read the ticket {name}: {error.strerror}", reason="unreadable") from error
         return cls.from_json(text, name)
 

@@ -626,6 +626,23 @@ def test_failing_disks_leave_the_earlier_file(here: Site, path: Path, monkeypatc
     assert (path.read_bytes(), sorted(one.name for one in path.parent.glob("model*"))) == (before, ["model.record"])
 
 
+@pytest.mark.parametrize("step", ["fsync", "open", "fstat"])
+def test_alarms_interrupt_files_with_their_own_exception(
+    here: Site, path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """A handler's TimeoutError, which is an OSError, is not converted to the error of a disk."""
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise TimeoutError("the alarm")
+
+    before = path.read_bytes()
+    with monkeypatch.context() as patched, here.client.call("model", 300) as handle:
+        patched.setattr(os, step, interrupt)
+        with pytest.raises(TimeoutError, match="the alarm"):
+            save(here.client, handle.object_id, path) if step == "fsync" else FileRecord(path)
+    assert (path.read_bytes(), sorted(one.name for one in path.parent.glob("model*"))) == (before, ["model.record"])
+
+
 def test_file_systems_without_nameless_files_work(here: Site, there: Site, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft is next to the file until it is complete."""
     original = os.open

@@ -75,6 +75,20 @@ def test_a_failed_write_is_reported(tmp_path: Path) -> None:
     assert not [name for name in os.listdir(tmp_path) if name.endswith(".part")]
 
 
+@pytest.mark.parametrize("step", ["fsync", "fstat"])
+def test_alarms_interrupt_tickets_with_their_own_exception(path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    """A handler's TimeoutError, which is an OSError, is not converted to the error of a disk."""
+
+    def interrupt(*_: Any) -> None:
+        raise TimeoutError("the alarm")
+
+    TICKET.write(path)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, step, interrupt)
+        with pytest.raises(TimeoutError, match="the alarm"):
+            TICKET.write(path) if step == "fsync" else Ticket.read(path)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
