@@ -7,13 +7,12 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from shared_rpc import AsyncClient, Client, Provider, Server, progress
+from shared_rpc import Client, Provider, Server, progress
 from shared_rpc.errors import ConfigurationError, EndpointNotFound, StaleHandleError
 from shared_rpc.protocol import infos
 from shared_rpc.protocol.specs import EndpointSpec
@@ -34,20 +33,6 @@ def served(provider: Provider, serve: Serve, go: threading.Event) -> Server:
         return torch.zeros(1)
 
     return serve()
-
-
-@pytest.fixture
-def refreshing(
-    served: Server, connect: Connect, go: threading.Event, threads: ThreadPoolExecutor
-) -> tuple[Client, Future[Any]]:
-    """A client, and the outcome of a refresh whose build has begun and waits for ``go``."""
-    client = connect()
-    go.set()
-    client.call("gated", 0)
-    go.clear()
-    refreshed = threads.submit(client.refresh, "gated", 0)
-    eventually(lambda: [run["progress"] for run in client.list_runs()] == [{"done": 1.0, "total": 4.0, "message": "shards"}])
-    return client, refreshed
 
 
 def test_sessions_are_listed(served: Server, connect: Connect) -> None:
@@ -87,19 +72,6 @@ def test_runs_of_calls_and_tasks_are_listed(
     call.result(20)
     client.wait_for_task(second)
     assert client.list_runs() == []
-
-
-def test_runs_of_refreshes_are_listed(refreshing: tuple[Client, Future[Any]], go: threading.Event) -> None:
-    """With progress, although they are no tasks, while the present generation is served."""
-    client, refreshed = refreshing
-
-    (run,) = client.list_runs()
-
-    assert (run["cache_key"], run["status"], run["calls"], run["tasks"]) == ("gated(key=0)", "running", 1, [])
-    client.call("gated", 0)
-    assert not refreshed.done()
-    go.set()
-    assert refreshed.result(20).generation == 2
 
 
 def test_statistics_count_by_endpoint(served: Server, connect: Connect) -> None:
@@ -208,14 +180,6 @@ def test_unfetched_tasks_are_holders(served: Server, connect: Connect) -> None:
     task = client.submit("load", 4)
     (holder,) = client.holders(client.watch_task(task).object_id or "")
     assert (holder["kind"], holder["session"], holder["connections"], holder["since"]) == ("task", task, 0, None)
-
-
-@pytest.mark.asyncio
-async def test_the_client_for_coroutines_lists_holders(served: Server, connect: Connect) -> None:
-    """By a handle of either client."""
-    async with AsyncClient(socket_path=served.socket_path) as other, await other.call("load", 4) as handle:
-        assert [one["pid"] for one in await other.holders(handle)] == [os.getpid()]
-        assert await other.holders(handle.object_id) == connect().holders(handle.object_id)
 
 
 def test_providers_list_their_own_holders(app: App) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
 import stat
@@ -17,7 +16,7 @@ import torch
 import xxhash
 from torch import nn
 
-from shared_rpc import AsyncClient, Client, ExportedRecord, Generation, Provider, RecordHeader, Server
+from shared_rpc import Client, ExportedRecord, Generation, Provider, RecordHeader, Server
 from shared_rpc.errors import (
     BufferNotFound,
     CapabilityError,
@@ -173,19 +172,6 @@ def test_records_round_trip(here: Site, there: Site, name: str, endpoint: str) -
     assert all(one[fact] == other[fact] for fact in ("nbytes", "private_nbytes", "cache_key"))  # type: ignore[literal-required]
 
 
-def test_objects_without_tensors_round_trip(here: Site, there: Site) -> None:
-    """A module with no parameters has no segments, and needs no buffers."""
-    here.box = nn.ReLU()
-    here.client.call("boxed")
-    with here.client.export(here.client.list_objects()[0]["object_id"]) as record:
-        assert record.segments == ()
-        with there.client.allocate(record.header) as allocated:
-            there.client.adopt(allocated)
-        assert there.client.adopt(record).generation == 2
-    assert type(there.client.call("boxed")) is nn.ReLU
-    assert there.built == []
-
-
 def test_read_only_records_are_sealed(here: Site, there: Site, device: str) -> None:
     """The kernel refuses a writable mapping of an adopted object's host memory."""
     adopted(here, there, "read", "views")
@@ -216,18 +202,6 @@ def test_a_record_is_the_object_s_own_memory(here: Site) -> None:
     assert -1 in flat.view(torch.float32)[:64]  # a tensor keeps the memory
     with pytest.raises(StaleHandleError, match="was closed"):
         record.segments[0].tensor()
-
-
-def test_a_header_is_plain_data(here: Site) -> None:
-    """It has all facts, and can be converted to bytes and back."""
-    handle = here.client.call("load", 3)
-    with here.client.export(handle.object_id) as record:
-        header = record.header
-    assert RecordHeader.from_bytes(header.to_bytes()) == header
-    assert (header.endpoint, header.cache_key, header.generation) == ("load", "load(size=3)", 1)
-    assert (header.access, header.tensors, header.device) == ("read_write", "all", here.server.engine.core.device)
-    assert header.nbytes == handle.get_object_info()["nbytes"]
-    assert header.fingerprint == here.client.list_endpoints()["load"]["fingerprint"]
 
 
 def test_buffers_are_exported_on_their_terms(here: Site, there: Site) -> None:
@@ -385,32 +359,6 @@ def test_uncached_objects_need_a_call(here: Site, there: Site) -> None:
 # Every class.
 
 
-def test_coroutines_can_adopt(here: Site, there: Site) -> None:
-    """With the same operations."""
-    here.client.call("load", 3).release()
-
-    async def main() -> None:
-        async with (
-            AsyncClient(here.base_path, device=here.device, timeout=30) as one,
-            AsyncClient(there.base_path, device=there.device, timeout=30) as other,
-        ):
-            async with await one.call("load", 3) as handle, await one.export(handle) as record:
-                allocated = await other.allocate(record.header)
-                for target, source in zip(allocated.segments, record.segments, strict=True):
-                    source.copy_to(target)
-                assert (await other.adopt(allocated)).generation == 1
-                assert (await other.adopt(record, "load", 3)).generation == 2
-                async with await other.adopt_candidate(record) as candidate:
-                    assert (await other.promote(candidate)).generation == 3
-            async with await other.prepare("load", 3) as candidate:
-                assert candidate.value.generation == 4
-            async with await other.call("load", 3) as attached:
-                assert (attached.generation, attached.value.weight[0, 0]) == (3, 1)
-
-    asyncio.run(main())
-    eventually(lambda: there.client.get_server_info()["leases"] == 0)
-
-
 def test_every_role_adopts(here: Site, app: App, device: str) -> None:
     """Including providers; the process of the endpoints attaches to adopted objects like any other."""
     if device == "cuda":
@@ -467,14 +415,6 @@ def test_saved_objects_are_restored(here: Site, there: Site, path: Path) -> None
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert path.stat().st_size < record.header.nbytes + (4 << 20)  # a GPU's memory is in pieces of 2 MiB
     assert list(path.parent.glob("*.part")) == []
-
-
-def test_segments_begin_at_pages(here: Site, path: Path) -> None:
-    """So that the file can be mapped."""
-    header, layout = read(path)
-    assert [part.offset % 4096 for part in layout.parts if part.start == 0] == [0] * len(header.segments)
-    assert len(layout.parts) == sum(-(-info.nbytes // PART) for info in header.segments) > 1
-    assert layout.nbytes == path.stat().st_size
 
 
 def read(path: Path) -> tuple[RecordHeader, Any]:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import mmap
-import os
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -17,7 +15,6 @@ import pytest
 import torch
 
 from shared_rpc import AsyncClient, AsyncHandle, Client, Handle
-from shared_rpc.client import blocking
 from shared_rpc.errors import HandleSuspended, ServerBusy
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.mapping import MAPPINGS
@@ -28,8 +25,6 @@ from tests.kit.suspending import APP, SIZE, has_numbers
 
 #: Bytes of an object, in pages.
 CAPACITY = -(-SIZE * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
-#: Options of a server for one object, whose requests wait for capacity.
-EVICTS = f"--quota cpu={CAPACITY} --when-full evict --spill-dir {{}}"
 
 
 def break_off(client: Client | AsyncClient) -> None:
@@ -189,29 +184,6 @@ def test_handles_without_capacity_become_suspended(client: Client, other: Client
         write(other)
         assert torch.equal(value, torch.arange(SIZE) + 1)
     assert (handle.suspended, state(other, handle.object_id)) == (False, ("device", 1, 1))
-
-
-def test_renewals_wait_for_capacity_briefly(
-    no_leaks: None,
-    broker_app: BrokerApp,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """If requests wait for it: the warning names the holders, and the wait ends with the request."""
-    monkeypatch.setattr(blocking, "RENEWAL", 0.1)
-    other = broker_app.serve(APP, options=EVICTS.format(tmp_path).split())
-    client = broker_app.connect()
-    handle = client.call("load")
-    lose_and_evict(other, handle, client)
-    with other.create_buffer(CAPACITY):
-        client.ping()
-        assert (handle.suspended, has_numbers(handle._value)) == (True, True)
-    (record,) = [record for record in caplog.records if handle.object_id in record.message]
-    assert f"pid {os.getpid()} uses" in record.message
-    assert state(other, handle.object_id) == ("file", 1, 0)
-    handle.resume()
-    assert has_numbers(handle.value)
 
 
 def test_memory_without_atomic_replacement_is_replaced_on_resumption(

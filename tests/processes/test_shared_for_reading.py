@@ -13,21 +13,17 @@ import torch
 from shared_rpc import Client, Provider, Server
 from shared_rpc.codec.storages import whole_tensor
 from shared_rpc.errors import CapabilityError
-from shared_rpc.execution.device_memory import DeviceMemory
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.records import Record
 from shared_rpc.memory.segments import Segment
-from shared_rpc.memory.spill import SpillDirectory
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.records import Access, SegmentInfo, StorageEntry, TensorEntry, TensorTable
 from shared_rpc.protocol.values import TensorRef, encode
 from tests.kit.apps import Serve
-from tests.kit.blocking_memory import BlockingMemory
 from tests.kit.raw import Raw, sealed_memory
 
 NBYTES = 8192
-MEMORY = BlockingMemory(DeviceMemory("cpu"))
 
 
 @pytest.fixture
@@ -116,21 +112,7 @@ def test_the_holder_of_a_buffer_cannot_change_the_result(server: Server, client:
         assert not given.any()
 
 
-@pytest.fixture(params=["result", "restored"])
-def sent(request: pytest.FixtureRequest, published: Callable[..., Record]) -> Iterator[int]:
-    """A descriptor, as sent, of memory that a client may write to."""
-    with ExitStack() as stack:
-        if request.param == "result":
-            yield published(torch.zeros(NBYTES)).segments[0].fileno()
-        else:
-            segment = stack.enter_context(HOST.create(NBYTES))
-            [copy] = MEMORY.lower([segment], "file", SpillDirectory(str(request.getfixturevalue("tmp_path"))))
-            stack.callback(copy.close)
-            [made] = MEMORY.raise_([copy], [segment.info.incarnation(1)])
-            yield stack.enter_context(made).fileno()
-
-
-def test_clients_cannot_seal_writable_memory(sent: int) -> None:
+def test_clients_cannot_seal_writable_memory(published: Callable[..., Record]) -> None:
     """A seal would keep every later client from mapping the memory as shared."""
     with pytest.raises(PermissionError):
-        HOST.seal(sent)
+        HOST.seal(published(torch.zeros(NBYTES)).segments[0].fileno())

@@ -92,25 +92,6 @@ def test_client_timeouts_hold(
     os.kill(server.pid, signal.SIGCONT)
 
 
-def test_coroutine_timeouts_hold(start: Callable[[str], Child], connect: Callable[..., Client], tmp_path: Path) -> None:
-    """A handle dropped in the meantime is released when the server continues."""
-    server, watcher = start("stopped"), connect("stopped")
-
-    async def main() -> None:
-        async with AsyncClient(tmp_path / "stopped", device="cpu", timeout=0.5) as client:
-            handle = await client.call("held")
-            sigstop(server.pid)
-            del handle
-            begin = time.monotonic()
-            with pytest.raises(DeadlineExceeded, match="is stuck"):
-                await client.ping()
-            assert time.monotonic() - begin < PROMPT
-            os.kill(server.pid, signal.SIGCONT)
-            await anyio.to_thread.run_sync(lambda: eventually(lambda: leases(watcher) == 0, seconds=60))
-
-    anyio.run(main)
-
-
 def test_releases_of_coroutines_end(start: Callable[[str], Child], connect: Callable[..., Client], tmp_path: Path) -> None:
     """After the client's timeout, or soon at the end of a block; the server processes them when it continues."""
     server, watcher = start("stopped"), connect("stopped")

@@ -15,14 +15,12 @@ import pytest
 import pytest_asyncio
 
 from shared_rpc.broker import supervisor as supervisor_module
-from shared_rpc.broker.broker import Broker
 from shared_rpc.broker.supervisor import Spawner, Supervisor
 from shared_rpc.broker.worker import ForkedWorker, WorkerCommand
 from shared_rpc.broker.zygote import WorkerZygote
 from shared_rpc.errors import ConfigurationError, WorkerCrashed
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import Frame
-from shared_rpc.protocol.infos import ReloadInfo
 from shared_rpc.protocol.messages import Message
 from shared_rpc.server import sweeper
 
@@ -228,25 +226,6 @@ def test_failing_tasks_end_alone(caplog: pytest.LogCaptureFixture) -> None:
     assert done and "too many open files" in caplog.text
     with pytest.raises(ExceptionGroup):
         anyio.run(group, True)
-
-
-def test_reloads_continue_without_their_caller(caplog: pytest.LogCaptureFixture) -> None:
-    """Errors are logged then."""
-
-    async def story() -> None:
-        broker, begun = Broker(WorkerCommand("app")), asyncio.Event()
-
-        async def fail(objects: str) -> ReloadInfo:
-            await begun.wait()
-            raise OSError(errno.EMFILE, "too many open files")
-
-        broker._reload = fail  # type: ignore[method-assign]
-        caller = asyncio.ensure_future(broker._reload_for_client("changed"))
-        caller.cancel()
-        begun.set()
-        await turns(lambda: "too many open files" in caplog.text)
-
-    asyncio.run(story())
 
 
 def test_expiries_due_during_a_sweep_are_swept() -> None:
