@@ -42,12 +42,6 @@ def server(no_leaks: None, base_path: str, go: threading.Event, begun: threading
     def doubled(x: torch.Tensor) -> torch.Tensor:
         return x * 2
 
-    @provider.share(cache=False)
-    def slow(x: torch.Tensor) -> torch.Tensor:
-        begun.set()
-        assert go.wait(30)
-        return x * 2
-
     @provider.share(cache=False, managed=True)
     def owned(x: torch.Tensor) -> torch.Tensor:
         begun.set()

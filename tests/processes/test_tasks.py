@@ -116,9 +116,7 @@ def share_looking(app: App, begun: threading.Event) -> None:
 
 def test_submitted_tasks_can_be_waited_for(app: App) -> None:
     """A task has the result of a call, and all its facts are reported."""
-
     app.share("ones")(lambda size, scale=2.0: torch.ones(size) * scale)
-
     before = time.time()
     task_id = app.provider.submit("ones", 3)
     assert type(task_id) is str
@@ -455,7 +453,7 @@ def test_cancelled_pending_tasks_never_run(app: App, go: threading.Event, begun:
 
 
 def test_cancelled_running_tasks_stop(app: App, begun: threading.Event) -> None:
-    """An endpoint that polls ends at once; a repeated request has no effect, nor has one after the end."""
+    """An endpoint that polls ends at once; a request after the end has no effect."""
     share_looking(app, begun)
     task_id = app.provider.submit("looking")
     assert begun.wait(10)
@@ -534,6 +532,9 @@ def test_async_endpoints_are_cancelled_at_their_await(app: App, begun: threading
     assert (status(app, task_id), ended) == (("cancelled", True), [True])
 
 
+# Endpoints that are always tasks.
+
+
 def test_calls_of_task_endpoints_are_listed(app: App, go: threading.Event, begun: threading.Event) -> None:
     """During and after the run; a later call gets the cached result, without a task."""
     share_held(app, go, begun, execution="task")
@@ -548,9 +549,6 @@ def test_calls_of_task_endpoints_are_listed(app: App, go: threading.Event, begun
     (info,) = app.provider.list_tasks()
     assert info.status is TaskStatus.COMPLETED
     assert shares_memory(app.provider.get_task_result(info.task_id), result)
-
-
-# Endpoints that are always tasks.
 
 
 def test_tasks_behind_calls_are_not_kept(app: App) -> None:
