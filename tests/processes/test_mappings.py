@@ -18,30 +18,30 @@ def test_fork_keeps_mappings_with_their_descriptors(children: list[Child]) -> No
 
         class User: pass
 
-        def segments():
-            return sum("memfd:shared-rpc" in link for link in links_of())
+        def state():
+            maps = open("/proc/self/maps").read()
+            return len(MAPPINGS), maps.count("memfd:shared-rpc"), sum("memfd:shared-rpc" in link for link in links_of())
 
         users = [User(), User()]
         with MAPPINGS.create(1, "cpu") as mapping:
             MAPPINGS.keep_for((mapping, user) for user in users)
-        HOST.view(mapping.address, 5)[:] = b"first"
+        view = HOST.view(mapping.address, 5)
+        view[:] = b"first"
         if os.fork() == 0:
-            print("child reads:", bytes(HOST.view(mapping.address, 5)).decode(), "descriptors:", segments(), mapping.segment)
-            HOST.view(mapping.address, 5)[:] = b"other"
+            print("child reads:", bytes(view), mapping.segment)
+            view[:] = b"other"
             users.clear()
             MAPPINGS.drain()
-            maps = open("/proc/self/maps").read()
-            print("child mappings:", len(MAPPINGS), maps.count("memfd:shared-rpc"), "descriptors:", segments())
+            print("child ends:", *state())
             os._exit(0)
         os.wait()
-        text = bytes(HOST.view(mapping.address, 5)).decode()
-        print("parent reads:", text, "descriptors:", segments(), "mappings:", len(MAPPINGS))
+        print("parent reads:", bytes(view), *state())
         """
     )
     children.append(child)
-    assert child.expect("child reads:") == "child reads: first descriptors: 1 None"
-    assert child.expect("child mappings:") == "child mappings: 0 0 descriptors: 0"
-    assert child.expect("parent reads:") == "parent reads: other descriptors: 1 mappings: 1"
+    assert child.expect("child reads:") == "child reads: b'first' None"
+    assert child.expect("child ends:") == "child ends: 0 0 0"
+    assert child.expect("parent reads:") == "parent reads: b'other' 1 1 1"
 
 
 @pytest.mark.gpu
@@ -74,23 +74,15 @@ def test_devices_without_a_visible_gpu(children: list[Child]) -> None:
     """``auto`` is the host, and CUDA is an error with the remedy."""
     child = python(
         """
-        from shared_rpc.errors import CapabilityError
         from shared_rpc.memory.devices import device_id
         print("auto:", device_id("auto"))
-        for device in ("cuda", "cuda:1"):
-            try:
-                device_id(device)
-            except CapabilityError as error:
-                print("refused:", error)
+        device_id("cuda:1")
         """,
         environ={"CUDA_VISIBLE_DEVICES": ""},
     )
     children.append(child)
     assert child.expect("auto:") == "auto: cpu"
-    for device in ("cuda", "cuda:1"):
-        line = child.expect("refused:")
-        assert f"device='{device}'" in line
-        assert "use device='cpu'" in line
+    assert "use device='cpu'" in child.expect_error("CapabilityError: device='cuda:1'")
 
 
 @pytest.mark.gpu
@@ -155,29 +147,19 @@ BIG = """
     from shared_rpc import materialize
     from torch import nn
 
-    class Big(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(8192, 8192) for _ in range(4))
-            for layer in self.layers:
-                nn.init.normal_(layer.weight)
+    def peak():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
-    def resident():
-        return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
-
-    source = {name: torch.empty(shape) for number in range(4) for name, shape in
-              ((f"layers.{number}.weight", (8192, 8192)), (f"layers.{number}.bias", (8192,)))}
+    source = {"weight": torch.empty(16384, 16384), "bias": torch.empty(16384)}
     with materialize({"weight": torch.ones(3, 3), "bias": torch.ones(3)}):
-        nn.init.normal_(nn.Linear(3, 3).weight)
         warm = nn.Linear(3, 3)
-    before, peak_before = resident(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        nn.init.normal_(warm.weight)
+    before = peak()
     with materialize(source):
-        model = Big()
-        inside = resident()
-    total = sum(parameter.nbytes for parameter in model.parameters())
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        model = nn.Linear(16384, 16384)
+        nn.init.normal_(model.weight)
     print("compiler", "torch._dynamo" in sys.modules)
-    print("grown", total >> 20, (inside - before) >> 20, (resident() - before) >> 20, (peak - peak_before) >> 10)
+    print("grown", (peak() - before) >> 10)
 """
 
 
@@ -185,7 +167,5 @@ def test_a_gigabyte_is_built_without_memory() -> None:
     """A model of 1 GiB is built without growth of the process at any time."""
     child = python(BIG, fresh=True)
     assert child.expect("compiler") == "compiler False"  # which takes seconds to load, for shapes of the meta device
-    total, inside, after, peak = map(int, child.expect("grown").split()[1:])
+    assert int(child.expect("grown").split()[1]) < 64
     assert child.close() == (0, "")
-    assert total >= 1024
-    assert max(inside, after, peak) < 64

@@ -122,32 +122,21 @@ def test_unread_replies_do_not_delay_the_stop(provider: Provider, serve: Serve) 
 # Endpoints that do not end.
 
 
-def _endless(kind: str, go: threading.Event, begun: threading.Event) -> Callable[[], object]:
-    def blocks() -> None:
-        begun.set()
-        go.wait(30)
-
-    async def refuses() -> None:
-        begun.set()
-        while not go.is_set():
-            try:
-                await asyncio.sleep(30)
-            except asyncio.CancelledError:
-                await asyncio.sleep(0)
-
-    async def blocks_the_loop() -> None:
-        begun.set()
-        go.wait(30)
-
-    return {"def": blocks, "refuses to be cancelled": refuses, "blocks the loop": blocks_the_loop}[kind]
-
-
-@pytest.mark.parametrize("kind", ["def", "refuses to be cancelled", "blocks the loop"])
+@pytest.mark.parametrize("kind", ["refuses to be cancelled", "blocks the loop"])
 def test_stuck_endpoints_do_not_delay_the_stop(
     provider: Provider, serve: Serve, go: threading.Event, begun: threading.Event, kind: str
 ) -> None:
     """For more than a second."""
-    provider.share("endless")(_endless(kind, go, begun))
+
+    @provider.share
+    async def endless() -> None:
+        begun.set()
+        if kind == "blocks the loop":
+            go.wait(30)
+        while not go.is_set():
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(30)
+
     server = serve()
     with Raw(server.socket_path) as raw:
         raw.say(m.Call("endless"))

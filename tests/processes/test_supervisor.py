@@ -184,18 +184,6 @@ async def test_a_failed_later_reload_fails_an_earlier_one(loaded: Stage) -> None
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("workers", [2])
-async def test_a_worker_may_load_before_the_next_one_is_started(loaded: Stage) -> None:
-    """Forks are made in sequence, and each is quick."""
-    reload = asyncio.create_task(loaded.supervisor.reload())
-    first = await loaded.made(3)
-    first.load()
-    second = await loaded.made(4)
-    second.load()
-    assert await reload == [first, second] == loaded.supervisor.workers
-
-
-@pytest.mark.asyncio
 async def test_workers_that_end_after_loading_are_returned(loaded: Stage) -> None:
     """A reload returns them, even if they end before it continues: there is always one with the endpoints."""
     reloads = [asyncio.create_task(loaded.supervisor.reload()) for _ in range(3)]
