@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -12,27 +11,24 @@ import msgspec
 from shared_rpc.forks import fork_safe_lock
 from shared_rpc.protocol.tasks import Progress
 
-#: Number of reports sent before thinning begins.
-_BURST = 100
-#: Minimum seconds between two reports from then on; a deferred report is sent after the same time.
+#: Seconds between two reports of a run.
 _PERIOD = 0.05
 #: Shared by all reporters: it is held for less than a microsecond, and creating a lock takes as long.
 _lock = fork_safe_lock()
 
 
 class Reporter(msgspec.Struct, eq=False):
-    """Forwards reports from any thread to the loop. Reports in quick succession are thinned out; the last is sent.
+    """Forwards reports from any thread to the loop: the latest one of each period, and the last one.
 
     :param report: called on the loop.
     """
 
     _loop: asyncio.AbstractEventLoop
     _send: Callable[[Progress], None]
-    #: Created with the first report: most runs report nothing.
-    _waiting: deque[Progress] | None = None
+    #: The report that was not sent yet, if any.
+    _latest: Progress | None = None
+    #: True while a call of :meth:`_flush` is pending.
     _scheduled: bool = False
-    _allowance: float = float(_BURST)
-    _counted: float = 0.0
     _timer: asyncio.TimerHandle | None = None
     _closed: bool = False
 
@@ -41,9 +37,7 @@ class Reporter(msgspec.Struct, eq=False):
         with _lock:
             if self._closed:
                 return
-            if self._waiting is None:
-                self._waiting = deque(maxlen=_BURST)
-            self._waiting.append(progress)
+            self._latest = progress
             if self._scheduled:
                 return
             self._scheduled = True
@@ -54,29 +48,15 @@ class Reporter(msgspec.Struct, eq=False):
         """Send any deferred report at the end of the run. On the loop."""
         with _lock:
             self._closed = True
-            waiting, self._waiting = self._waiting, None
-        if waiting is None:
-            return
         if self._timer is not None:
             self._timer.cancel()
-        if waiting:
-            self._send(waiting[-1])
+        self._flush()
 
     def _flush(self) -> None:
-        now = self._loop.time()
-        self._allowance = min(self._allowance + (now - self._counted) / _PERIOD, float(_BURST))
-        self._counted = now
-        count = int(self._allowance)
         with _lock:
-            if self._waiting is None:  # the run has ended
-                return
-            # The newest ones: a watcher needs the current progress.
-            newest = list(self._waiting)[-count:] if count else []
-            if count or not self._waiting:
-                self._waiting.clear()
-                self._scheduled = False
-            else:
+            latest, self._latest = self._latest, None
+            self._scheduled = latest is not None
+        if latest is not None:
+            self._send(latest)
+            if not self._closed:
                 self._timer = self._loop.call_later(_PERIOD, self._flush)
-        self._allowance -= len(newest)
-        for progress in newest:
-            self._send(progress)

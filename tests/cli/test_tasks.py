@@ -263,16 +263,21 @@ def test_a_server_that_stops_ends_the_wait(client: Client, server: Server) -> No
 def test_small_steps_are_not_all_printed(provider: Provider, serve: Serve, connect: Connect, go: threading.Event) -> None:
     """A line for each hundredth of the whole, and for each new message."""
 
+    def report(done: int, message: str) -> None:
+        progress(done, 10_000, message)
+        eventually(lambda: client.list_tasks()[0].progress == Progress(done, 10_000, message))
+
     @provider.share
     def downloads() -> torch.Tensor:
         go.wait()
         for done in (0, 1, 99, 100, 101):
-            progress(done, 10_000, "reading")
-        progress(101, 10_000, "writing")
+            report(done, "reading")
+        report(101, "writing")
         return torch.ones(1)
 
     serve()
-    ran = cli("tasks", "wait", begun(connect(), "downloads"), when={"downloads: running": go.set})
+    client = connect()
+    ran = cli("tasks", "wait", begun(client, "downloads"), when={"downloads: running": go.set})
     assert ran.succeeded.splitlines()[1:-1] == [
         "downloads: running, 0/10000 reading",
         "downloads: running, 100/10000 reading",
