@@ -42,11 +42,10 @@ from shared_rpc.server.state.buffers import BufferTable, Terms
 from shared_rpc.server.state.descriptors import Descriptors
 from shared_rpc.server.state.leases import LeaseTable
 from shared_rpc.server.state.objects import ObjectStore, StoredObject
-from shared_rpc.server.state.sources import SourceTable
 from shared_rpc.server.sweeper import BootClock, Sweeper
 from shared_rpc.server.tasks import Tasks
 from shared_rpc.server.tiers import Tiers
-from shared_rpc.server.waiting import Signal, Waiter
+from shared_rpc.server.waiting import Waiter
 from shared_rpc.settings import ServeOptions
 
 if TYPE_CHECKING:
@@ -118,7 +117,6 @@ class Core:
             when_full=options.when_full,
             host_quota=resolve_host_quota(options.host_quota),
         )
-        missed = Signal()
         self.state = state = State(
             self.server_id,
             device,
@@ -132,7 +130,6 @@ class Core:
             self.sessions,
             self.capacity,
             self._listeners,
-            SourceTable(clock, options.source_grace, missed.set, expected=self._joiner is not None),
             self._sweeper.wake_within,
         )
         self.release, self.stored = state.release, state.stored
@@ -141,7 +138,7 @@ class Core:
         self.generations = Generations(state, self.tiers, self.buffers)
         self.runs = Runs(state, self.tiers, self.generations)
         self.records = Records(state, self.tiers, self.generations, self.runs)
-        self.sources = Sources(state, self.runs, self.records, missed, self._joiner)
+        self.sources = Sources(state, self.runs, self.records, self._joiner, options.source_grace)
         # At less than one task per microsecond, task ids of an earlier server are never reused.
         first = int(clock.now() * 1e6) if server_id is not None else 1
         self.tasks = Tasks(state, self.runs, self.tiers, options, first)

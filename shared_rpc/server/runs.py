@@ -83,6 +83,8 @@ class Runs:
         self._capacity = state.capacity
         self._tiers = tiers
         self._generations = generations
+        #: Offers a run to the source of records; returns False if it must be built here.
+        self.ask: Callable[[Run[Waiter]], bool]
         #: The sizes of the latest results by key, in bytes by device: an estimate for rebuilding them.
         self._sizes: OrderedDict[str, dict[str, int]] = OrderedDict()
         #: For each serialized endpoint, the run whose turn it is, and the runs queued behind it.
@@ -189,17 +191,8 @@ class Runs:
             created_at=time.time(),
         )
         self.calls.open(run)
-        if not (spec.managed and key is not None and not waiter.refreshes and self._is_miss(run)):
+        if not (spec.managed and key is not None and not waiter.refreshes and self.ask(run)):
             self.begin(run)
-
-    def _is_miss(self, run: Run[Waiter]) -> bool:
-        """Offer a run to the source of records; return False if there is none, so that it must be built here."""
-        misses = self._state.misses
-        if not misses.ask(run):
-            return False
-        if misses.source is None:
-            self._state.wake_within(misses.grace)
-        return True
 
     def begin(self, run: Run[Waiter]) -> None:
         """Build a run that the source of records did not deliver. A run of a serialized endpoint is queued here."""
@@ -271,7 +264,9 @@ class Runs:
         """Announce the current object of a key, and answer the misses of that key with it."""
         self._generations.announce(stored)
         spec = self._state.registry.find(stored.endpoint)
-        for run in self._state.misses.of_call(stored.cache_key, spec.fingerprint if spec is not None else ""):
+        call = stored.cache_key, spec.fingerprint if spec is not None else ""
+        # Including misses from before an invalidation.
+        for run in [run for run in self._state.misses.values() if (run.key or run.former_key, run.spec.fingerprint) == call]:
             if stored.adopted:
                 self._count_adoption(run)
             waiters = self.calls.close(run)
@@ -313,8 +308,7 @@ class Runs:
     def _withdraw(self, run: Run[Waiter]) -> None:
         """Withdraw a run that has not begun."""
         run.over = True
-        if run.miss:
-            self._state.misses.remove(run)
+        self._state.misses.pop(run.miss, None)
         self._state.waits.leave(run)
         self._executor.withdraw(run)
         self._end_reservation(run)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from shared_rpc.errors import StaleHandleError
 from shared_rpc.execution.device_memory import DeviceMemory
 from shared_rpc.execution.endpoints import Registry
-from shared_rpc.execution.run import Executor
+from shared_rpc.execution.run import Executor, Run
 from shared_rpc.server.capacity import Capacity
 from shared_rpc.server.observing import Listeners
 from shared_rpc.server.sessions import Sessions
@@ -17,7 +17,6 @@ from shared_rpc.server.state.buffers import BufferTable
 from shared_rpc.server.state.leases import Holder, LeaseTable
 from shared_rpc.server.state.objects import ObjectStore, StoredObject
 from shared_rpc.server.state.runs import RunTable
-from shared_rpc.server.state.sources import SourceTable
 from shared_rpc.server.waiting import Waiter, Waits
 
 
@@ -27,7 +26,6 @@ class State:
 
     :param device: the id of the device of results.
     :param events: reports changes of objects and leases.
-    :param misses: the runs that wait for a source of records.
     :param wake_within: schedules the dropping of expired entries within so many seconds.
     """
 
@@ -43,9 +41,10 @@ class State:
     sessions: Sessions
     capacity: Capacity
     events: Listeners
-    misses: SourceTable[Waiter]
     wake_within: Callable[[float], None]
     runs: RunTable[Waiter] = field(default_factory=RunTable)
+    #: The runs that wait for a source of records, by :attr:`Run.miss`.
+    misses: dict[int, Run[Waiter]] = field(default_factory=dict)
     waits: Waits = field(default_factory=Waits)
     stopped: bool = False
 

@@ -1,8 +1,20 @@
-"""The source of records in operation: runs are offered to it as misses, and its answers end them."""
+"""The source of records of a server, and its misses.
+
+A *miss* is a run that waits for the source's answer. Rules:
+
+- There is one source at a time. A new one replaces it, and gets all open misses.
+- A miss given to the source continues without waiters, like a running endpoint; one that was not given is dropped.
+- Without a source, misses wait for one until ``grace`` seconds after the last one was lost, or after the server's start if
+  one is expected. After that, they and later ones are built here.
+- A server that never had a source, and expects none, has no misses.
+- An object that becomes current in another way answers the misses of its call, see
+  :meth:`shared_rpc.server.runs.Runs.became_current`.
+"""
 
 from __future__ import annotations
 
 import hmac
+import itertools
 import logging
 import os
 import secrets
@@ -10,14 +22,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from shared_rpc.errors import CapabilityError, ProtocolError, from_wire
+from shared_rpc.errors import CapabilityError, ClusterError, ProtocolError, from_wire
 from shared_rpc.execution.outcomes import Failure
 from shared_rpc.execution.run import Run
 from shared_rpc.memory.records import Record
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import sources as s
 from shared_rpc.protocol.exported import RecordHeader
-from shared_rpc.protocol.infos import SourceInfo
+from shared_rpc.protocol.infos import ClusterStatus, SourceInfo
 from shared_rpc.protocol.records import EMPTY_TABLE
 from shared_rpc.protocol.sources import Miss
 from shared_rpc.server.records import Records
@@ -43,25 +55,46 @@ def make_token() -> str:
     return secrets.token_hex(32)
 
 
+class Attachment(msgspec.Struct, eq=False):
+    """One attachment of a session as the source of records; ``since`` is in Unix seconds, and ``detached`` is True if it was
+    closed or its session has ended.
+    """
+
+    number: int
+    session: str
+    since: float
+    status: ClusterStatus = msgspec.field(default_factory=ClusterStatus)
+    detached: bool = False
+
+
 class Sources:
     """The source of records of a server, one at a time. On its loop only.
 
+    :param runs: offers its misses here.
     :param records: checks and takes the records of answers.
-    :param changed: set by the table of misses.
     :param joiner: starts sources, so that one is expected from the server's start on.
+    :param grace: seconds that misses wait for a source.
     """
 
-    def __init__(self, state: State, runs: Runs, records: Records, changed: Signal, joiner: Joiner | None) -> None:
+    def __init__(self, state: State, runs: Runs, records: Records, joiner: Joiner | None, grace: float) -> None:
         #: Known to processes started by this server, see :meth:`attach`.
         self.token = make_token()
         self._state = state
         self._runs = runs
         self._records = records
         self._joiner = joiner
-        self._table = state.misses
+        self._grace = grace
         #: True if a source was attached, or is expected: otherwise there is nothing to report.
         self._known = joiner is not None
-        self._changed = changed
+        self._source: Attachment | None = None
+        #: Set when there is a new miss, or the source changes.
+        self._changed = Signal()
+        self._misses = state.misses
+        self._numbers = itertools.count(1)
+        self._attachments = itertools.count(1)
+        #: The time until which misses wait for a source, on the clock.
+        self._until = state.clock.now() + grace if joiner is not None else float("-inf")
+        runs.ask = self.ask
 
     # Requests of the source.
 
@@ -79,8 +112,9 @@ class Sources:
                 f"(SHARED_TENSOR_SOURCE_TOKEN): have it start your program, by --cluster-program or Provider(cluster=…)"
             )
         self._state.sessions.trust(caller.session)
-        earlier = self._table.source
-        source = self._table.attach(caller.session)
+        earlier, clock = self._source, self._state.clock
+        source = self._source = Attachment(next(self._attachments), caller.session, clock.unix(clock.now()))
+        self._take_back()
         self._known = True
         if earlier is not None:
             pid_of = self._state.sessions.pid_of
@@ -95,10 +129,12 @@ class Sources:
 
         :raises ClusterError: if the session is not that source.
         """
-        source = self._table.find(caller.session, message.source)
+        source = self._find(caller.session, message.source)
         while not source.detached:
-            self._table.find(caller.session, message.source)
-            if found := self._table.offer(message.after):
+            self._find(caller.session, message.source)
+            if found := [run for run in self._misses.values() if run.miss > message.after]:
+                for run in found:
+                    run.offered = True
                 return s.Misses([self._shown(run) for run in found])
             await self._changed.wait()
         return s.Misses([])
@@ -107,7 +143,7 @@ class Sources:
     def build(self, caller: Caller, message: s.BuildMiss) -> None:
         """Build the object of a miss here; the caller gets it too."""
         waiter = self._leased(caller)
-        run = self._table.answer(caller.session, message.source, message.miss)
+        run = self._answered(caller.session, message)
         self._join(waiter, run)
         self._runs.begin(run)
 
@@ -115,11 +151,11 @@ class Sources:
     def adopt(self, caller: Caller, message: s.AdoptMiss) -> None:
         """Answer an open miss with a record; the caller gets the object too."""
         header, session = RecordHeader.from_bytes(caller.payload), caller.session
-        spec = self._table.open(session, message.source, message.miss).spec
+        spec = self._open(session, message).spec
         waiter = self._leased(caller)
 
         def take(record: Record) -> None:
-            run = self._table.answer(session, message.source, message.miss)
+            run = self._answered(session, message)
             self._join(waiter, run)
             self._runs.adopt(run, record)
 
@@ -130,7 +166,7 @@ class Sources:
         """Answer a miss with an error."""
         error = from_wire(message.code, message.text, message.detail)
         failure = Failure(message.code, message.text, message.detail, message.pickled, error)
-        self._runs.fail(self._table.answer(caller.session, message.source, message.miss), failure)
+        self._runs.fail(self._answered(caller.session, message), failure)
         return m.Count(1)
 
     @handles(s.ReportStatus)
@@ -139,17 +175,60 @@ class Sources:
         nbytes = len(msgspec.msgpack.encode(message.status))
         if nbytes > _STATUS:
             raise ProtocolError(f"the status of a source of records has {nbytes} bytes: report at most {_STATUS}")
-        self._table.find(caller.session, message.source).status = message.status
+        self._find(caller.session, message.source).status = message.status
         return m.Count(1)
 
     @handles(s.DetachSource)
     def detach(self, caller: Caller, message: s.DetachSource) -> m.Count:
         """Detach a source; the count is 0 if it was not attached."""
-        found = self._table.source
-        if found is None or (found.number, found.session) != (message.source, caller.session):
+        if not self._is_source(caller.session, message.source):
             return m.Count(0)
         self._lose("was closed")
         return m.Count(1)
+
+    def _is_source(self, session: str, number: int) -> bool:
+        return self._source is not None and (self._source.session, self._source.number) == (session, number)
+
+    def _find(self, session: str, number: int) -> Attachment:
+        """Return the source with this number.
+
+        :raises ClusterError: if it is no longer the source.
+        """
+        source = self._source
+        if source is not None and self._is_source(session, number):
+            return source
+        if source is not None:
+            raise ClusterError(
+                f"this session is no longer the server's source of records: session {source.session} has replaced it (source "
+                f"{source.number}), and answers all misses",
+                reason="replaced",
+            )
+        raise ClusterError(
+            "this session is not the server's source of records: it was closed, or its session has ended. Attach it again",
+            reason="detached",
+        )
+
+    def _open(self, session: str, message: s.BuildMiss | s.AdoptMiss | s.FailMiss) -> Run[Waiter]:
+        """Return an open miss.
+
+        :raises ClusterError: if the session is not that source, or the miss was answered.
+        """
+        self._find(session, message.source)
+        run = self._misses.get(message.miss)
+        if run is None:
+            raise ClusterError(
+                f"miss {message.miss} needs no answer: it was answered, or all of its callers have left", reason="answered"
+            )
+        return run
+
+    def _answered(self, session: str, message: s.BuildMiss | s.AdoptMiss | s.FailMiss) -> Run[Waiter]:
+        """Remove a miss that the source answers.
+
+        :raises ClusterError: like :meth:`_open`.
+        """
+        run = self._open(session, message)
+        self._remove(run)
+        return run
 
     def _leased(self, caller: Caller) -> Waiter:
         """Register a request answered with a lease on the object, without its value."""
@@ -177,24 +256,41 @@ class Sources:
 
     # Calls from the server.
 
+    def ask(self, run: Run[Waiter]) -> bool:
+        """Offer a run to the source, or let it wait for one; return False if it must be built here."""
+        if self._source is None:
+            if self._state.clock.now() >= self._until:
+                return False
+            self._state.wake_within(self._grace)
+        run.miss = next(self._numbers)
+        self._misses[run.miss] = run
+        self._changed.set()
+        return True
+
     def end_session(self, session: str) -> None:
         """Handle the end of a session, which may be the source's."""
-        if self._table.source is not None and self._table.source.session == session:
+        if self._source is not None and self._source.session == session:
             self._lose("has ended")
 
     def expire(self) -> float | None:
         """Build the misses here that no source has taken in time; return the seconds until the next check, None for never."""
-        late, left = self._table.overdue()
-        if late:
-            _log.warning("no source of records for %g s: %s are built here", self._table.grace, ", ".join(_names(late)))
+        if self._source is not None or not self._misses:
+            return None
+        left = self._until - self._state.clock.now()
+        if left > 0:
+            return left
+        late = list(self._misses.values())
+        _log.warning("no source of records for %g s: %s are built here", self._grace, ", ".join(_names(late)))
+        for run in late:
+            self._remove(run)
         for run in late:
             self._runs.begin(run)
-        return left
+        return None
 
     @property
     def pids(self) -> list[int]:
         """The processes of the source, which do not count as users of the server."""
-        source, joiner = self._table.source, self._joiner.info()["pid"] if self._joiner is not None else None
+        source, joiner = self._source, self._joiner.info()["pid"] if self._joiner is not None else None
         own = [self._state.sessions.pid_of(source.session)] if source is not None else []
         return own if joiner is None else [*own, joiner]
 
@@ -202,14 +298,14 @@ class Sources:
         """Describe the source; None if the server neither has nor expects one."""
         if not self._known:
             return None
-        source, joiner = self._table.source, self._joiner
+        source, joiner = self._source, self._joiner
         return {
             "cluster": joiner.cluster if joiner is not None else "",
             "joiner": joiner.info() if joiner is not None else None,
             "session": source.session if source is not None else None,
             "pid": self._state.sessions.pid_of(source.session) if source is not None else None,
             "since": source.since if source is not None else None,
-            "misses": len(self._table),
+            "misses": len(self._misses),
             "status": source.status if source is not None else {},
         }
 
@@ -222,13 +318,26 @@ class Sources:
         assert key is not None, "a run without a key is no miss"
         return Miss(run.miss, run.spec.name, key, run.spec.fingerprint, self._state.device)
 
+    def _take_back(self) -> None:
+        for run in self._misses.values():
+            run.offered = False
+        self._changed.set()
+
+    def _remove(self, run: Run[Waiter]) -> None:
+        del self._misses[run.miss]
+        run.miss, run.offered = 0, False
+
     def _lose(self, why: str) -> None:
-        for run in self._table.lose():
+        """Handle the loss of the source."""
+        assert self._source is not None, "there is a source to lose"
+        self._source.detached, self._source = True, None
+        self._until = self._state.clock.now() + self._grace
+        self._take_back()
+        for run in [run for run in self._misses.values() if not run.waiters]:
             self._runs.drop(run)
-        waiting = len(self._table)
-        if waiting:
-            _log.warning("the source of records %s: %d misses wait %g s for another one", why, waiting, self._table.grace)
-            self._state.wake_within(self._table.grace)
+        if waiting := len(self._misses):
+            _log.warning("the source of records %s: %d misses wait %g s for another one", why, waiting, self._grace)
+            self._state.wake_within(self._grace)
 
 
 def _names(runs: list[Run[Waiter]]) -> list[str]:

@@ -5,7 +5,7 @@ only a refresh with the same arguments: a key may leave arguments out, and an or
 
 - Every end of a run releases every waiter; there is no other way out of the table.
 - A queued run without waiters is dropped. A running one continues, since its result is cached. The same applies to a run
-  whose miss was given to a source of records, see :mod:`shared_rpc.server.state.sources`.
+  whose miss was given to a source of records, see :mod:`shared_rpc.server.sources`.
 - Later runs are newer: a run that ends after a run that began later does not replace the latter's result in the cache.
 - Invalidation detaches a run from its key: its waiters get its result, but the cache does not, and the next identical call
   starts its own run.
