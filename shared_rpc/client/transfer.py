@@ -71,7 +71,7 @@ class ClientTransfer:
         for number, info in enumerate(message.segments):
             fd = next(fds) if number not in message.kept else -1
             if fd >= 0 and number in message.arenas and info.id not in self._spare:
-                self._keep_spare(Segment.opened(info, os.dup, fd))
+                self._keep_spare(Segment.owning(info, os.dup(fd)))
 
     def _keep_spare(self, arena: Segment) -> None:
         """Own an arena, unless another thread's connection has delivered it too, or the session has ended."""

@@ -217,8 +217,6 @@ class MappingTable:
         self.changing = fork_safe_lock()
         #: The monotonic time after which a job of the finaliser thread drains the table.
         self._lingers_until = 0.0
-        #: Mappings that a block has released, and that may have no other user.
-        self._unpinned: list[Mapping] = []
         #: Mappings without users, to be unmapped when the device can be waited for.
         self._unused: list[Mapping] = []
         #: True if this process may publish every attached segment again: in a worker, an endpoint may return the result of
@@ -315,13 +313,14 @@ class MappingTable:
             if len(self._slabs) > _SLABS:
                 oldest = next(iter(self._slabs))
                 del self._slabs[oldest]
-                self._unpinned += (oldest,)
+                self._retire_unused(oldest)
 
     def release_slabs(self) -> None:
         """Unmap slabs without users, at the end of a session."""
         with self._lock:
-            self._unpinned += self._slabs
-            self._slabs.clear()
+            slabs, self._slabs = self._slabs, {}
+            for mapping in slabs:
+                self._retire_unused(mapping)
         if self.has_unused:
             self.drain()
 
@@ -392,14 +391,8 @@ class MappingTable:
         mapping = Mapping(info, 0, backend, segment if keep else None, number)
         mapping.hidden = hidden
         with self._lock:
-            made: list[int] = []
-            try:
-                rights = _RIGHTS.get(info.access, info.access)
-                address = mapping.address = backend.map(segment.fileno(), info.nbytes, rights, made)
-            except BaseException:
-                for address in made:
-                    backend.unmap(address, info.nbytes)
-                raise
+            rights = _RIGHTS.get(info.access, info.access)
+            address = mapping.address = backend.map(segment.fileno(), info.nbytes, rights)
             key, by_address = mapping.key, self._by_address
             if not hidden:
                 addresses, mapped = by_address
@@ -590,16 +583,17 @@ class MappingTable:
 
     def _vacate_one(self, mapping: Mapping) -> None:
         """Unmap under the table's lock, so that no thread attaches to the mapping meanwhile."""
-        done: list[int] = []
         mapping.vacated = True
+        self._vacated += 1
+        _watch(mapping)
         try:
-            _watch(mapping)
-            mapping.backend.vacate(mapping.address, mapping.info.nbytes, done)
-        finally:
-            mapping.vacated = bool(done)
-            self._vacated += mapping.vacated
-            if not done:
+            mapping.backend.vacate(mapping.address, mapping.info.nbytes)
+        except Exception as error:
+            if not isinstance(error, TimeoutError):  # a signal handler's own, which may have come afterwards
+                mapping.vacated = False
+                self._vacated -= 1
                 _watch(mapping)
+            raise
         self._close(mapping)
         mapping.descriptor = None
 
@@ -621,13 +615,7 @@ class MappingTable:
         taken = self._mappings.get((info.id, info.access, 0))
         number = 0 if taken is None or taken is mapping else next(self._copies)
         before, descriptor = mapping.key, mapping.descriptor
-        made: list[int] = []
-        try:
-            mapping.backend.map(segment.fileno(), info.nbytes, _RIGHTS.get(info.access, info.access), made, mapping.address)
-        except BaseException:
-            if made and mapping.vacated:
-                mapping.backend.vacate(mapping.address, info.nbytes)
-            raise
+        mapping.backend.map(segment.fileno(), info.nbytes, _RIGHTS.get(info.access, info.access), mapping.address)
         # No call from here on, after which a signal handler could raise, until the table has the mapping by its new key.
         self._vacated -= mapping.vacated
         mapping.info, mapping.number, mapping.vacated, mapping.descriptor = info, number, False, None
@@ -681,7 +669,7 @@ class MappingTable:
     @property
     def has_unused(self) -> bool:
         """True if :meth:`drain` has work, as far as is known without waiting."""
-        return bool(self._unused or self._ended or self._unpinned)
+        return bool(self._unused or self._ended)
 
     def drain(self) -> None:
         """Unmap unused segments, after waiting for the device: a safe point. Never called in a finaliser.
@@ -711,23 +699,14 @@ class MappingTable:
                 use.mapping.uses.discard(use)  # an interrupted caller's use is not in the set
                 self._retire_unused(use.mapping)
                 del self._gone[0]
-            self._retire_unpinned()
 
     def _unpin(self, mappings: list[Mapping]) -> None:
         with self._lock:
-            while mappings:
-                mapping = mappings[-1]
+            for mapping in mappings:
                 mapping.pins -= 1
-                self._unpinned += (mapping,)
-                del mappings[-1]
-            self._retire_unpinned()
+                self._retire_unused(mapping)
         if self._unused:
             self.drain()
-
-    def _retire_unpinned(self) -> None:
-        while self._unpinned:
-            self._retire_unused(self._unpinned[-1])
-            del self._unpinned[-1]
 
     def _retire_unused(self, mapping: Mapping) -> None:
         key = mapping.key
@@ -756,21 +735,12 @@ class MappingTable:
             self._unused = [mapping for mapping in self._unused if not mapping.gone]
 
     def _unmap_one(self, mapping: Mapping) -> None:
-        if not mapping.gone and _tells_of_faults(mapping):
-            unwatch(mapping.address)
-        done: list[int] = []
-        try:
-            if not mapping.gone:
-                backend = mapping.backend
-                undo = backend.free_range if mapping.vacated else backend.unmap
-                undo(mapping.address, mapping.info.nbytes, done)
-        except Exception as error:
-            if not isinstance(error, TimeoutError):  # a signal handler's own
-                done += (0,)  # a second attempt would fail too
-            raise
-        finally:
-            if done:  # otherwise the next drain unmaps it
-                mapping.gone = True
+        if not mapping.gone:
+            if _tells_of_faults(mapping):
+                unwatch(mapping.address)
+            mapping.gone = True  # before: a second attempt might unmap another mapping at that address
+            undo = mapping.backend.free_range if mapping.vacated else mapping.backend.unmap
+            undo(mapping.address, mapping.info.nbytes)
         self._close(mapping)
 
     def _close(self, mapping: Mapping) -> None:

@@ -121,9 +121,8 @@ class Page:
         if self._own is not None:
             self._address = self._own.address
         else:
-            made: list[int] = []
-            weakref.finalize(self, _unmap, made, page.info.nbytes).atexit = False
-            self._address = HOST.map(self._descriptor.number, page.info.nbytes, page.info.access, made)
+            self._address = HOST.map(self._descriptor.number, page.info.nbytes, page.info.access)
+            weakref.finalize(self, HOST.unmap, self._address, page.info.nbytes).atexit = False
         self._revision = ctypes.c_uint64.from_address(self._address)
         self._pid = ctypes.c_uint32.from_address(self._address + 8)
         self._left = ctypes.c_uint32.from_address(self._address + _LEFT)
@@ -322,7 +321,7 @@ class _Lock:
     def __init__(self, page: int, thread: int | None) -> None:
         self.thread = thread
         try:
-            self._descriptor = Descriptor.opened(os.open, f"/proc/self/fd/{page}", os.O_RDWR | os.O_CLOEXEC)
+            self._descriptor = Descriptor(os.open(f"/proc/self/fd/{page}", os.O_RDWR | os.O_CLOEXEC))
         except OSError as error:
             raise CapabilityError(f"cannot open a second descriptor of the object's revision page in /proc: {error}") from error
         # A child's copy would keep the lock of a killed parent.
@@ -364,9 +363,8 @@ class _OwnPage:
     """The mapping of a page that other processes can only read, and the lock that shows that this process lives."""
 
     def __init__(self, page: Segment) -> None:
-        made: list[int] = []
-        weakref.finalize(self, _unmap, made, page.info.nbytes).atexit = False
-        self.address = HOST.map(page.fileno(), page.info.nbytes, "read_write", made)
+        self.address = HOST.map(page.fileno(), page.info.nbytes, "read_write")
+        weakref.finalize(self, HOST.unmap, self.address, page.info.nbytes).atexit = False
         fcntl.fcntl(page.fileno(), fcntl.F_OFD_SETLK, FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
 
 
@@ -379,8 +377,3 @@ _own: weakref.WeakValueDictionary[int, _OwnPage] = weakref.WeakValueDictionary()
 
 
 after_fork(_updating.clear)
-
-
-def _unmap(addresses: list[int], nbytes: int) -> None:
-    for address in addresses:
-        HOST.unmap(address, nbytes)

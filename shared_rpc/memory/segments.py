@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import secrets
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import starmap
 from typing import Any, Protocol
 
 import msgspec
@@ -25,9 +23,7 @@ def new_segment_id() -> str:
 
 
 class Descriptor(msgspec.Struct, eq=False, weakref=True):
-    """An open file descriptor, closed with the last reference to this object: CPython's reference count is exact at any point
-    at which a finaliser, a signal handler or another thread may run.
-    """
+    """An open file descriptor, closed with the last reference to this object."""
 
     number: int
     #: The memory that it keeps, None for a descriptor of another kind.
@@ -37,13 +33,8 @@ class Descriptor(msgspec.Struct, eq=False, weakref=True):
 
     @classmethod
     def opened(cls, function: Callable[..., int], *arguments: Any) -> Descriptor:
-        """Own the descriptor returned by a C function.
-
-        No signal handler runs between the function's end and the descriptor's assignment to an owner.
-        """
-        descriptor = cls(-1)
-        deque(map(setattr, (descriptor,), ("number",), starmap(function, (arguments,))), 0)
-        return descriptor
+        """Own the descriptor returned by a function."""
+        return cls(function(*arguments))
 
     def close(self) -> None:
         """Close it now, regardless of other references to this object. Idempotent."""
@@ -52,7 +43,7 @@ class Descriptor(msgspec.Struct, eq=False, weakref=True):
             os.close(number)
 
     def __del__(self) -> None:
-        if self.number >= 0:  # not by close(): with fewer instructions, a signal handler can interrupt less
+        if self.number >= 0:
             info = self.info
             if self.foreign:
                 CLOSER.discard([self.number])
@@ -83,29 +74,13 @@ class Segment(msgspec.Struct, eq=False, weakref=True):
         return segment
 
     @classmethod
-    def opened(cls, info: SegmentInfo, function: Callable[..., int], *arguments: Any) -> Segment:
-        """Create an owner of the descriptor returned by a function, see :meth:`Descriptor.opened`."""
-        segment = cls(info)
-        segment.descriptor = Descriptor.opened(function, *arguments)
-        segment.descriptor.info = info
-        segment._note()
-        return segment
-
-    @classmethod
     def received(cls, infos: Iterable[SegmentInfo], fds: list[int]) -> list[Segment]:
         """Create owners of received descriptors, one for each info, and remove these from their list."""
-        segments = [cls(info) for info in infos]
-        for segment in segments:
-            segment.adopt(fds)
-        return segments
+        return [cls.owning(info, fds.pop(0)) for info in infos]
 
     def adopt(self, fds: list[int]) -> None:
         """Take ownership of the first of some descriptors, and remove it from their list."""
-        descriptor = Descriptor(-1, self.info)
-        # No call from here on, after which a signal handler could raise: the number is in the list or has an owner.
-        descriptor.number = fds[0]
-        del fds[0]
-        self.descriptor = descriptor
+        self.descriptor = Descriptor(fds.pop(0), self.info)
         self._note()
 
     def _note(self) -> None:
@@ -181,10 +156,9 @@ class Backend(Protocol):
         :raises CapabilityError: if the device has too little memory.
         """
 
-    def map(self, fd: int, nbytes: int, access: Access, made: list[int] | None = None, at: int | None = None) -> int:
+    def map(self, fd: int, nbytes: int, access: Access, at: int | None = None) -> int:
         """Map a segment and return its address. The descriptor is borrowed, and may be closed afterwards.
 
-        :param made: receives the address as soon as there is a mapping. On the host no signal handler runs in between.
         :param at: the address of a range of the same size left by :meth:`vacate`, which remains on failure. If the device
             :attr:`replaces`, also that of a mapping, which the new one replaces atomically.
         :raises CapabilityError: if this process cannot access the memory in that way.
@@ -198,7 +172,7 @@ class Backend(Protocol):
     def replaces(self) -> bool:
         """True if :meth:`map` can replace another mapping in one step."""
 
-    def vacate(self, address: int, nbytes: int, done: list[int] | None = None) -> None:
+    def vacate(self, address: int, nbytes: int) -> None:
         """Unmap like :meth:`unmap`, but reserve the range of addresses for a later :meth:`map`.
 
         An access to it ends this process, on a GPU its context.
@@ -206,8 +180,8 @@ class Backend(Protocol):
         :raises CapabilityError: if addresses cannot be chosen with this mechanism; nothing has changed then.
         """
 
-    def free_range(self, address: int, nbytes: int, done: list[int] | None = None) -> None:
-        """Free the range of a vacated mapping; ``done`` is like that of :meth:`unmap`."""
+    def free_range(self, address: int, nbytes: int) -> None:
+        """Free the range of a vacated mapping."""
 
     def seal(self, fd: int, access: Access = "read") -> None:
         """Forbid every later seal, if the device has seals; unless ``access`` is ``"read_write"``, also every later writable
@@ -236,11 +210,8 @@ class Backend(Protocol):
         :returns: None if the device must not be marked now, because it would break a CUDA graph's capture.
         """
 
-    def unmap(self, address: int, nbytes: int, done: list[int] | None = None) -> None:
-        """Undo :meth:`map`. The memory is freed with its last mapping and descriptor.
-
-        :param done: gets an item as soon as that was done, like ``made`` of :meth:`map`.
-        """
+    def unmap(self, address: int, nbytes: int) -> None:
+        """Undo :meth:`map`. The memory is freed with its last mapping and descriptor."""
 
 
 @contextmanager

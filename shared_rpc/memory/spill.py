@@ -43,7 +43,7 @@ class SpillDirectory:
         """
         info = SegmentInfo(new_segment_id(), nbytes, "cpu", mechanism="file")
         try:
-            segment = Segment.opened(info, os.open, self.path, _FLAGS, 0o600)
+            segment = Segment.owning(info, os.open(self.path, _FLAGS, 0o600))
         except OSError as error:
             raise CapabilityError(f"cannot make a file in the spill directory {self.path}: {error.strerror}") from error
         try:

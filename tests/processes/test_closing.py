@@ -98,13 +98,11 @@ def test_other_memory_is_closed_at_once(closes: Closes) -> None:
         assert closes.threads(number)[-1] == threading.current_thread().name
 
 
-@pytest.mark.parametrize("how", ["owning", "opened", "adopt"])
+@pytest.mark.parametrize("how", ["owning", "adopt"])
 def test_every_owner_of_a_descriptor_is_covered(how: str, spared: None, closes: Closes) -> None:
     """However a segment got it."""
     with HOST.create(LARGE) as first:
-        if how == "opened":
-            segment = Segment.opened(first.info, os.dup, first.fileno())
-        elif how == "owning":
+        if how == "owning":
             segment = Segment.owning(first.info, os.dup(first.fileno()))
         else:
             segment = Segment(first.info)

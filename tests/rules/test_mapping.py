@@ -44,10 +44,10 @@ class Device(MemfdBackend):
         self.log.append(("synchronize", threading.current_thread()))
         return self.idle
 
-    def unmap(self, address: int, nbytes: int, done: list[int] | None = None) -> None:
+    def unmap(self, address: int, nbytes: int) -> None:
         """Unmap, and record it."""
         self.log.append(("unmap", threading.current_thread()))
-        super().unmap(address, nbytes, done)
+        super().unmap(address, nbytes)
 
     @property
     def events(self) -> list[str]:

@@ -43,10 +43,10 @@ class Device(MemfdBackend):
         self.events.append("synchronize")
         return self.idle
 
-    def vacate(self, address: int, nbytes: int, done: list[int] | None = None) -> None:
+    def vacate(self, address: int, nbytes: int) -> None:
         """Vacate, and record it."""
         self.events.append("vacate")
-        super().vacate(address, nbytes, done)
+        super().vacate(address, nbytes)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -147,7 +147,7 @@ class ExporterOwnedBackend(ABC):
 
     vacates = replaces = False
 
-    def map(self, fd: int, nbytes: int, access: Access, made: list[int] | None = None, at: int | None = None) -> int:
+    def map(self, fd: int, nbytes: int, access: Access, at: int | None = None) -> int:
         """Return the address of the memory here, one for all mappings of a segment. ``access="read"`` is not enforced.
 
         :raises CapabilityError: if the descriptor is of another mechanism, its memory is smaller, or its maker has ended.
@@ -172,9 +172,7 @@ class ExporterOwnedBackend(ABC):
                     os.close(copy)
                     raise
                 self._uses[exported.token] = self._by_address[use.memory.address] = use
-            use.copies += (copy,)
-            if made is not None:
-                made += (use.memory.address,)
+            use.copies.append(copy)
             return use.memory.address
 
     def _begin(self, fd: int, exported: ExportDescriptor) -> _Use:
@@ -196,10 +194,8 @@ class ExporterOwnedBackend(ABC):
                 f"{self.mechanism!r}: {error}; {self.cure}"
             ) from error
 
-    def unmap(self, address: int, nbytes: int, done: list[int] | None = None) -> None:
+    def unmap(self, address: int, nbytes: int) -> None:
         """Undo one :meth:`map`; the last one closes the memory here, and only then the copy of the descriptor."""
-        if done is not None:
-            done += (0,)  # before the call: an interrupted unmap is not repeated
         with self._lock:
             use = self._by_address[address]
             copy = use.copies.pop()
@@ -212,14 +208,14 @@ class ExporterOwnedBackend(ABC):
                 os.close(copy)
         self._free_waiting()
 
-    def vacate(self, address: int, nbytes: int, done: list[int] | None = None) -> None:
+    def vacate(self, address: int, nbytes: int) -> None:
         """Raise: the driver chooses the address each time that memory is opened.
 
         :raises CapabilityError: always.
         """
         raise CapabilityError(self._no_ranges())
 
-    def free_range(self, address: int, nbytes: int, done: list[int] | None = None) -> None:
+    def free_range(self, address: int, nbytes: int) -> None:
         """Raise: there is no vacated range.
 
         :raises CapabilityError: always.

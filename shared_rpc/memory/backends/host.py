@@ -11,7 +11,6 @@ import fcntl
 import mmap
 import os
 from collections.abc import Callable
-from itertools import starmap
 
 from shared_rpc.errors import CapabilityError
 from shared_rpc.memory.segments import Segment, new_segment_id
@@ -36,6 +35,19 @@ _libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctyp
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
+def _checked(address: int | None, what: str) -> int:
+    """Return the address of a mapping.
+
+    :raises CapabilityError: if it failed.
+    """
+    if address is not None and address != _MAP_FAILED:
+        return address
+    code = ctypes.get_errno()
+    if code == errno.EPERM:
+        raise CapabilityError("the segment is shared read-only: map it with access='read'")
+    raise CapabilityError(f"cannot {what}: {os.strerror(code)}")
+
+
 def _done() -> bool:
     return True
 
@@ -51,7 +63,7 @@ class MemfdBackend:
         info = SegmentInfo(id=new_segment_id(), nbytes=size, device="cpu")
         name = f"shared-rpc-{info.id}"
         try:
-            segment = Segment.opened(info, os.memfd_create, name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            segment = Segment.owning(info, os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
         except OSError as error:
             raise CapabilityError(f"cannot make a host segment of {size} bytes in pid {os.getpid()}: {error}") from error
         try:
@@ -84,7 +96,7 @@ class MemfdBackend:
 
     vacates = replaces = True
 
-    def map(self, fd: int, nbytes: int, access: Access, made: list[int] | None = None, at: int | None = None) -> int:
+    def map(self, fd: int, nbytes: int, access: Access, at: int | None = None) -> int:
         """Map ``nbytes`` bytes of ``fd``, shared; with ``access="copy"`` each page until it is written to.
 
         :raises CapabilityError: if the descriptor is smaller than that, or sealed against writing.
@@ -93,46 +105,26 @@ class MemfdBackend:
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if access != "read" else 0)
         # Copies of pages are rare: memory for all of them is not reserved, and a mapping is not refused for lack of it.
         flags = mmap.MAP_PRIVATE | _MAP_NORESERVE if access == "copy" else mmap.MAP_SHARED
-        made = made if made is not None else []
+        address = _checked(_libc.mmap(None, nbytes, protection, flags, fd, 0), f"map {nbytes} bytes of host memory")
         if at is None:
-            return self._mapped(fd, nbytes, protection, flags, made)
+            return address
         # Mapped elsewhere and moved: a failed mmap(2) with MAP_FIXED may have unmapped the earlier mapping, and left a hole.
-        elsewhere: list[int] = []
         try:
-            address = self._mapped(fd, nbytes, protection, flags, elsewhere)
-            made.extend(starmap(_libc.mremap, ((address, nbytes, nbytes, _MREMAP_MAYMOVE | _MREMAP_FIXED, at),)))
-            if made[0] == _MAP_FAILED:
-                made.clear()
-                code = ctypes.get_errno()
-                raise CapabilityError(f"cannot map {nbytes} bytes of host memory at {at:#x}: {os.strerror(code)}")
-        finally:
-            if elsewhere and not made:
-                self.unmap(elsewhere[0], nbytes)
-        return at
+            moved = _libc.mremap(address, nbytes, nbytes, _MREMAP_MAYMOVE | _MREMAP_FIXED, at)
+            return _checked(moved, f"map {nbytes} bytes of host memory at {at:#x}")
+        except CapabilityError:
+            self.unmap(address, nbytes)
+            raise
 
-    def _mapped(self, fd: int, nbytes: int, protection: int, flags: int, made: list[int]) -> int:
-        made.extend(starmap(_libc.mmap, ((None, nbytes, protection, flags, fd, 0),)))
-        address = made[0]
-        if address == _MAP_FAILED:
-            made.clear()
-            code = ctypes.get_errno()
-            if code == errno.EPERM:
-                raise CapabilityError("the segment is shared read-only: map it with access='read'")
-            raise CapabilityError(f"cannot map {nbytes} bytes of host memory: {os.strerror(code)}")
-        return address
-
-    def vacate(self, address: int, nbytes: int, done: list[int] | None = None) -> None:
+    def vacate(self, address: int, nbytes: int) -> None:
         """Replace the mapping by inaccessible pages, which use no memory."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
-        done = done if done is not None else []
-        done.extend(starmap(_libc.mmap, ((address, nbytes, _PROT_NONE, flags, -1, 0),)))
-        if done[0] == _MAP_FAILED:
-            done.clear()
+        if _libc.mmap(address, nbytes, _PROT_NONE, flags, -1, 0) == _MAP_FAILED:
             raise OSError(ctypes.get_errno(), f"mmap({address:#x}, {nbytes}, PROT_NONE)")
 
-    def free_range(self, address: int, nbytes: int, done: list[int] | None = None) -> None:
+    def free_range(self, address: int, nbytes: int) -> None:
         """Unmap those pages."""
-        self.unmap(address, nbytes, done)
+        self.unmap(address, nbytes)
 
     def seal(self, fd: int, access: Access = "read") -> None:
         """Forbid later seals, and unless ``access`` is ``"read_write"`` later writable mappings and write(2), including holes
@@ -158,11 +150,9 @@ class MemfdBackend:
         """Return a fence that has passed."""
         return _done
 
-    def unmap(self, address: int, nbytes: int, done: list[int] | None = None) -> None:
+    def unmap(self, address: int, nbytes: int) -> None:
         """Unmap by munmap(2)."""
-        done = done if done is not None else []
-        done.extend(starmap(_libc.munmap, ((address, nbytes),)))
-        if done[0] != 0:
+        if _libc.munmap(address, nbytes) != 0:
             raise OSError(ctypes.get_errno(), f"munmap({address:#x}, {nbytes})")
 
     def view(self, address: int, nbytes: int) -> memoryview:

@@ -113,7 +113,7 @@ class VmmBackend(CudaBackend):
     vacates = True
     replaces = False
 
-    def map(self, fd: int, nbytes: int, access: Access, made: list[int] | None = None, at: int | None = None) -> int:
+    def map(self, fd: int, nbytes: int, access: Access, at: int | None = None) -> int:
         """Import the allocation behind ``fd`` and map it for this backend's GPU, and for its peers."""
         address = handle = None
         mapped = False
@@ -126,14 +126,11 @@ class VmmBackend(CudaBackend):
                 check(driver.cuMemMap(address, nbytes, 0, handle, 0))
                 mapped = True
                 self._allow(address, nbytes, access)
-                if made is not None:
-                    made += (int(address),)
             except BaseException as error:
-                if not made:
-                    if mapped:
-                        check(driver.cuMemUnmap(address, nbytes))
-                    if address is not None and at is None:
-                        check(driver.cuMemAddressFree(address, nbytes))
+                if mapped:
+                    check(driver.cuMemUnmap(address, nbytes))
+                if address is not None and at is None:
+                    check(driver.cuMemAddressFree(address, nbytes))
                 if not isinstance(error, DriverError):
                     raise
                 raise CapabilityError(
@@ -154,25 +151,19 @@ class VmmBackend(CudaBackend):
             # Nothing is copied to a peer that the driver refuses (MIG, another fabric).
             driver.cuMemSetAccess(address, nbytes, [access_for(peer, access)], 1)
 
-    def unmap(self, address: int, nbytes: int, done: list[int] | None = None) -> None:
+    def unmap(self, address: int, nbytes: int) -> None:
         """Unmap and free the address range."""
-        if done is not None:
-            done += (0,)  # before the call: an interrupted unmap is not repeated, when another mapping may have the range
         with self.current():
             check(driver.cuMemUnmap(address, nbytes))
             check(driver.cuMemAddressFree(address, nbytes))
 
-    def vacate(self, address: int, nbytes: int, done: list[int] | None = None) -> None:
+    def vacate(self, address: int, nbytes: int) -> None:
         """Unmap, and keep the address range: its users, such as a CUDA graph, are valid again after :meth:`map`."""
-        if done is not None:
-            done += (0,)  # before the call, as in unmap()
         with self.current():
             check(driver.cuMemUnmap(address, nbytes))
 
-    def free_range(self, address: int, nbytes: int, done: list[int] | None = None) -> None:
+    def free_range(self, address: int, nbytes: int) -> None:
         """Free the address range."""
-        if done is not None:
-            done += (0,)
         with self.current():
             check(driver.cuMemAddressFree(address, nbytes))
 
