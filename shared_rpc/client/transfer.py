@@ -16,10 +16,8 @@ from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.records import SegmentInfo
 
-#: Seconds without a request after which a separate message returns chunks.
+#: Seconds without a request after which a separate message returns chunks, and between two polls of a GPU that uses some.
 _IDLE = 0.05
-#: Seconds without a request after which chunks that only wait for the GPU are polled: a request would poll them too.
-_SILENCE = 1.0
 
 
 class TransferClosed(Exception):
@@ -39,9 +37,8 @@ class ClientTransfer:
         self._flush = flush
         #: The server's arenas. Their descriptors are sent once, perhaps in a reply that is processed after the next one.
         self._spare: dict[str, Segment] = {}
-        self._flushing = False
-        #: True if the GPU will be polled after a silence.
-        self._poll_scheduled = False
+        #: True if another thread will return chunks soon.
+        self._scheduled = False
         #: The time at which a request last returned chunks (time.monotonic()).
         self._last_return = 0.0
         self.closed = False
@@ -60,8 +57,9 @@ class ClientTransfer:
         references = self.references
         if references.dropped or references.fenced:
             references.poll(check_only=check_only)
-            if references.fenced and not self._poll_scheduled:
-                self._poll_after_silence()
+            if references.fenced and not self._scheduled:
+                FINALIZER.start()
+                self._schedule()
 
     def learn(self, message: m.Message, frame: Frame) -> None:
         """Record the arenas of a reply, which may be processed after a later reply."""
@@ -115,40 +113,29 @@ class ClientTransfer:
 
     def _chunk_dropped(self) -> None:
         # Runs in a finaliser.
-        if not self._flushing and not self.closed:
-            self._flushing = True
-            FINALIZER.submit(self._flush_now, after=_IDLE)
+        if not self._scheduled and not self.closed:
+            self._schedule()
 
-    def _poll_after_silence(self) -> None:
-        self._poll_scheduled = True
-        FINALIZER.start()
-        FINALIZER.submit(self._end_silence, after=_SILENCE)
+    def _schedule(self) -> None:
+        self._scheduled = True
+        FINALIZER.submit(self._return_chunks, after=_IDLE)
 
-    def _end_silence(self) -> None:
-        left = self._last_return + _SILENCE - time.monotonic()
-        if left > 0:
-            FINALIZER.submit(self._end_silence, after=left)
-            return
-        self._poll_scheduled = False
-        self._flush_now()
-        if self.references.fenced and not self.closed:
-            self._poll_after_silence()
-
-    def _flush_now(self) -> None:
-        if not self.closed and time.monotonic() - self._last_return < _IDLE:
-            # The next request probably comes at once and takes the chunks along, without another connection.
-            FINALIZER.submit(self._flush_now, after=_IDLE)
-            return
-        self._flushing = False
+    def _return_chunks(self) -> None:
+        """Return unused chunks, unless the next request probably comes at once and takes them along."""
+        self._scheduled = False
         if self.closed:
             return
-        self.references.poll(background=True)
-        numbers = self.references.pop_returned()
-        if numbers:
-            try:
-                self._flush(self, numbers)
-            except (TransferClosed, SharedRPCError, OSError):
-                self.references.requeue(numbers)  # for the next request
+        if time.monotonic() - self._last_return >= _IDLE:
+            self.references.poll(background=True)
+            numbers = self.references.pop_returned()
+            if numbers:
+                try:
+                    self._flush(self, numbers)
+                except (TransferClosed, SharedRPCError, OSError):
+                    self.references.requeue(numbers)  # for the next request
+            if not self.references.fenced:
+                return
+        self._schedule()
 
     def close(self) -> None:
         """End with the session. Memory is freed when neither side has a tensor over it."""

@@ -34,22 +34,16 @@ from tests.kit.processes import links_of
 
 
 class Gpu(MemfdBackend):
-    """Host memory on a device that is busy until ``done``, and counts its marks and queries."""
+    """Host memory on a device that is busy until ``done``, and counts its marks."""
 
     unmaps_in_background = False
     done = False
     marked = 0
-    asked = 0
 
     def fence(self) -> Callable[[], bool]:
         """Return a fence of the queued work, which is complete when ``done`` is True."""
         self.marked += 1
-
-        def passed() -> bool:
-            self.asked += 1
-            return self.done
-
-        return passed
+        return lambda: self.done
 
 
 class Clock:
@@ -121,12 +115,6 @@ def idle(clock: Clock) -> Iterator[Idle]:
             yield idle
 
 
-@pytest.fixture
-def gpu() -> Gpu:
-    """The device of chunks."""
-    return Gpu()
-
-
 def lend(references: ChunkReferences, pool: Pool, gpu: Gpu) -> list[int]:
     """Use as many chunks as are marked together, and end; return their numbers."""
     chunks = pool.acquire("cpu", [16] * chunk_references._BATCH)
@@ -139,41 +127,25 @@ def lend(references: ChunkReferences, pool: Pool, gpu: Gpu) -> list[int]:
 
 
 def test_chunks_of_a_silent_client_are_returned(idle: Idle) -> None:
-    """Those that only wait for the GPU, about a second after the last request instead of with the next one."""
+    """In a message of their own, soon after the last request, once the GPU does not use them; its work is marked once."""
     numbers = idle.drop()
-    idle.clock.advance(0.1)  # the first poll, soon after the drop
+    idle.clock.advance(0.1)
     assert idle.request() == []
+    idle.clock.advance(5)
+    assert (idle.sent, idle.gpu.marked) == ([], 1)
     idle.gpu.done = True
-    idle.clock.advance(0.9)
-    assert idle.sent == []
-    idle.clock.advance(0.2)
+    idle.clock.advance(0.1)
     assert [sorted(message) for message in idle.sent] == [sorted(numbers)]
     assert idle.clock.jobs == []
-
-
-def test_a_busy_gpu_is_polled_repeatedly(idle: Idle) -> None:
-    """About once per second; its work is marked once, by the request."""
-    idle.drop()
-    idle.request()
-    idle.gpu.asked = 0
-    idle.clock.advance(5.5)
-    assert (idle.sent, idle.gpu.marked, 4 <= idle.gpu.asked <= 7) == ([], 1, True)
-    idle.gpu.done = True
-    idle.clock.advance(1.1)
-    assert len(idle.sent) == 1
-    idle.clock.advance(60)
-    assert (len(idle.sent), idle.clock.jobs) == (1, [])
 
 
 def test_chunks_are_returned_with_requests(idle: Idle) -> None:
     """No other message is sent meanwhile."""
     numbers = idle.drop()
-    idle.clock.advance(0.1)
-    for _ in range(4):
+    for done in (False, False, True):
         assert idle.request() == []
-        idle.clock.advance(0.24)
-    idle.gpu.done = True
-    idle.clock.advance(0.24)  # more than a second after the first request, and less than that after the last one
+        idle.gpu.done = done
+        idle.clock.advance(0.04)
     assert sorted(idle.request()) == sorted(numbers)
     idle.clock.advance(60)
     assert (idle.sent, idle.clock.jobs) == ([], [])
