@@ -8,6 +8,7 @@ all streams. The end of a tensor is detected in a finaliser, which enqueues; the
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -20,8 +21,8 @@ from shared_rpc.memory.mapping import MAPPINGS, Mapping, MappingHold
 from shared_rpc.memory.segments import Backend
 
 #: Marking GPU work first checks every stream of torch for the capture of a CUDA graph: up to this many chunks, or bytes, are
-#: marked together.
-_BATCH, _BATCH_BYTES = 32, 16 << 20
+#: marked together, or those of so many seconds: a small pool is full before.
+_BATCH, _BATCH_BYTES, _BATCH_SECONDS = 32, 16 << 20, 1.0
 
 
 class _ChunkPin(msgspec.Struct, eq=False, weakref=True):
@@ -73,6 +74,8 @@ class ChunkReferences:
         #: References without a pin, until :meth:`poll` processes them.
         self.dropped: deque[ChunkReference] = deque()
         self._enqueue = _enqueuer(self.dropped, dropped)
+        #: The time at which GPU work was last marked (time.monotonic()).
+        self._marked = time.monotonic()
         #: True if no chunk is on a GPU, so that there is no GPU work to wait for.
         self._cheap = True
         #: The backend and numbers of dropped chunks, and a function that returns True once the GPU work that may use them is
@@ -133,7 +136,9 @@ class ChunkReferences:
                 self._references.difference_update(users)
                 self.free += [reference.number for reference in users]
         elif not check_only and (
-            len(self.dropped) >= _BATCH or sum([reference.nbytes for reference in [*self.dropped]]) >= _BATCH_BYTES
+            len(self.dropped) >= _BATCH
+            or sum([reference.nbytes for reference in [*self.dropped]]) >= _BATCH_BYTES
+            or time.monotonic() - self._marked >= _BATCH_SECONDS
         ):
             with self._lock:
                 ended: dict[Backend, list[ChunkReference]] = {}
@@ -157,6 +162,7 @@ class ChunkReferences:
         if passed is None:
             self.dropped.extend(references)
             return
+        self._marked = time.monotonic()
         self._references.difference_update(references)
         self.fenced.append((backend, passed, [reference.number for reference in references]))
 

@@ -80,6 +80,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(lane_module, "FINALIZER", clock)
     monkeypatch.setattr(lane_module, "time", clock)
+    monkeypatch.setattr(chunk_references, "time", clock)
     monkeypatch.setattr(server_module, "FINALIZER", clock)
     return clock
 
@@ -95,9 +96,9 @@ class Idle:
         self.sent: list[list[int]] = []
         self.transfer = ClientTransfer(PoolOptions(), lambda _, chunks: self.sent.append(chunks))
 
-    def drop(self) -> list[int]:
-        """Receive as many results as are marked together, and drop them; return their chunks."""
-        return lend(self.transfer.references, self._pool, self.gpu)
+    def drop(self, count: int = chunk_references._BATCH) -> list[int]:
+        """Receive results, by default as many as are marked together, and drop them; return their chunks."""
+        return lend(self.transfer.references, self._pool, self.gpu, count)
 
     def request(self) -> list[int]:
         """Return the chunks that a request includes, and those returned while the server works: then the GPU is marked."""
@@ -115,9 +116,9 @@ def idle(clock: Clock) -> Iterator[Idle]:
             yield idle
 
 
-def lend(references: ChunkReferences, pool: Pool, gpu: Gpu) -> list[int]:
-    """Use as many chunks as are marked together, and end; return their numbers."""
-    chunks = pool.acquire("cpu", [16] * chunk_references._BATCH)
+def lend(references: ChunkReferences, pool: Pool, gpu: Gpu, count: int) -> list[int]:
+    """Use so many chunks, and end; return their numbers."""
+    chunks = pool.acquire("cpu", [16] * count)
     assert chunks is not None
     chunks[0].arena.mapping.backend = gpu
     storages = [torch.zeros(4).untyped_storage() for _ in chunks]
@@ -159,6 +160,23 @@ def test_a_gpu_that_must_not_be_marked_waits_for_a_request(idle: Idle) -> None:
     assert (idle.sent, idle.gpu.marked) == ([], 0)
     idle.request()
     assert sorted(idle.request()) == sorted(numbers)
+
+
+def test_few_chunks_are_marked_after_a_second_of_requests(idle: Idle) -> None:
+    """A small pool may have no more: it would stay full."""
+    numbers, idle.gpu.done = idle.drop(1), True
+    for _ in range(2):
+        idle.request()
+        idle.clock.advance(0.4)
+    assert idle.gpu.marked == 0
+    idle.clock.advance(0.4)
+    idle.request()
+    assert idle.request() == numbers
+    idle.clock.advance(5)
+    numbers = idle.drop(1)
+    idle.clock.advance(0.1)  # in the background, where the GPU must not be marked
+    idle.request()
+    assert idle.request() == numbers
 
 
 # The server's arenas.
