@@ -9,10 +9,10 @@ import msgspec
 from shared_rpc.errors import RecordError
 from shared_rpc.protocol.generations import Generation
 from shared_rpc.protocol.messages import Call, Message, Query
-from shared_rpc.protocol.records import NO_ARGS, NO_KWARGS, Access, SegmentInfo, Tensors
+from shared_rpc.protocol.records import NO_ARGS, NO_KWARGS, Access, SegmentInfo
 
 #: The version of the header format, raised with every change.
-FORMAT = 1
+FORMAT = 2
 #: Maximum number of segments of a record: less than one frame's descriptors.
 MOST_SEGMENTS = 1000
 
@@ -28,9 +28,8 @@ class RecordHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``endpoint``, ``cache_key`` and ``generation`` are those of the object, ``fingerprint`` that of the endpoint's code, ``""``
     if that has changed since. ``python`` (such as ``"3.13"``), ``torch`` and ``shared_rpc`` are the versions that made the
-    skeleton, a pickle. ``device`` is ``"cpu"`` or a GPU's UUID. ``access`` and ``tensors`` are as in
-    :meth:`Provider.share`; ``nbytes`` and ``private_nbytes`` as in ``ObjectInfo``. ``table`` is a tensor table over
-    ``segments``.
+    skeleton, a pickle. ``device`` is ``"cpu"`` or a GPU's UUID. ``nbytes`` and ``private_nbytes`` are as
+    in ``ObjectInfo``. ``table`` is a tensor table over ``segments``.
     """
 
     format: int
@@ -42,13 +41,16 @@ class RecordHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     torch: str
     shared_rpc: str
     device: str
-    access: Access
-    tensors: Tensors
     nbytes: int
     private_nbytes: int
     skeleton: bytes
     table: bytes
     segments: Annotated[tuple[SegmentInfo, ...], msgspec.Meta(max_length=MOST_SEGMENTS)]
+
+    @property
+    def access(self) -> Access:
+        """The access mode of the endpoint, as in :meth:`Provider.share`."""
+        return "read" if any(info.access == "read" for info in self.segments) else "read_write"
 
     def to_bytes(self) -> bytes:
         """Return the header as bytes for :meth:`from_bytes`."""

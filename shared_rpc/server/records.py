@@ -26,7 +26,6 @@ from shared_rpc.server.shared import State
 from shared_rpc.server.state.objects import StoredObject
 from shared_rpc.server.state.records import (
     Versions,
-    access_of,
     accesses,
     called,
     check_code,
@@ -34,7 +33,6 @@ from shared_rpc.server.state.records import (
     check_versions,
     homes,
     moved,
-    tensors_of,
     without_slabs,
 )
 from shared_rpc.server.tiers import Tiers
@@ -100,8 +98,6 @@ class Records:
             torch=here.torch,
             shared_rpc=here.shared_rpc,
             device=record.device,
-            access=access_of(infos),
-            tensors="parameters" if tensors_of(infos) == "parameters" else "all",
             nbytes=record.nbytes,
             private_nbytes=record.private_nbytes,
             skeleton=record.skeleton,

@@ -60,8 +60,6 @@ def header(table: TensorTable = GOOD, **fields: Any) -> RecordHeader:
         "torch": "2.9.0",
         "shared_rpc": "0.1.0",
         "device": "cpu",
-        "access": "read_write",
-        "tensors": "all",
         "nbytes": 4096,
         "private_nbytes": 10,
         "skeleton": b"a pickle",
@@ -122,8 +120,6 @@ def test_entries_outside_their_memory_are_refused(place: str, fields: dict[str, 
         ({"segments": (SegmentInfo("1", PAGE, GPU, "copy", "vmm"),)}, "is to be mapped copy-on-write"),
         ({"nbytes": 3 * PAGE}, "announces"),
         ({"private_nbytes": 3 * PAGE}, "announces"),
-        ({"access": "read"}, "shared as 'read'"),
-        ({"tensors": "parameters"}, "tensors='parameters'"),
     ],
 )
 def test_inconsistent_headers_are_refused(fields: dict[str, Any], message: str) -> None:

@@ -152,10 +152,6 @@ def check_table(header: RecordHeader) -> None:
         0 <= header.nbytes <= sum(sizes) and 0 <= header.private_nbytes <= sum(sizes) + len(header.skeleton),
         f"it announces {header.nbytes} shared and {header.private_nbytes} private bytes in segments of {sum(sizes)}",
     )
-    _require(
-        header.access == access_of(segments) and header.tensors == tensors_of(segments),
-        f"it is shared as {header.access!r} with tensors={header.tensors!r}, and its segments are not",
-    )
     # There may be a hundred thousand: only invalid entries are described.
     for number, storage in enumerate(table.storages):
         if not _fits_storage(storage, segments, len(table.devices)):
@@ -191,16 +187,6 @@ def without_slabs(
         for entry in found.storages
     )
     return msgspec.msgpack.encode(msgspec.structs.replace(found, storages=storages)), tuple(infos), parts
-
-
-def access_of(segments: Sequence[SegmentInfo]) -> Access:
-    """Return the access mode of the endpoint that shares these segments."""
-    return "read" if any(info.access == "read" for info in segments) else "read_write"
-
-
-def tensors_of(segments: Sequence[SegmentInfo]) -> str:
-    """Return the ``tensors`` option of the endpoint whose result lies in these segments."""
-    return "parameters" if any(info.access == "private" for info in segments) else "all"
 
 
 def _require(good: bool, wrong: str) -> None:
