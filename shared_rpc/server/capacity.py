@@ -27,17 +27,13 @@ import msgspec
 
 from shared_rpc.errors import CapabilityError, ServerBusy, SharedRPCError
 from shared_rpc.memory.records import Record
+from shared_rpc.protocol.records import Tier
 from shared_rpc.server.state import Clock
 from shared_rpc.server.state.leases import Holder, LeaseTable
 from shared_rpc.server.state.objects import ObjectStore, StoredObject, infos_of, usage_of
 from shared_rpc.server.state.tiers import STALE
 
 _log = logging.getLogger("shared_rpc.server")
-
-#: A tier below a device.
-Below = Literal["host", "file"]
-#: The lower tiers, nearest first.
-BELOW: tuple[Below, ...] = ("host", "file")
 
 #: The host memory of copies: treated as a device here, whose quota is the host quota.
 HOST = "host copies"
@@ -57,13 +53,13 @@ class Mover(Protocol):
     def direction(self, stored: StoredObject) -> Literal["up", "down", ""]:
         """Return the direction of an object's move, ``""`` for none."""
 
-    def below(self, group: Sequence[StoredObject]) -> tuple[Below, ...]:
+    def below(self, group: Sequence[StoredObject]) -> tuple[Tier, ...]:
         """Return the lower tiers that a group can move to, nearest first."""
 
     def frees(self) -> Counter[str]:
         """Return the bytes that active moves will free, by device."""
 
-    def begin_eviction(self, group: Sequence[StoredObject], to: Below) -> None:
+    def begin_eviction(self, group: Sequence[StoredObject], to: Tier) -> None:
         """Begin to move a group down. Errors are reported to :meth:`Capacity.failed`."""
 
 
@@ -111,7 +107,7 @@ class _Candidate(NamedTuple):
 
     group: Sequence[StoredObject]
     frees: Mapping[str, int]
-    below: tuple[Below, ...] = ()
+    below: tuple[Tier, ...] = ()
     host_bytes: int = 0
     copies: bool = False
 
@@ -476,7 +472,7 @@ class Capacity:
         """Begin evictions from devices, or from the host if the lack is there; return False if all of them do not suffice."""
         left, on_host = Counter(lack), HOST in lack
         host = None if on_host else self._obtainable()
-        plan: list[tuple[_Candidate, Below | None]] = []
+        plan: list[tuple[_Candidate, Tier | None]] = []
         for one in self._requested_last(self._host_copies() if on_host else self._candidates()):
             if not left:
                 break

@@ -39,7 +39,7 @@ from shared_rpc.protocol import tiers as t
 from shared_rpc.protocol.infos import MoveInfo, MovingInfo
 from shared_rpc.protocol.records import EXPORTER_OWNED, SegmentInfo, Tier
 from shared_rpc.protocol.specs import EndpointSpec
-from shared_rpc.server.capacity import BELOW, HOST, Below, Reservation
+from shared_rpc.server.capacity import HOST, Reservation
 from shared_rpc.server.requests import Answer, Caller, handles
 from shared_rpc.server.shared import State
 from shared_rpc.server.state.objects import OBJECT_ID, StoredObject, infos_of
@@ -369,10 +369,10 @@ class Tiers:
         """Return True if small results of an endpoint may share a segment, because they are not counted or moved separately."""
         return self._capacity.unlimited and self._spill is None and spec.host_copy == "on_evict" and not spec.pinned
 
-    def below(self, group: Sequence[StoredObject]) -> tuple[Below, ...]:
+    def below(self, group: Sequence[StoredObject]) -> tuple[Tier, ...]:
         """Return the lower tiers that a group can move to, nearest first."""
-        found: list[Below] = []
-        for to in BELOW:
+        found: list[Tier] = []
+        for to in LOWER:
             with contextlib.suppress(CapabilityError):
                 if self._lower_tier(group, to) is not None:
                     found.append(to)
@@ -382,12 +382,12 @@ class Tiers:
         """Return the bytes that active moves will free, by device."""
         return sum((move.frees for move in {id(move): move for move in self._moves.values()}.values()), Counter())
 
-    def begin_eviction(self, group: Sequence[StoredObject], to: Below) -> None:
+    def begin_eviction(self, group: Sequence[StoredObject], to: Tier) -> None:
         """Begin to move a group down."""
         move = self._enter(group, to, "down")
         self._state.waits.begin(move, self._evict(move, to))
 
-    async def _evict(self, move: Move, to: Below) -> None:
+    async def _evict(self, move: Move, to: Tier) -> None:
         try:
             if await self._lower(move, to, "capacity") is None:
                 raise ServerBusy(f"the objects that share the memory of {_named(move.group[0])} have changed")

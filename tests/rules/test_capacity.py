@@ -20,7 +20,7 @@ from shared_rpc.memory.copies import LowerCopy
 from shared_rpc.memory.records import Record
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.records import EMPTY_TABLE, SegmentInfo, Tier
-from shared_rpc.server.capacity import HOST, Below, Capacity, Reservation
+from shared_rpc.server.capacity import HOST, Capacity, Reservation
 from shared_rpc.server.state.objects import StoredObject
 from shared_rpc.server.state.tiers import STALE
 from tests.rules.test_store import Shelf, record_of
@@ -79,7 +79,7 @@ class World(Shelf):
         )
         self.capacity.mover = self
         self.limits = limits
-        self.tiers: dict[str, tuple[Below, ...]] = {}
+        self.tiers: dict[str, tuple[Tier, ...]] = {}
         self.moves: list[Move] = []
         self.asked: list[Ask] = []
 
@@ -112,7 +112,7 @@ class World(Shelf):
         """Return the direction of its move."""
         return next((move.direction for move in self.moves if stored in move.group), "")
 
-    def below(self, group: Sequence[StoredObject]) -> tuple[Below, ...]:
+    def below(self, group: Sequence[StoredObject]) -> tuple[Tier, ...]:
         """Return its copies, as set by the test."""
         tiers = self.tiers.get(group[0].object_id, ("host", "file"))
         return tuple(to for to in tiers if PLACES.index(to) > PLACES.index(group[0].tier))
@@ -121,7 +121,7 @@ class World(Shelf):
         """Return the bytes that the moves will free."""
         return sum((move.frees for move in self.moves), Counter())
 
-    def begin_eviction(self, group: Sequence[StoredObject], to: Below) -> None:
+    def begin_eviction(self, group: Sequence[StoredObject], to: Tier) -> None:
         """Begin a move."""
         for stored in group:
             assert not self.users(stored) and not stored.pinned and to in self.below(group) and not self.is_moving(stored)
@@ -189,7 +189,7 @@ class World(Shelf):
         sizes: dict[str, int],
         place: Tier = "device",
         *,
-        below: tuple[Below, ...] = ("host", "file"),
+        below: tuple[Tier, ...] = ("host", "file"),
         active: str = "",
         ready: bool = False,
         pinned: bool = False,
@@ -510,7 +510,7 @@ def test_host_copies_are_spilled_to_files(worlds: Callable[..., World]) -> None:
     ids=["larger than the host", "the second of two", "nowhere for the second"],
 )
 def test_objects_that_do_not_fit_on_the_host_go_to_files(
-    worlds: Callable[..., World], sizes: list[int], below: tuple[Below, ...], going: list[Any]
+    worlds: Callable[..., World], sizes: list[int], below: tuple[Tier, ...], going: list[Any]
 ) -> None:
     """If there is no lower capacity for all of them, none is moved: the first alone would not help."""
     world = worlds({GPU: 100}, host_limit=50)
@@ -658,7 +658,7 @@ class CapacityModel(RuleBasedStateMachine):
             self.world.ask(session, stored)
 
     @rule(name=NAMES, sizes=SIZES, below=BELOW, pinned=st.sampled_from([False, False, False, True]))
-    def recover_an_earlier_one(self, name: str, sizes: dict[str, int], below: tuple[Below, ...], pinned: bool) -> None:
+    def recover_an_earlier_one(self, name: str, sizes: dict[str, int], below: tuple[Tier, ...], pinned: bool) -> None:
         """Add an object that is in a lower tier from the beginning."""
         fits = below[-1:] != ("host",) or self.host is None or self.world.capacity.used(HOST) + sum(sizes.values()) <= self.host
         if self.thing(name) is None and below and fits:
@@ -674,7 +674,7 @@ class CapacityModel(RuleBasedStateMachine):
         pinned=st.sampled_from([False, False, True]),
         fails=st.booleans(),
     )
-    def make(self, number: int, name: str, holder: str, below: tuple[Below, ...], pinned: bool, fails: bool) -> None:
+    def make(self, number: int, name: str, holder: str, below: tuple[Tier, ...], pinned: bool, fails: bool) -> None:
         """Make an object of reserved memory, or fail to."""
         ask = one_of(self.making, number)
         if self.thing(name) is None and not fails:
