@@ -40,7 +40,6 @@ def main() -> None:
     words = parser.parse_args()
     if words.parent is not None:  # a fork ends with its watcher
         die_with_parent(words.parent)
-    beginning = Beginning(sys.argv[1:])
     options = ServeOptions.of(words.options)
     if options.log_format is not None or options.log_level is not None:
         # The broker logs the events; this is for the app's own logging, with the ids of requests.
@@ -50,7 +49,7 @@ def main() -> None:
     host.start()
     try:
         if not words.bare:
-            _load(host, beginning, words.target, options)
+            _load(host, Beginning(sys.argv[1:]), words.target, options)
         host.wait()
     except SharedRPCError as error:
         host.refuse(error)
