@@ -342,14 +342,13 @@ class HolderInfo(TypedDict):
     """A session that holds an object, and its process; or with ``kind`` ``"task"`` a task whose result was not fetched, whose
     id is ``session`` then.
 
-    ``leases`` is the number of its unreleased handles; ``since`` is the beginning of the session. ``connections`` is 1; a task
-    and the session of the server's own calls have none, and ``since`` is None.
+    ``leases`` is the number of its unreleased handles; ``since`` is the beginning of the session, None for a task and for the
+    session of the server's own calls.
     """
 
     kind: HolderKind
     session: str
     pid: int
-    connections: int
     since: float | None
     leases: int
 
@@ -362,13 +361,12 @@ class ListedObjectInfo(ObjectInfo):
 
 
 class SessionInfo(TypedDict):
-    """A client: the number of objects it holds (``leases``), their bytes, and the time of its connection. ``connections`` is 1;
-    a process with subscriptions to refreshes has one more session for these.
+    """A client: the number of objects it holds (``leases``), their bytes, and the time of its connection. A process with
+    subscriptions to refreshes has one more session for these.
     """
 
     session: str
     pid: int
-    connections: int
     leases: int
     nbytes: int
     since: float

@@ -142,7 +142,6 @@ class Sessions:
                     "kind": "session" if isinstance(holder, str) else "task",
                     "session": holder if isinstance(holder, str) else holder.task_id,
                     "pid": self.pid_of(holder),
-                    "connections": 1 if session is not None else 0,
                     "since": session.since if session is not None else None,
                     "leases": self._leases.handles(holder, object_id),
                 }
@@ -156,7 +155,6 @@ class Sessions:
             {
                 "session": session.session_id,
                 "pid": session.peer.pid,
-                "connections": 1,
                 "leases": leases.count(session.session_id),
                 "nbytes": sum(usage_of(objects.held_by(session.session_id)).values()),
                 "since": session.since,

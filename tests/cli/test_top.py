@@ -67,7 +67,7 @@ def thing(number: int, **facts: Any) -> dict[str, Any]:
 
 def session(number: int, pid: int, leases: int = 0) -> dict[str, Any]:
     """A server's description of a client."""
-    return {"session": f"s{number}", "pid": pid, "connections": 1, "leases": leases, "nbytes": leases * MIB, "since": 900.0}
+    return {"session": f"s{number}", "pid": pid, "leases": leases, "nbytes": leases * MIB, "since": 900.0}
 
 
 def device(name: str = "cpu", **facts: Any) -> dict[str, Any]:
@@ -123,8 +123,8 @@ def full() -> Snapshot:
     """A snapshot with items of all kinds, and many of some."""
     worker = {"pid": 80, "number": 0, "device": GPU, "state": "ready", "runs": 1, "restarts": 2, "uptime": 60.0}
     held = [
-        {"kind": "session", "session": "s1", "pid": 81, "connections": 1},
-        {"kind": "session", "session": "s2", "pid": 82, "connections": 1},
+        {"kind": "session", "session": "s1", "pid": 81},
+        {"kind": "session", "session": "s2", "pid": 82},
     ]
     objects = [thing(number) for number in range(1, 40)]
     objects[5] |= {"holders": held, "leases": 2, "active": 1, "stale": True, "device": GPU}
@@ -171,7 +171,7 @@ def test_the_detail_of_an_object() -> None:
     view = view_of(snapshot(objects=[item]))
     assert plain(objects(view, [item]).rows)[0][7] == "host, pinned"
     assert detail(view, item).endswith("tier host, pinned, copies 2.0 MiB host, 1.0 MiB file, active in 0 of 3")
-    item |= {"holders": [{"kind": "task", "session": "ab-1", "pid": 77, "connections": 0}]}
+    item |= {"holders": [{"kind": "task", "session": "ab-1", "pid": 77}]}
     assert "held by task ab-1, not fetched" in detail(view, item)
     item["moving"] = {"to": "host", "done": 50 * MIB, "total": 200 * MIB}
     assert plain(others(view)["moves"].rows)[0][2:] == ["50.0 MiB", "200.0 MiB", "host", "host"]
@@ -227,7 +227,7 @@ def test_workers_and_clients() -> None:
     clients = plain(tables["clients"].rows)
     assert (len(clients), clients[0], clients[-1][-1]) == (
         11,
-        ["91", "11", "11.0 MiB", "100s", "1", ""],
+        ["91", "11", "11.0 MiB", "100s", ""],
         "python worker.py --port 8000",
     )
 
@@ -247,7 +247,7 @@ def test_the_first_lines() -> None:
 def test_names_cannot_move_the_cursor() -> None:
     """Command lines, keys and messages are texts of other processes."""
     evil = "x\x1b[2J\ny\r\x07"
-    item = thing(1, cache_key=evil, endpoint=evil, holders=[{"kind": "session", "session": "s1", "pid": 81, "connections": 1}])
+    item = thing(1, cache_key=evil, endpoint=evil, holders=[{"kind": "session", "session": "s1", "pid": 81}])
     runs = [run_of(evil, endpoint=evil, progress={"done": 1.0, "total": 2.0, "message": evil})]
     facts = {"sessions": [session(1, 81)], "endpoints": {evil: counts(calls=1)}, "commands": {81: evil}}
     view = View(snapshot(objects=[item], runs=runs, **facts, server={"socket_path": evil}))

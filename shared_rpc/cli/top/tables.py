@@ -252,8 +252,8 @@ def _clients(view: View) -> Table:
     rows = []
     for one in sorted(sessions, key=lambda one: (-one["leases"], one["since"], one["session"])):
         since, command = lasted(view.snapshot.wall - one["since"]), view.snapshot.commands.get(one["pid"], "")
-        rows.append(_row(one["pid"], one["leases"], size(one["nbytes"]), since, one["connections"], command))
-    return Table(("client", "leases>", "holds>", "since>", "conns>", "command"), rows)
+        rows.append(_row(one["pid"], one["leases"], size(one["nbytes"]), since, command))
+    return Table(("client", "leases>", "holds>", "since>", "command"), rows)
 
 
 def bar(marks: str, parts: Sequence[tuple[float, str]], total: float) -> Text:
