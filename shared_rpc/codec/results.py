@@ -79,7 +79,7 @@ def publish(
         copied = copy_single(value, kind, pool)
         if copied is not None:
             copied.wait()
-            return _copy_record(copied)
+            return copied.record()
     scan: Scan | None = None
     try:
         if pool is not None and access == "read_write":
@@ -100,26 +100,8 @@ def publish(
         del value, scan
 
 
-class Soon:
-    """A small result that is being copied into a pool; see :func:`publish_soon`."""
-
-    def __init__(self, value: torch.Tensor, copied: Copied) -> None:
-        #: Kept until the copy is complete: its memory is read until then.
-        self._value = value
-        self._copied = copied
-
-    def poll(self, seconds: float) -> Record | None:
-        """Return the record, None if the GPU has not come so far in that time."""
-        return _copy_record(self._copied) if self._copied.wait(seconds) else None
-
-    def wait(self) -> Record:
-        """Return the record, when the GPU has come so far."""
-        self._copied.wait()
-        return _copy_record(self._copied)
-
-
 @without_modes
-def publish_soon(value: Any, device: str, pool: Pool, seconds: float) -> Record | Soon | None:
+def publish_soon(value: Any, device: str, pool: Pool, seconds: float) -> Record | Copied | None:
     """Publish into a pool where that is a matter of microseconds, for a thread with little time; else return None.
 
     :param seconds: maximum wait for the GPU work of an endpoint that returns None.
@@ -128,8 +110,7 @@ def publish_soon(value: Any, device: str, pool: Pool, seconds: float) -> Record 
         return Record(_NONE, EMPTY_TABLE, (), 0, device) if _is_done(device, seconds) else None
     if type(value) is not torch.Tensor:
         return None
-    copied = copy_single(value, device_kind(device), pool, limit=_SMALL)
-    return Soon(value, copied) if copied is not None else None
+    return copy_single(value, device_kind(device), pool, limit=_SMALL)
 
 
 def _is_done(device: str, seconds: float | None = None) -> bool:
@@ -143,11 +124,6 @@ def _is_done(device: str, seconds: float | None = None) -> bool:
         return True
     stream = torch.cuda.current_stream(torch_device(device)).cuda_stream
     return backend_for(device).wait(stream, seconds)
-
-
-def _copy_record(copied: Copied) -> Record:
-    device = copied.segment.info.device
-    return Record(FIRST[0], copied.table, (copied.segment,), copied.nbytes, device, (copied.chunk.number,), (0,))
 
 
 def _record(skeleton: bytes, placed: Placement, device: str) -> Record:

@@ -20,6 +20,7 @@ from shared_rpc.memory.chunk_references import ChunkReferences
 from shared_rpc.memory.devices import id_of, torch_device
 from shared_rpc.memory.mapping import MAPPINGS, Mapping
 from shared_rpc.memory.pool import Chunk, Pool
+from shared_rpc.memory.records import Record
 from shared_rpc.memory.segments import Backend, Segment
 from shared_rpc.protocol.records import ONE_TENSOR, StorageEntry, TensorEntry, TensorTable
 
@@ -32,9 +33,11 @@ _encode = msgspec.msgpack.Encoder().encode
 class Copied(msgspec.Struct):
     """A tensor in a chunk of a pool. The copy is queued on a stream, to be waited for on ``backend``.
 
-    ``segment`` is the arena's, with a descriptor of its own that belongs to the object's user.
+    ``source`` is kept, because its memory is read until then. ``segment`` is the arena's, with a descriptor of its own that
+    belongs to the object's user.
     """
 
+    source: torch.Tensor
     pool: Pool
     chunk: Chunk
     nbytes: int
@@ -55,6 +58,11 @@ class Copied(msgspec.Struct):
             self.segment.close()
             self.pool.release((self.chunk.number,))
             raise
+
+    def record(self) -> Record:
+        """Return the record of the completed copy."""
+        segments, device, chunks = (self.segment,), self.segment.info.device, (self.chunk.number,)
+        return Record(FIRST[0], self.table, segments, self.nbytes, device, chunks, (0,))
 
 
 def _plain(tensor: torch.Tensor) -> bool:
@@ -103,7 +111,7 @@ def copy_single(tensor: torch.Tensor, kind: str, pool: Pool, limit: int | None =
         entry = TensorEntry(0, str(tensor.dtype)[6:], 0, tuple(tensor.shape), tensor.stride())
         table = _encode(TensorTable((), (StorageEntry(0, chunk.offset, nbytes, 0, chunk.number),), (entry,)))
         mapping.backend.copy(mapping.address + chunk.offset, address, nbytes, stream)
-        return Copied(pool, chunk, nbytes, table, mapping.descriptor.duplicate(), mapping.backend, stream)
+        return Copied(tensor, pool, chunk, nbytes, table, mapping.descriptor.duplicate(), mapping.backend, stream)
     except BaseException:
         pool.release((chunk.number,))
         raise

@@ -208,7 +208,8 @@ class InProcessExecutor:
 
         def publish() -> Completed:
             if outcome is not None:
-                return Completed(outcome.wait(), None)
+                outcome.wait()
+                return Completed(outcome.record(), None)
             return self._publisher.publish(endpoint, run, value)
 
         threads = self._background if run.background else self._threads

@@ -19,7 +19,7 @@ from shared_rpc.memory.slabs import Slabs
 from shared_rpc.protocol.records import EMPTY_TABLE
 
 if TYPE_CHECKING:
-    from shared_rpc.codec.results import Soon
+    from shared_rpc.codec.single import Copied
 
 
 #: Results that take longer than this to copy, in seconds, are copied in a thread instead of on the loop.
@@ -80,19 +80,19 @@ class Publisher:
 
         return on_stream
 
-    def publish_soon(self, endpoint: Endpoint, run: Run[Any], value: list[Any]) -> Completed | Failure | Soon | None:
+    def publish_soon(self, endpoint: Endpoint, run: Run[Any], value: list[Any]) -> Completed | Failure | Copied | None:
         """Return the outcome if it needs no thread, the work that a thread must wait for, or None to publish in a thread."""
         transfer = self._transfers.find(run.session) if run.pooled and self._shares else None
         if transfer is None or endpoint.spec.access != "read_write" or "shared_rpc.codec.results" not in sys.modules:
             return None
-        from shared_rpc.codec.results import Soon, publish_soon
+        from shared_rpc.codec.results import publish_soon
+        from shared_rpc.codec.single import Copied
 
         try:
             soon = publish_soon(value[0], self._device, transfer.results, _PATIENCE)
-            record = soon.poll(_PATIENCE) if isinstance(soon, Soon) else soon
-            if record is None:
-                return soon if isinstance(soon, Soon) else None
-            return Completed(record, None)
+            if isinstance(soon, Copied) and soon.wait(_PATIENCE):
+                soon = soon.record()
+            return Completed(soon, None) if isinstance(soon, Record) else soon
         except Exception as error:
             return failure(error)
 
