@@ -7,19 +7,19 @@ import sys
 
 import typer
 
-#: What each benchmark measures. Its module has the function ``run``, whose parameters are the options.
+#: The benchmarks and their subjects. Each module has a function ``run``, whose parameters are the options.
 BENCHMARKS = {
     "attach": "attaches of a module of many tensors: the first of a process, later ones, and their memory",
     "rpc": "round trips: ping, direct and managed calls, arguments, tasks, many calls at once; import and command line",
-    "clients": "calls a second, against the number of client processes",
-    "scale": "many clients: idle ones, simultaneous attaches, killed ones",
-    "recovery": "a broker whose worker is killed: attaches across the kill, the next worker, the broker's own memory",
-    "starts": "repeated starts of a script, by python and by 'shared-rpc run', until it has its model",
-    "tiers": "models that sleep and wake: beside plain copies and a reload, in several processes, and more than memory",
-    "records": "a warm start: a module that is read from a file, against its build",
-    "channel": "named tensors to another process through a channel, beside two copies of as many bytes",
-    "mechanisms": "the ways to share memory: the costs of each, and the memory after its maker was killed",
-    "cluster": "deploys and refreshes on three Ray nodes of this machine, beside Ray's own transfer of the same bytes",
+    "clients": "calls per second by number of client processes",
+    "scale": "many clients: idle connections, simultaneous attaches, killed clients",
+    "recovery": "a killed worker of a broker: attaches during the kill, the next worker, the broker's own memory",
+    "starts": "repeated starts of a script, with python and with 'shared-rpc run', until it has its model",
+    "tiers": "sleep and wake of models, compared with plain copies and a reload; several processes; more models than memory",
+    "records": "a warm start: reading a module from a file, compared with its build",
+    "channel": "named tensors to another process through a channel, compared with two copies of as many bytes",
+    "mechanisms": "the mechanisms that share memory: their costs, and the memory after its maker is killed",
+    "cluster": "deploys and refreshes on three Ray nodes of this machine, compared with Ray's own transfer of the same bytes",
 }
 
 

@@ -1,4 +1,4 @@
-"""Attaching a module: what the first call of a client process and every later one takes, in time and in memory."""
+"""Attaching a module: time and memory of the first call of a client process and of later ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TENSOR_BYTES, _TENSORS = 4096, 100
 
 #: A managed call: the endpoint, and its arguments.
 Case = list[Any]
-#: What :meth:`Attacher.measure` returns for a case.
+#: The result of :meth:`Attacher.measure` for a case.
 Result = dict[str, Any]
 
 
@@ -28,10 +28,10 @@ def run(
     device: Device = "auto",
     fresh: Annotated[int, typer.Option(help="Fresh processes that attach, of each kind.")] = 5,
     repeats: Annotated[int, typer.Option(help="Later attaches in each process, held and released.")] = 20,
-    rounds: Annotated[int, typer.Option(help="Processes that go through the sweeps; 0 for no sweeps.")] = 2,
-    tensors: Annotated[str, typer.Option(help="The sweep over tensors.")] = "10,100,1000,10000",
+    rounds: Annotated[int, typer.Option(help="Processes that run the sweeps; 0 for no sweeps.")] = 2,
+    tensors: Annotated[str, typer.Option(help="Numbers of tensors of the sweep.")] = "10,100,1000,10000",
     megabytes: Annotated[
-        str | None, typer.Option(help="The sweep over megabytes; up to 100 on the host, 10000 on a GPU.")
+        str | None, typer.Option(help="Megabytes of the sweep; by default up to 100 on the host, 10000 on a GPU.")
     ] = None,
     json: Json = None,
 ) -> None:
@@ -92,7 +92,7 @@ class _Clients:
         return found
 
     def samples(self, results: dict[str, list[Result]], key: str) -> Samples:
-        """Return the times of that name by side, beside all round trips of the echo so far."""
+        """Return the times of that name by side, with all round trips of the echo so far."""
         return {ECHO: Sample(*self._echoes), **_samples(results, key)}
 
 
@@ -110,11 +110,11 @@ def _model_rows(run: Run, clients: _Clients, call: Case, fresh: int, repeats: in
         run.row(name, clients.samples(results, key), "s", Goal("≤", limit, "16 GB, GPU"), judge=judge)
     run.note(f"the model has {results[OURS][0]['tensors']} tensors, {size(results[OURS][0]['nbytes'])}")
     on_host = run.device == "cpu"
-    name = "host memory a client adds of its own" if on_host else "GPU memory a client adds beside its context"
+    name = "private host memory of a client" if on_host else "GPU memory of a client, without its context"
     run.row(name, _samples(results, "grown"), "bytes", Goal("<", 4 << 20, "GPU"), judge=not on_host)
 
 
-#: What a process does from the import to the model, where torch, CUDA and the model's classes are there already.
+#: The steps of a process from the import to the model, after torch, CUDA and the model's classes are loaded.
 _STEPS = """
 import gc, json, sys, time, torch, benchmarks.workload
 path, shape, device = sys.argv[1:]
@@ -153,33 +153,31 @@ def _publishing_rows(run: Run, costs: dict[str, float]) -> None:
     above = max(costs["peak"] - costs["largest"], 0)
     goal = Goal("≤", 3 << 30, "+ its largest tensor")
     run.row("memory that publishing adds at its peak", costs["peak"], "bytes", goal, measured=above)
-    run.note(
-        f"its largest tensor has {size(int(costs['largest']))}, which are taken off the peak that is compared with the goal"
-    )
+    run.note(f"the size of its largest tensor, {size(int(costs['largest']))}, is subtracted before comparing with the goal")
 
 
 def _sweep_rows(run: Run, clients: _Clients, by_tensors: list[Case], by_bytes: list[Case], rounds: int, repeats: int) -> None:
     sweeps = [*by_tensors, *by_bytes]
-    # The first case of a process is not like the others.
+    # The first case of a process is measured twice, because it includes one-time costs.
     found = clients.measure([sweeps[0], *sweeps], repeats, rounds)[1:]
     medians = []
     for (_, count, nbytes), results in zip(sweeps, found, strict=True):
         samples = clients.samples(results, "released")
         medians.append(samples[OURS].p50)
-        # With few tensors the fixed cost of a call is all there is.
+        # With few tensors the fixed cost of a call dominates.
         goal = Goal("≤", 25e-6, "a tensor") if len(medians) <= len(by_tensors) and count >= 100 else None
         run.row(f"after release: {count:,} tensors, {size(nbytes)}", samples, "s", goal, measured=medians[-1] / count)
     if len(by_bytes) > 1:
         ratio = medians[-1] / medians[len(by_tensors)]
-        # The machine's own noise is allowed for.
+        # 1.25 instead of 1 allows for noise.
         run.row(f"the most bytes over the fewest, {_TENSORS} tensors", ratio, "ratio", Goal("≤", 1.25, "flat"))
 
 
-# The client process. When it is ready, interpreter, torch, CUDA context and the model's classes are loaded.
+# The client process, which is ready when interpreter, torch, CUDA context and the model's classes are loaded.
 
 #: Round trips of the echo.
 _PINGS = 200
-#: Seconds after which a case is not repeated any more, once there are a few times.
+#: Seconds after which a case is no longer repeated, and the minimum number of repetitions.
 _BUDGET, _FEWEST = 3.0, 3
 
 
@@ -195,15 +193,15 @@ class Attacher:
         self._kept: Any = None
 
     def measure(self, cases: list[Case], repeats: int, *, hold: bool = False) -> tuple[list[Result | str], list[float]]:
-        """Measure all cases, in order, and the echo; return results, or why there is none, and the echo's times.
+        """Measure all cases, in order, and the echo; return a result or an error text for each, and the echo's times.
 
-        :param hold: whether to hold the first of them to the end.
+        :param hold: whether to hold the first case's handle until the process ends.
         """
         results: list[Result | str] = []
         for call in cases:
             try:
                 results.append(self._measure(call, repeats))
-            except Exception as error:  # a case that one side cannot do must not cost the others
+            except Exception as error:  # a case that one side does not support must not end the run
                 results.append(f"{type(error).__name__}: {error}")
         self._kept = self._side.call(*cases[0]) if hold else None
         return results, [timed(self._echo.ping) for _ in range(_PINGS)]
@@ -232,7 +230,7 @@ class Attacher:
         first = timed(attach)
         grown = self._memory() - before
         parameters = list(handles[0].value.parameters())
-        # A read of the last tensor: it is there, and it is the right one.
+        # Read the last tensor, to check that the memory is mapped and correct.
         assert float(parameters[-1].detach().flatten()[-1]) == 1 + (len(parameters) - 1) % 100, "the last tensor is wrong"
         count, nbytes = len(parameters), sum(parameter.untyped_storage().nbytes() for parameter in parameters)
         del parameters

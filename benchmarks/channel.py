@@ -1,4 +1,4 @@
-"""Named tensors through a channel to another process, beside two copies of as many bytes in one process."""
+"""Named tensors through a channel to another process, compared with two copies of as many bytes in one process."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def run(
     megabytes: Annotated[int, typer.Option(help="MiB of a message; by default 16,384 on a GPU and 1,024 on the host.")] = 0,
     slot: Annotated[int, typer.Option(help="MiB of a slot; by default 1,024 on a GPU and 256 on the host.")] = 0,
     slots: Annotated[int, typer.Option(help="Slots of the channel.")] = 3,
-    rounds: Annotated[int, typer.Option(help="Messages, each beside two copies.")] = 7,
-    syncs: Annotated[int, typer.Option(help="Small messages, each of which is acknowledged before the next one.")] = 10_000,
+    rounds: Annotated[int, typer.Option(help="Large messages, each measured in turn with two copies.")] = 7,
+    syncs: Annotated[int, typer.Option(help="Small messages, each acknowledged before the next one.")] = 10_000,
     json: Json = None,
 ) -> None:
-    """Measure a channel: many bytes against two copies of them, a small message, and what ten thousand of these leave."""
+    """Measure a channel: a large message compared with two copies, small messages, and the resources that they leave."""
     device, _ = chosen(device)
     megabytes = megabytes or (16 << 10 if device == "cuda" else 1 << 10)
     slot = slot or (1 << 10 if device == "cuda" else 256)
@@ -41,7 +41,7 @@ def run(
             _measure_large(run, channel, tensors, rounds)
             _measure_small(run, channel, reader, syncs)
         reader.read()
-        run.note("a message is over when its reader has copied all of it to tensors of its own, and has acknowledged it")
+        run.note("a message is complete when its reader has copied it to tensors of its own and acknowledged it")
 
 
 def _empty(megabytes: int, device: str) -> dict[str, torch.Tensor]:
@@ -58,14 +58,14 @@ def _settle(device: str) -> None:
 
 
 def _measure_large(run: Run, channel: TensorChannel, tensors: dict[str, torch.Tensor], rounds: int) -> None:
-    # As many bytes in between as the channel has.
+    # The intermediate copy has as many bytes as the channel.
     in_between = channel.nbytes * channel.slots // next(iter(tensors.values())).nbytes
     middle = [torch.empty_like(tensor) for tensor in list(tensors.values())[: max(in_between, 1)]]
     ends = [torch.empty_like(tensor) for tensor in tensors.values()]
     name = "large: all of it, to the reader's tensors"
     times = Times()
     for number in range(rounds + 2):
-        if number == 2:  # the first ones touch the pages
+        if number == 2:  # the first rounds touch the pages
             times.clear()
         _settle(run.device)
         with times.of(name):
@@ -98,15 +98,15 @@ def _measure_small(run: Run, channel: TensorChannel, reader: Process, syncs: int
     run.row("small: a message of 2 KiB, acknowledged", Sample(times[syncs // 10 :]), "s", Goal("≤", 200e-6))
     before, after = counts
     left = sum(after[key] - before[key] for key in ("fds", "mappings"))
-    run.row("… the reader's descriptors and mappings, more than after a tenth", left, "number", Goal("≤", 0))
-    run.row("… its memory, more than then", after["memory"] - before["memory"], "bytes")
+    run.row("… the reader's descriptors and mappings, growth after the first tenth", left, "number", Goal("≤", 0))
+    run.row("… its memory, growth after the first tenth", after["memory"] - before["memory"], "bytes")
 
 
 class Reader:
     """The reading process."""
 
     def receive(self, address: str, device: str, megabytes: int) -> None:
-        """Receive large messages to tensors of its own, then small ones, until the channel is closed."""
+        """Copy large messages to tensors of this process, then small ones, until the channel is closed."""
         targets = _empty(megabytes, device)
         small = {"x": torch.zeros(_SMALL, dtype=torch.bfloat16, device=device)}
         with Client(socket_path=address) as client, client.open_channel("weights", timeout=PATIENCE) as channel:

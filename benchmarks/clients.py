@@ -1,4 +1,4 @@
-"""Calls a second, against the number of client processes: where a server has enough of them."""
+"""Calls per second by number of client processes, which shows where a server saturates."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ provider.share(cache=False)(workload.fresh)
 provider.share(cache=False)(workload.fresh_on_loop)
 provider.share(managed=True)(workload.model)
 """
-#: Seconds of a turn, and those between the word to begin and the beginning, so that all begin together.
+#: Seconds of a turn, and of the notice before it, so that all processes start together.
 _TURN, _NOTICE = 0.5, 0.1
 #: Seconds after which a call of shared-tensor counts as failed.
 _PATIENCE = 10.0
 #: Calls of each process before the first turn.
 _WARM_UP = 20
-#: The endpoints that are called, and what they return.
+#: The measured endpoints, and the kinds of their results.
 _ENDPOINTS = {"small": "cached", "fresh": "new", "fresh_on_loop": "new, async def"}
-#: A pass over the model that the process has attached.
+#: A forward pass of the attached model.
 _FORWARD = "forward"
 
 
@@ -45,17 +45,15 @@ def run(
     device: Device = "auto",
     clients: Annotated[str, typer.Option(help="Client processes, ascending.")] = "1,2,4,8,16",
     replicas: Annotated[str, typer.Option(help="Processes that compute with one model, ascending; empty for none.")] = "1,2,4",
-    workers: Annotated[
-        int, typer.Option(help="Have 'shared-rpc serve' with so many workers; 0 for a server in one process.")
-    ] = 0,
-    rounds: Annotated[int, typer.Option(help="Turns that each side has, of half a second.")] = 5,
+    workers: Annotated[int, typer.Option(help="Workers of 'shared-rpc serve'; 0 for a server in one process.")] = 0,
+    rounds: Annotated[int, typer.Option(help="Turns of half a second for each side.")] = 5,
     shape: Shape = "small",
     json: Json = None,
 ) -> None:
-    """Measure calls a second, against the number of client processes, and passes a second of replicas of one model."""
+    """Measure calls per second by number of client processes, and forward passes per second of replicas of one model."""
     device, shape = chosen(device, shape)
     sides = present(SharedTensor, Ours, device=device)
-    title = f"Calls a second, tensors on {device}"
+    title = f"Calls per second, tensors on {device}"
     with Run("clients", title, [side.name for side in sides], device, json) as run, ExitStack() as stack:
         run.note(SharedTensor.missing(device))
         addresses = {side.name: serve(run, side).address for side in sides if side is not Ours or not workers}
@@ -73,10 +71,10 @@ def run(
 
 
 def throughput(run: Run, addresses: dict[str, str], processes: int, rounds: int, *, judge: bool) -> None:
-    """Measure calls of a small cached tensor, and of a new one; all sides in turns, from the same processes.
+    """Measure calls for a small cached tensor, and for a new one; all sides in turns, from the same processes.
 
-    :param addresses: the servers that take part, by the name of their side.
-    :param judge: whether the goal is about these tensors.
+    :param addresses: the servers, by the name of their side.
+    :param judge: whether the goal applies to these tensors.
     """
     rates = _rates(run, addresses, list(_ENDPOINTS), processes, rounds)
     for endpoint, text in _ENDPOINTS.items():
@@ -87,9 +85,9 @@ def throughput(run: Run, addresses: dict[str, str], processes: int, rounds: int,
 def _rates(
     run: Run, addresses: dict[str, str], endpoints: list[str], count: int, rounds: int, shape: str | None = None
 ) -> dict[str, dict[str, Sample]]:
-    """Return the calls a second of so many processes together, in each turn, by endpoint and side.
+    """Return the total calls per second of ``count`` processes in each turn, by endpoint and side.
 
-    :param shape: the model over which passes are made; None for calls.
+    :param shape: the model for forward passes; None for calls.
     """
     callers = run.processes(count, Caller, device=run.device, addresses=addresses, shape=shape)
     rates: dict[str, dict[str, Sample]] = {}
@@ -97,7 +95,7 @@ def _rates(
         turns: dict[str, list[list[float]]] = {side: [] for side in addresses}
         for _ in range(rounds):
             for side, taken in turns.items():
-                begin = time.monotonic() + _NOTICE  # one clock for all processes
+                begin = time.monotonic() + _NOTICE  # the clock is the same for all processes
                 counts, errors = zip(*ask_all(callers, "turn", side=side, endpoint=endpoint, begin=begin), strict=True)
                 taken.append([sum(counts) / _TURN])
                 for error in set(errors) - {None}:
@@ -109,7 +107,7 @@ def _rates(
 
 
 class Caller:
-    """A process that calls.
+    """A process that makes calls.
 
     :param addresses: servers, by side.
     """
@@ -118,13 +116,13 @@ class Caller:
         self._forward = _forward(addresses[OURS], device, shape) if shape is not None else None
         self._sides = {name: SIDES[name](address, device, _PATIENCE) for name, address in addresses.items()}
         for side in self._sides.values():
-            with suppress(Exception):  # its turns will show it
+            with suppress(Exception):  # the turns report it
                 for endpoint in _ENDPOINTS:
                     for _ in range(_WARM_UP):
                         side.call(endpoint)
 
     def turn(self, side: str, endpoint: str, begin: float) -> tuple[int, str | None]:
-        """Return how many calls were complete in time, and the error that ended the turn early."""
+        """Return the number of calls completed in time, and the error that ended the turn early."""
         call = self._forward or partial(self._sides[side].call, endpoint)
         end, calls = begin + _TURN, 0
         time.sleep(max(begin - time.monotonic(), 0))
@@ -134,7 +132,7 @@ class Caller:
                 if time.monotonic() > end:
                     return calls, None
                 calls += 1
-        except Exception as problem:  # one side's failure must not cost the other side its turns
+        except Exception as problem:  # a failure of one side must not end the turns of the other
             return calls, f"{type(problem).__name__}: {problem}"
 
     def close(self) -> None:
@@ -144,7 +142,7 @@ class Caller:
 
 
 def _forward(address: str, device: str, shape: str) -> Callable[[], object]:
-    """Attach the model; return a pass of one token over it, which is complete when it returns."""
+    """Attach the model; return a function that runs a forward pass of one token and waits for it."""
     model = Client(socket_path=address).call("model", shape).value
     token = torch.ones((1, 1), dtype=torch.long, device=device)
 

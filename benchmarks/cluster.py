@@ -1,4 +1,4 @@
-"""A deploy to three nodes of a Ray cluster on this machine, beside what Ray alone takes to bring the same bytes there."""
+"""A deploy to three nodes of a Ray cluster on this machine, compared with Ray's own transfer of the same bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unittest import mock
 
 import numpy as np
 import ray
-import torch  # noqa: F401  # its import is no part of an attach
+import torch  # noqa: F401  # so that its import is not measured as part of an attach
 import typer
 from ray.cluster_utils import Cluster as RayCluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -26,10 +26,10 @@ from shared_rpc_ray.membership import connect
 RAY = "ray put, get"
 #: Nodes of the cluster.
 COUNT = 3
-#: Seconds between two looks at what a broker has.
+#: Seconds between two polls of a broker's objects.
 _LOOK = 0.002
-#: Nothing is collected, drawn or sent home, and objects are spilled whatever the level of the disk. Ray kills no
-#: worker for what other processes of the machine take: whether there is memory is checked before.
+#: Disables Ray's metrics, usage statistics and disk check, and its memory monitor, which would kill workers because of
+#: other processes of the machine: free memory is checked before.
 _RAY = {
     "RAY_memory_monitor_refresh_ms": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -39,7 +39,7 @@ _RAY = {
 }
 _SYSTEM = {"enable_metrics_collection": False}
 
-#: Layers of 4 MiB with torch's own initial values. Each build says how long it took, in a file.
+#: Layers of 4 MiB with torch's own initial values. Each build appends its duration to a file.
 APP = """
 import time
 from pathlib import Path
@@ -60,30 +60,30 @@ def module(name, mebibytes):
 """
 
 #: The names of the rows.
-_WHOLE = "call until all have it, build included"
+_WHOLE = "call until all nodes have it, with the build"
 _BUILD = "the build, the function alone"
-_MOVE = "from the build until all have it"
+_MOVE = "from the build until all nodes have it"
 _REFRESH = "refresh until all are current"
 _SWAP = "from all prepared to all current"
 _FRESH = "first attach of another process of a node"
 _AGAIN = "attach again"
-#: MiB of the deploy that comes before all others.
+#: MiB of the first deploy, which includes one-time costs.
 _FIRST = 8
-#: MiB up to which a refresh is measured: it has two versions on each node, and a cluster of one machine has little memory.
+#: MiB up to which a refresh is measured: each node holds two versions, and all nodes share the memory of this machine.
 _REFRESHED = 256
 
 
 def run(
     megabytes: Annotated[str, typer.Option(help="MiB of the modules.")] = "64,1024",
-    rounds: Annotated[int, typer.Option(help="Deploys of each, and as many turns of Ray alone.")] = 5,
-    fresh: Annotated[int, typer.Option(help="Other processes that attach, of each.")] = 3,
+    rounds: Annotated[int, typer.Option(help="Deploys of each size, and as many turns of Ray alone.")] = 5,
+    fresh: Annotated[int, typer.Option(help="Rounds of each size in which a new process attaches.")] = 3,
     json: Json = None,
 ) -> None:
-    """Measure deploys and refreshes on three Ray nodes of this machine, beside Ray's own transfer of the same bytes."""
+    """Measure deploys and refreshes on three Ray nodes of this machine, compared with Ray's own transfer of the same bytes."""
     sizes = numbers(megabytes)
-    store = (max(sizes) * 5 // 4 + 512) << 20  # parts are as large as on hosts, whose stores are larger still
+    store = (max(sizes) * 5 // 4 + 512) << 20  # large enough for parts of the maximum size, as in production
     needed, free = COUNT * (store + (max(sizes) << 20)), free_bytes("cpu") or 0
-    if free < needed:  # Ray is not to kill anything for it
+    if free < needed:  # the memory monitor is disabled
         raise typer.BadParameter(f"{max(sizes)} MiB on {COUNT} nodes need {needed >> 20} MiB of memory, {free >> 20} are free")
     title = f"Deploys to {COUNT} nodes of this machine"
     with (
@@ -94,7 +94,7 @@ def run(
         first = Times()
         _deploy(run, nodes, "first", _FIRST, first)
         _alone(nodes, _FIRST, first)
-        run.row(f"{_FIRST} MiB, the first of all: call until all have it", first.samples(_WHOLE))
+        run.row(f"{_FIRST} MiB, the first deploy: {_WHOLE}", first.samples(_WHOLE))
         for mebibytes in sizes:
             times = Times()
             for number in range(rounds):
@@ -107,12 +107,12 @@ def run(
                 cluster.invalidate("module", name, mebibytes)
             _rows(run, mebibytes, times)
         run.note(
-            f"medians of {rounds} rounds, each of a new key; in each, Ray has its turn before ours; nodes, brokers and "
-            f"processes share the cores, and bytes between nodes go through sockets of this machine"
+            f"medians of {rounds} rounds, each with a new key and with Ray's turn first; nodes, brokers and processes "
+            f"share the cores, and bytes between nodes go through sockets of this machine"
         )
         run.note(
             f"{RAY}: arrays of the same sizes, put on one node and got on the other {COUNT - 1}, where they stay in Ray's "
-            f"store; the goal is about what remains of a deploy without its build"
+            f"store; the goal applies to a deploy without its build"
         )
 
 
@@ -127,7 +127,7 @@ def _rows(run: Run, mebibytes: int, times: Times) -> None:
 
 
 class Node(NamedTuple):
-    """A node: its broker's socket, a process that loads from it, and an actor of Ray there."""
+    """A node: its broker's socket, a client process, and a Ray actor."""
 
     address: str
     process: Process
@@ -135,19 +135,19 @@ class Node(NamedTuple):
 
 
 class _Alone:
-    """Ray's object store, used by itself: arrays are put on a node, and got on another."""
+    """Ray's object store alone: arrays are put on one node, and got on another."""
 
     def put(self, mebibytes: int) -> tuple[float, list[Any]]:
-        """Put arrays of 4 MiB; return when that began, and the reference."""
+        """Put arrays of 4 MiB; return the start time and the reference."""
         arrays = [np.full((1024, 1024), number, np.float32) for number in range(mebibytes // 4)]
         begin = time.monotonic()
         return begin, [ray.put(arrays)]
 
     def get(self, references: list[Any]) -> tuple[float, float]:
-        """Get the arrays as Ray gives them: in its store, without a copy; return when that began and ended."""
+        """Get the arrays without copying them out of Ray's store; return the start and end times."""
         begin = time.monotonic()
         arrays = ray.get(references[0])
-        assert arrays[-1][-1, -1] == len(arrays) - 1, "the last array is the last one"
+        assert arrays[-1][-1, -1] == len(arrays) - 1, "the last array is wrong"
         return begin, time.monotonic()
 
 
@@ -159,7 +159,7 @@ def _joined(info: Any) -> bool:
 def _nodes(run: Run, store: int) -> Iterator[list[Node]]:
     """Run the nodes, each with an object store of that many bytes."""
     with ExitStack() as stack:
-        # Nodes, and the actors there, have the environment of this process.
+        # Nodes and their actors inherit the environment of this process.
         stack.enter_context(mock.patch.dict(os.environ, {**environ(), **_RAY}, clear=True))
         options = {"num_cpus": 1, "object_store_memory": store}
         head = {**options, "include_dashboard": False, "_system_config": _SYSTEM}
@@ -191,7 +191,7 @@ def _nodes(run: Run, store: int) -> Iterator[list[Node]]:
 
 
 def _deploy(run: Run, nodes: list[Node], name: str, mebibytes: int, times: Times) -> None:
-    """Have a process of every node call at once."""
+    """Measure concurrent calls from a process of every node."""
     answers = ask_all([node.process for node in nodes], "load", name=name, mebibytes=mebibytes)
     whole = max(end for _, end in answers) - min(begin for begin, _ in answers)
     lines = [line.split() for line in (run.folder / "builds").read_text().splitlines()]
@@ -202,7 +202,7 @@ def _deploy(run: Run, nodes: list[Node], name: str, mebibytes: int, times: Times
 
 
 def _alone(nodes: list[Node], mebibytes: int, times: Times) -> None:
-    """Put on one node, and get on the others at once."""
+    """Measure Ray: put on one node, and get on the others concurrently."""
     source, *others = (node.actor for node in nodes)
     begin, references = ray.get(source.put.remote(mebibytes))
     whole = max(end for _, end in ray.get([other.get.remote(references) for other in others])) - begin
@@ -230,26 +230,26 @@ def _refresh(nodes: list[Node], cluster: Cluster, name: str, mebibytes: int, tim
 
 
 class Loader:
-    """A process of a node: it loads by ordinary calls, and sees when its broker has another version."""
+    """A client process of a node, which calls, and polls its broker for other versions."""
 
     def __init__(self, address: str) -> None:
         self._client = Client(socket_path=address, timeout=PATIENCE)
         self.close = self._client.close
 
     def load(self, name: str, mebibytes: int) -> tuple[float, float]:
-        """Call, and have the module; return when that began and ended."""
+        """Call, and attach the module; return the start and end times."""
         begin = time.monotonic()
         with self._client.call("module", name, mebibytes) as handle:
-            assert len(handle.value) == mebibytes // 4, "it has all of its layers"
+            assert len(handle.value) == mebibytes // 4, "layers are missing"
             return begin, time.monotonic()
 
     def versions(self, name: str) -> dict[str, bool]:
-        """Return the versions of a module that the broker has, and whether each is current."""
+        """Return the broker's versions of a module, and whether each is current."""
         results = [found for found in self._client.list_objects() if found["kind"] == "result"]
         return {found["object_id"]: found["cached"] for found in results if repr(name) in (found["cache_key"] or "")}
 
     def watch(self, name: str, before: dict[str, bool]) -> tuple[float, float]:
-        """Wait until a version that was not there before is current; return when the broker had it, and when it was current."""
+        """Wait until a version not in ``before`` is current; return when the broker had it and when it was."""
         prepared = 0.0
         while True:
             news = [current for version, current in self.versions(name).items() if version not in before]

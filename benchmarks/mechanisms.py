@@ -1,4 +1,4 @@
-"""Ways to share memory, beside each other: what they cost, and what is left when the process that made it is killed."""
+"""Comparison of the mechanisms that share memory: their costs, and the state of the memory after its maker is killed."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.records import EXPORTER_OWNED, Mechanism, SegmentInfo
 
 _MIB = 1 << 20
-#: What is timed of each segment; a mechanism that has no such step gets a dash.
+#: The timed steps of a segment; a mechanism without a step has a dash in its row.
 _STEPS = {
     "create": "create: allocate and zero",
-    "export": "export: make it such that it can be sent",
+    "export": "export: make it sendable",
     "map here": "map in the process that made it",
     "open": "open in another process",
     "map": "map in another process",
     "unmap": "wait for the device and unmap there",
 }
-#: What is found out of each mechanism by writing to protected memory, and by killing the maker.
+#: Rows about writes to protected memory, and about a killed maker.
 _QUESTIONS = {
-    "protected": "a write to what was mapped for reading",
-    "reads on": "maker killed: who has it mapped",
+    "protected": "a write to memory mapped for reading",
+    "reads on": "maker killed: a process that has it mapped",
     "reads beside others": "… after a new process has filled and freed all other memory of the device",
     "opens": "maker killed: a new process opens it",
-    "opens below": "… where the library does not refuse to",
-    "reads after": "… and who had it mapped then",
+    "opens below": "… by the driver alone, which the library refuses",
+    "reads after": "… and the process that had it mapped, after that",
 }
-#: What a segment is filled with.
+#: The value that fills a segment.
 _VALUE = 7
 
 
 def run(
     megabytes: Annotated[str, typer.Option(help="Sizes of segments, in MiB.")] = "2,64,1024",
-    rounds: Annotated[int, typer.Option(help="Segments that are made and mapped, of each size.")] = 30,
-    calls: Annotated[int, typer.Option(help="Calls that are timed.")] = 1000,
+    rounds: Annotated[int, typer.Option(help="Segments of each size that are created and mapped.")] = 30,
+    calls: Annotated[int, typer.Option(help="Timed calls.")] = 1000,
     json: Json = None,
 ) -> None:
-    """Measure the ways to share memory: the costs of each, and the memory after its maker was killed."""
+    """Measure the mechanisms that share memory: their costs, and the memory after its maker is killed."""
     sizes = numbers(megabytes)
     device, lacks = _gpu()
     there: list[tuple[str, Mechanism]] = [("cpu", "memfd"), *((device, name) for name in PREFERENCE if not lacks[name])]
@@ -60,7 +60,7 @@ def run(
         for mechanism, lack in lacks.items():
             if lack:
                 run.note(f"{mechanism} was left out: {lack}")
-        run.note("the pages of a memfd come when they are first touched, which is in no row")
+        run.note("the pages of a memfd are allocated at the first access, which no row includes")
         for subject in subjects.values():
             subject.measure(sizes, rounds, calls)
             subject.kill(min(sizes))
@@ -80,7 +80,7 @@ def run(
 
 
 def _gpu() -> tuple[str, dict[Mechanism, str]]:
-    """Return the first GPU, and what it lacks for each mechanism."""
+    """Return the first GPU, and for each mechanism the reason if the GPU does not support it."""
     try:
         from shared_rpc.memory.backends.cuda import visible_gpus
 
@@ -93,7 +93,7 @@ def _gpu() -> tuple[str, dict[Mechanism, str]]:
 
 
 class Subject:
-    """One mechanism and what was found of it: times by step and size, bytes, and texts by question."""
+    """One mechanism with its results: times by step and size, bytes, and texts by question."""
 
     def __init__(self, device: str, mechanism: Mechanism) -> None:
         self.device = device
@@ -101,16 +101,16 @@ class Subject:
         self.found: dict[str, Value] = {}
 
     def measure(self, sizes: list[int], rounds: int, calls: int) -> None:
-        """Measure the costs of making, mapping and using."""
+        """Measure the costs of creating, mapping and using segments."""
         for size in sizes:
             with self._process() as (maker, ours), self._process() as (consumer, theirs):
-                maker.ask("make", nbytes=size * _MIB, rounds=2)  # the first of everything
+                maker.ask("make", nbytes=size * _MIB, rounds=2)  # one-time costs
                 times = maker.ask("make", nbytes=size * _MIB, rounds=rounds)
                 maker.ask("keep", nbytes=size * _MIB)
                 with receive(ours)[0] as segment:
                     send(theirs, segment)
                     times |= consumer.ask("attach", rounds=rounds + 1)
-                # Of what is mapped there is one more than of what is unmapped: the first of everything.
+                # One round more is mapped than unmapped; the first one, with one-time costs, is dropped.
                 self.found |= {f"{step} {size}": Sample(taken[-rounds:]) for step, taken in times.items()}
                 if size == min(sizes):
                     self.found["call"] = Sample(consumer.ask("call", count=calls))
@@ -118,8 +118,8 @@ class Subject:
                         self.found["taken"] = maker.ask("take", nbytes=2 * _MIB)
 
     def kill(self, size: int) -> None:
-        """Kill the maker, and compare the bytes: by a process that has them mapped, at once and after another one has used all
-        other memory of the device, and by one that opens them then. Write to protected memory, which is not that memory.
+        """Kill the maker and compare the bytes, in a process that has them mapped (at once, and after another process has
+        used all other memory of the device), and in a process that opens them afterwards. Also write to protected memory.
         """
         self.found["protected"] = self._protected(size)
         with self._process() as (maker, ours), self._process() as (consumer, theirs), self._process() as (late, later):
@@ -145,7 +145,7 @@ class Subject:
                     os.close(fd)
 
     def _driver_descriptors(self, segment: Segment) -> list[int]:
-        """Fetch the descriptors that the driver needs beside the export descriptor, while the maker runs."""
+        """Fetch the descriptors that the driver needs in addition to the export descriptor, while the maker runs."""
         if self.mechanism != "pool":
             return []
         from shared_rpc.memory.backends.exporter_owned import export_descriptor_of
@@ -177,11 +177,11 @@ def _answer(process: Process, do: str) -> str:
     try:
         return str(process.ask(do))
     except RuntimeError:
-        return "its process ends"
+        return "its process crashes"
 
 
 def send(sock: socket.socket, segment: Segment, *others: int) -> None:
-    """Send a segment, and descriptors that belong to it; all are borrowed."""
+    """Send a segment and its descriptors, which are borrowed."""
     socket.send_fds(sock, [msgspec.json.encode(segment.info)], [segment.fileno(), *others])
 
 
@@ -191,12 +191,12 @@ def receive(sock: socket.socket) -> tuple[Segment, list[int]]:
     return Segment.owning(msgspec.json.decode(body, type=SegmentInfo), fd), others
 
 
-#: Segments that are made to see what one of them takes.
+#: Segments created to measure the size of one.
 _MANY = 16
 
 
 class End:
-    """A process that makes a segment, or uses one that it is sent: one end of the benchmark.
+    """A process that creates a segment, or uses a received one.
 
     :param sock: descriptor of its socket.
     """
@@ -225,7 +225,7 @@ class End:
             torch.cuda.synchronize(self.device)
 
     def make(self, nbytes: int, rounds: int) -> dict[str, list[float]]:
-        """Make, map and give back, that many times: the seconds of each step that the mechanism has."""
+        """Create, map, unmap and close segments; return the seconds of each step of the mechanism."""
         times: dict[str, list[float]] = {"map here": []}
         for _ in range(rounds):
             self.making.time(lambda: self._create(nbytes), times)
@@ -236,7 +236,7 @@ class End:
 
     def take(self, nbytes: int) -> float:
         """Measure the device memory of a segment."""
-        time.sleep(0.2)  # what was given back before is back
+        time.sleep(0.2)  # until earlier frees have taken effect
         before = used(str(self.device))
         made = [self.backend.create(nbytes) for _ in range(_MANY)]
         taken = (used(str(self.device)) - before) / _MANY
@@ -245,7 +245,7 @@ class End:
         return taken
 
     def keep(self, nbytes: int) -> None:
-        """Make one, fill it and send it."""
+        """Create a segment, fill it and send it."""
         self._create(nbytes)
         self._map()
         self.bytes().fill_(_VALUE)
@@ -253,7 +253,7 @@ class End:
         send(self.sock, self.segment)
 
     def attach(self, rounds: int) -> dict[str, list[float]]:
-        """Receive one, and map it that many times; the last one stays. The seconds of each step, as :meth:`make` has them."""
+        """Receive a segment and map it repeatedly; the last mapping stays. Return the seconds as :meth:`make` does."""
         self.segment, self.others = receive(self.sock)
         times: dict[str, list[float]] = {"unmap": []}
         for number in range(rounds):
@@ -263,7 +263,7 @@ class End:
         return times
 
     def call(self, count: int) -> list[float]:
-        """Measure one call's work: a small kernel, a copy of 4 KiB into the mapped memory, and a wait for the stream."""
+        """Measure the work of a call: a small kernel, a copy of 4 KiB into the mapped memory, and a wait for the stream."""
         source = torch.zeros(4096, dtype=torch.uint8, device=self.device)
         target = self.bytes()[:4096]
 
@@ -282,7 +282,7 @@ class End:
         return _outcome(lambda: self._compared("reads all bytes", "reads other bytes"))
 
     def use_all(self) -> None:
-        """Fill the free memory of the GPU with another value, but for half a GiB, and free it."""
+        """Fill the free memory of the GPU, except half a GiB, with another value, and free it."""
         free, _ = torch.cuda.mem_get_info(self.device)
         blocks = [torch.full((64 << 20,), _VALUE + 1, dtype=torch.uint8, device=self.device) for _ in range((free >> 26) - 8)]
         self.wait()
@@ -290,7 +290,7 @@ class End:
         torch.cuda.empty_cache()
 
     def open(self) -> str:
-        """Receive one whose maker has ended, and open it as the library does."""
+        """Receive a segment whose maker has ended, and open it like the library."""
         self.segment, self.others = receive(self.sock)
 
         def opened() -> str:
@@ -300,7 +300,7 @@ class End:
         return _outcome(opened)
 
     def open_below(self) -> str:
-        """Open memory by the driver alone: the library refuses memory whose maker has ended."""
+        """Open memory by the driver alone, because the library refuses memory whose maker has ended."""
         from shared_rpc.memory.backends.exporter_owned import export_descriptor_of
 
         def opened() -> str:
@@ -312,7 +312,7 @@ class End:
         return _outcome(opened)
 
     def write_protected(self) -> str:
-        """Receive one, map it for reading, and write."""
+        """Receive a segment, map it for reading, and write to it."""
         self.segment, self.others = receive(self.sock)
         self.address = self.backend.map(self.segment.fileno(), self.segment.info.nbytes, "read")
 
@@ -349,22 +349,22 @@ def _outcome(action: Callable[[], str]) -> str:
         return f"error: {str(error).splitlines()[0][:200]}"
 
 
-# Times of the parts of making and mapping a segment: the library's own code, by the calls that it makes.
+# Times of the steps of creating and mapping a segment, measured around driver calls of the library's own code.
 
 _DRIVER = "cuda.bindings.driver"
 _ISSUE = ("shared_rpc.memory.backends.liveness", "issue")
 
 
 class Parts(NamedTuple):
-    """The steps of one operation: the calls of ``targets`` (object, attribute) are the step ``inner``, all else is ``rest``."""
+    """The steps of an operation: calls of ``targets`` (object, attribute) are the step ``inner``, the remainder is ``rest``."""
 
     rest: str
     inner: str = ""
     targets: tuple[tuple[str, str], ...] = ()
 
 
-#: What ``Backend.create`` consists of: memory is allocated and zeroed, then made such that it can be sent. A memfd is a
-#: descriptor from the beginning. What is sent of the older mechanisms is an export descriptor, which is issued then.
+#: The steps of ``Backend.create``: memory is allocated and zeroed, then exported. A memfd is a descriptor from the
+#: beginning. The older mechanisms issue an export descriptor when they export.
 MAKING: dict[Mechanism, Parts] = {
     "memfd": Parts("create"),
     "vmm": Parts("create", "export", ((_DRIVER, "cuMemExportToShareableHandle"),)),
@@ -381,7 +381,7 @@ MAKING: dict[Mechanism, Parts] = {
     ),
 }
 
-#: What ``Backend.map`` consists of in another process: the memory is opened, then given an address. A memfd is not opened, and
+#: The steps of ``Backend.map`` in another process: the memory is opened, then mapped at an address. A memfd is not opened, and
 #: legacy IPC opens memory at an address.
 MAPPING: dict[Mechanism, Parts] = {
     "memfd": Parts("map"),
@@ -392,7 +392,7 @@ MAPPING: dict[Mechanism, Parts] = {
 
 
 class Watch:
-    """Times an operation step by step. Replaces the functions that it watches, in this process and for good.
+    """Times an operation by step. Replaces the watched functions permanently in this process.
 
     :param clock: in seconds.
     """
@@ -416,7 +416,7 @@ class Watch:
         return call
 
     def time(self, action: Callable[[], object], times: dict[str, list[float]]) -> None:
-        """Do it, and add the seconds of each of its steps."""
+        """Run the action, and append the seconds of each step."""
         self._inside = 0.0
         begin = self._clock()
         action()

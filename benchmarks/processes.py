@@ -1,7 +1,7 @@
-"""Processes of a run: how they start, where they run, what they execute, and the memory that they have.
+"""Processes of a run: start, cores, remote methods, and memory in use.
 
-Whether a client and its server share a core alone changes a raw echo by a factor of three, and the scheduler decides that
-by chance. So servers run on one half of the cores, and measuring processes on the other.
+Servers run on one half of the cores, and measuring processes on the other. Otherwise the scheduler would decide by chance
+whether a client and its server share a core, which alone changes a raw echo by a factor of three.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 _ROOT = str(Path(__file__).parent.parent)
-#: Seconds in which a process ends once its pipe is closed.
+#: Seconds within which a process must exit after its pipe is closed.
 _PATIENCE = 20.0
 
 
 def environ() -> dict[str, str]:
-    """Return this process's environment for a child: this package importable, and no role or path from outside."""
+    """Return this process's environment for a child, with this package importable, and without roles and paths."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("SHARED_TENSOR_")}
-    # An installed package has its bytecode; without it, imports would be compilations.
+    # As for an installed package: without bytecode every import would compile.
     clean.pop("PYTHONDONTWRITEBYTECODE", None)
     clean["PYTHONPATH"] = os.pathsep.join(path for path in (_ROOT, clean.get("PYTHONPATH", "")) if path)
     # shared-tensor logs every start and stop by default.
@@ -50,19 +50,19 @@ def python(
 ) -> subprocess.Popen[str]:
     """Start Python with these arguments.
 
-    :param cores: where it runs; None for this process's own.
-    :param variables: of its environment, beyond :func:`environ`.
+    :param cores: None for the cores of this process.
+    :param variables: environment variables in addition to :func:`environ`.
     """
     with on_cores(cores or os.sched_getaffinity(0)):
         return subprocess.Popen([sys.executable, *words], env={**environ(), **(variables or {})}, text=True, **options)
 
 
 class Process(AbstractContextManager["Process"]):
-    """A process that makes an object and executes its methods. Its output goes to this process's standard error.
+    """A process that creates an object and executes its methods. Its output goes to this process's standard error.
 
     :param make: a class, or another function of a module; ``config`` are its arguments.
-    :param cores: where it runs; None for this process's own.
-    :param fds: descriptors that it inherits.
+    :param cores: None for the cores of this process.
+    :param fds: inherited descriptors.
     """
 
     def __init__(self, make: Callable[..., Any], cores: Set[int] | None = None, fds: Sequence[int] = (), **config: Any) -> None:
@@ -75,15 +75,15 @@ class Process(AbstractContextManager["Process"]):
         self._pipe.send((make, config))
 
     def ready(self) -> Process:
-        """Wait until the object is made.
+        """Wait until the object is created.
 
-        :raises RuntimeError: if the process ends instead, here and below.
+        :raises RuntimeError: if the process exits instead, also in the methods below.
         """
         self.ask("")
         return self
 
     def tell(self, do: str, **options: Any) -> None:
-        """Begin to execute a method; :meth:`read` returns its result."""
+        """Start a method; :meth:`read` returns its result."""
         with suppress(BrokenPipeError):  # read() reports it
             self._pipe.send((do, options))
 
@@ -101,7 +101,7 @@ class Process(AbstractContextManager["Process"]):
         return self.read()
 
     def close(self) -> None:
-        """Close the pipe and wait for the end of the process; kill it if it does not end."""
+        """Close the pipe so that the process exits; kill it if it does not."""
         self._pipe.close()
         try:
             self._process.wait(_PATIENCE)
@@ -115,14 +115,14 @@ class Process(AbstractContextManager["Process"]):
 
 
 def ask_all(processes: Sequence[Process], do: str, **options: Any) -> list[Any]:
-    """Execute a method of all of them at once, and return the results."""
+    """Execute a method in all processes concurrently, and return the results."""
     for process in processes:
         process.tell(do, **options)
     return [process.read() for process in processes]
 
 
 def main(fd: str) -> None:
-    """Make the object of a :class:`Process`, execute methods until the pipe is closed, and close the object."""
+    """Create the object of a :class:`Process`, execute methods until the pipe is closed, and close the object."""
     pipe = Connection(int(fd))
     make, config = pipe.recv()
     made = make(**config)
@@ -138,7 +138,7 @@ def main(fd: str) -> None:
 
 
 def used(device: str) -> int:
-    """Return the bytes in use: of the whole GPU, by its driver, or this process's resident memory, shared memory included."""
+    """Return the bytes in use: of the whole GPU, from the driver, or this process's resident memory with shared memory."""
     if device == "cpu":
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     import torch
@@ -154,7 +154,7 @@ def private_bytes() -> int:
 
 
 def process_counts(pid: int) -> dict[str, int]:
-    """Count ``fds``, ``mappings``, ``threads``, and resident bytes: all, ``shared`` ones, and ``memory`` without files."""
+    """Count ``fds``, ``mappings``, ``threads``, and bytes: ``resident``, ``shared``, and ``memory`` without files."""
     status = dict(re.findall(r"^(\w+):\s+(\d+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE))
     return {
         "fds": len(os.listdir(f"/proc/{pid}/fd")),
@@ -168,7 +168,7 @@ def process_counts(pid: int) -> dict[str, int]:
 
 @contextmanager
 def readings(device: str) -> Iterator[list[int]]:
-    """Yield what :func:`used` returns, read by a thread every half millisecond while the block runs."""
+    """Yield a list of :func:`used`, sampled by a thread every half millisecond while the block runs."""
     found, done = [used(device)], threading.Event()
 
     def read() -> None:

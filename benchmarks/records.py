@@ -1,6 +1,6 @@
-"""An object that leaves a broker and enters it: on disk and back, against its build, and from memory to memory.
+"""Export and import of an object, to disk and from memory to memory, compared with its build.
 
-Beside it the loading of a safetensors file of as many bytes, by this library and by others.
+Also measures loading a safetensors file of as many bytes, with this library and with others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shared_rpc.extras import safetensors
 from shared_rpc.extras.record_file import FileRecord, save
 from shared_rpc.memory.mapping import MAPPINGS
 
-#: Layers of 4 MiB with torch's own initial values, as code builds them before it loads weights.
+#: Layers of 4 MiB with torch's own initial values, like a model before its weights are loaded.
 APP = """
 import torch
 from shared_rpc import Provider
@@ -36,11 +36,11 @@ def module(mebibytes):
     return torch.nn.Sequential(*layers).requires_grad_(False)
 """
 
-#: The names of the rows, in the order in which they are measured.
+#: The names of the rows, in the order of measurement.
 _BUILD, _ATTACH = "build, and attach", "attach"
-_EXPORT, _IMPORT = "export to a file", "import from the file, which is in the page cache"
+_EXPORT, _IMPORT = "export to a file", "import from the file in the page cache"
 _ADOPT, _PROMOTE = "adopt from memory", "promote a candidate"
-_LOAD = "load a safetensors file, which is in the page cache"
+_LOAD = "load a safetensors file in the page cache"
 
 _Loaders = dict[str, Callable[[Path, str], object]]
 
@@ -49,10 +49,10 @@ def run(
     device: Device = "auto",
     megabytes: Annotated[int, typer.Option(help="MiB of the module.")] = 256,
     rounds: Annotated[int, typer.Option(help="Builds, exports and imports.")] = 5,
-    folder: Annotated[Path | None, typer.Option(help="Where the file is; the system's temporary folder.")] = None,
+    folder: Annotated[Path | None, typer.Option(help="Folder of the file; by default the system's temporary folder.")] = None,
     json: Json = None,
 ) -> None:
-    """Measure a warm start: a module that is read from a file, against its build; and a move from memory to memory."""
+    """Measure a warm start: reading a module from a file, compared with its build; and a move from memory to memory."""
     device, _ = chosen(device)
     loaders = _loaders(device)
     title = f"Records of a module of {megabytes} MiB on {device}"
@@ -63,7 +63,7 @@ def run(
     ):
         file, weights = Path(place) / "module.record", Path(place) / "model.safetensors"
         with run.broker(APP) as client:
-            client.call("module", 4).release()  # the first of everything
+            client.call("module", 4).release()  # one-time costs
             for _ in range(rounds):
                 _measure(client, megabytes, file, times)
         nbytes = file.stat().st_size
@@ -77,9 +77,9 @@ def run(
         loads = times.samples(_LOAD)
         built, read = (times.samples(name)[OURS].p50 for name in (_BUILD, _IMPORT))
         run.row("the same, in GB/s", {name: nbytes / 1e9 / sample.p50 for name, sample in loads.items()}, "number")
-        run.row("speed of import, as a part of that of load", loads[OURS].p50 / read, "ratio")
-        run.row("import, as a part of the build", read / built, "ratio")
-        run.note(f"medians of {rounds} rounds; each builds, exports, imports, attaches and adopts, one after the other")
+        run.row("speed of import relative to load", loads[OURS].p50 / read, "ratio")
+        run.row("time of import relative to the build", read / built, "ratio")
+        run.note(f"medians of {rounds} rounds; each builds, exports, imports, attaches and adopts in this order")
 
 
 def _measure(client: Client, megabytes: int, file: Path, times: Times) -> None:
@@ -97,13 +97,13 @@ def _measure(client: Client, megabytes: int, file: Path, times: Times) -> None:
     with handle, client.export(handle) as record:
         with times.of(_ADOPT):
             client.adopt(record)
-        # The earlier generation is held, as by those who serve it: freeing its memory is no part of this.
+        # The earlier generation is held, as in production, so that freeing its memory is not measured.
         with client.adopt_candidate(record) as candidate, client.call("module", megabytes), times.of(_PROMOTE):
             client.promote(candidate)
 
 
 def _loaders(device: str) -> _Loaders:
-    """Return our loader, and for a GPU others that are installed: on the host they map the file, and load nothing."""
+    """Return our loader, and for a GPU other installed ones, which on the host would only map the file."""
     found: _Loaders = {OURS: safetensors.load}
     if device != "cpu" and importlib.util.find_spec("safetensors"):
         from safetensors.torch import load_file
@@ -122,7 +122,7 @@ def _fast_load(file: Path, device: str) -> object:
 
 
 def _write_weights(file: Path, count: int) -> None:
-    """Write a safetensors file of tensors of 4 MiB, as the module has them."""
+    """Write a safetensors file of tensors of 4 MiB, like those of the module."""
     length = 4 << 20
     entries = {
         f"{n}.weight": {"dtype": "F32", "shape": [1024, 1024], "data_offsets": [n * length, (n + 1) * length]}
@@ -136,7 +136,7 @@ def _write_weights(file: Path, count: int) -> None:
 
 
 def _measure_loads(loaders: _Loaders, file: Path, device: str, rounds: int, times: Times) -> None:
-    """Load the file by each in turn, ``rounds`` times after a first one."""
+    """Load the file with each loader in turn, ``rounds`` times after a warm-up."""
     for number in range(rounds + 1):
         for name, load in loaders.items():
             with (times if number else Times()).of(_LOAD, name):

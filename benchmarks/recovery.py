@@ -1,4 +1,4 @@
-"""The worker of a broker is killed: attaches across the kill, the time to the next worker, and the broker's own memory."""
+"""A killed worker of a broker: attaches during the kill, the time to the next worker, and the broker's own memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.processes import Process, ask_all, process_counts
 from benchmarks.runner import OURS, Device, Goal, Json, Run, Sample, Shape, Times, chosen, wait_for
 from shared_rpc import Client
 
-#: The pace's multiple where a restart is timed: after a worker that lived for less than 10 s the next one is started later.
+#: Multiple of the pace before a timed restart: the broker delays a restart after a worker that lived for less than 10 s.
 _LONG = 1.75
 
 APP = """
@@ -38,15 +38,15 @@ def numbered(number):
 def run(
     device: Device = "auto",
     shape: Shape = None,
-    attaches: Annotated[int, typer.Option(help="Attaches across the kill.")] = 1000,
-    rate: Annotated[float, typer.Option(help="Attaches a second.")] = 200.0,
-    processes: Annotated[int | None, typer.Option(help="Processes that attach; half a core each, up to 4.")] = None,
-    kills: Annotated[int, typer.Option(help="Times that so many attaches are made and the worker is killed.")] = 3,
-    restarts: Annotated[int, typer.Option(help="Workers killed to see how soon there is another one.")] = 3,
-    pace: Annotated[float, typer.Option(help="Seconds from one kill to the next: a few in a short time are a loop.")] = 8.0,
+    attaches: Annotated[int, typer.Option(help="Attaches during each kill.")] = 1000,
+    rate: Annotated[float, typer.Option(help="Attaches per second.")] = 200.0,
+    processes: Annotated[int | None, typer.Option(help="Processes that attach; by default one for two cores, up to 4.")] = None,
+    kills: Annotated[int, typer.Option(help="Kills during attaches.")] = 3,
+    restarts: Annotated[int, typer.Option(help="Kills to time the restart of a worker.")] = 3,
+    pace: Annotated[float, typer.Option(help="Seconds between kills, so that the broker sees no crash loop.")] = 8.0,
     json: Json = None,
 ) -> None:
-    """Measure a broker whose worker is killed: attaches across the kill, the next worker, and the broker's own memory."""
+    """Measure a killed worker of a broker: attaches during the kill, the next worker, and the broker's own memory."""
     device, shape = chosen(device, shape)
     title = f"The worker is killed ({shape} on {device})"
     with Run("recovery", title, [OURS], device, json) as run, run.broker(APP) as client:
@@ -63,7 +63,7 @@ def run(
 
 
 class _Broker:
-    """A broker with one worker, which is killed, and what the broker reports.
+    """A broker with one worker, which is killed.
 
     :param pace: seconds from one kill to the next.
     """
@@ -75,18 +75,18 @@ class _Broker:
         self._last = 0.0
 
     def pause(self, times: float = 1.0) -> None:
-        """Wait until a kill is the pace's seconds after the one before, or a multiple of them."""
+        """Wait until ``times`` paces have passed since the last kill."""
         time.sleep(max(self._last + times * self._pace - time.monotonic(), 0))
 
     def kill(self) -> float:
-        """Kill the ready worker by SIGKILL, and return when."""
+        """Kill the ready worker by SIGKILL, and return the time."""
         self._killed = self._client.get_server_info()["workers"][0]["pid"]
         self._last = time.monotonic()
         os.kill(self._killed, signal.SIGKILL)
         return self._last
 
     def wait_for_another(self) -> None:
-        """Wait for a worker that is ready and not the one that was killed."""
+        """Wait until another worker than the killed one is ready."""
 
         def came(info: Any) -> bool:
             return any(worker["state"] == "ready" and worker["pid"] != self._killed for worker in info["workers"])
@@ -106,12 +106,12 @@ class _Broker:
 
 
 def _kill_rows(run: Run, broker: _Broker, attaching: list[Process], attaches: int, rate: float, kills: int) -> None:
-    """Measure attaches from several processes, halfway through which the worker is killed, in several rounds."""
-    ask_all(attaching, "attach", count=10, rate=50)  # modules are loaded with the first one
+    """Measure attaches from several processes while the worker is killed halfway, in several rounds."""
+    ask_all(attaching, "attach", count=10, rate=50)  # one-time costs
     turns = [_attach_across_a_kill(broker, attaching, attaches, rate) for _ in range(kills)]
     before, after = Sample(*(before for before, _, _ in turns)), Sample(*(after for _, after, _ in turns))
     errors = [error for _, _, errors in turns for error in errors]
-    name = f"{attaches:,} attaches at {rate:g} a second, worker killed halfway, {kills} times: failed"
+    name = f"{attaches:,} attaches at {rate:g} per second, worker killed halfway, {kills} times: failed"
     run.row(name, len(errors), "number", Goal("≤", 0))
     for error in errors[:10]:
         run.note(error)
@@ -124,7 +124,7 @@ def _kill_rows(run: Run, broker: _Broker, attaching: list[Process], attaches: in
 def _attach_across_a_kill(
     broker: _Broker, attaching: list[Process], attaches: int, rate: float
 ) -> tuple[list[float], list[float], list[str]]:
-    """Return the seconds that attaches took until the worker was killed and from then on, and the errors."""
+    """Return the seconds of attaches before and after the kill, and the errors."""
     broker.pause()
     for process in attaching:
         process.tell("attach", count=attaches // len(attaching), rate=rate / len(attaching))
@@ -138,17 +138,17 @@ def _attach_across_a_kill(
 
 
 def _digest_row(run: Run, broker: _Broker, config: dict[str, Any], attached: Process) -> None:
-    """Check that the object of a dead worker computes the same bits, in a later process."""
+    """Check that the object of a killed worker computes the same bits in a process that attaches later."""
     first = attached.ask("digest")
     broker.pause()
     broker.kill()
     with Process(Attacher, **config) as late:
         differ = late.ask("digest") != first
-    run.row("forward pass of a process that attached after its maker's death: differing bits", differ, "number", Goal("≤", 0))
+    run.row("forward pass of a process that attached after the kill: differing bits", differ, "number", Goal("≤", 0))
     broker.wait_for_another()
 
 
-#: Prints the seconds that the app's own modules take to be imported, where all that they import from packages is there.
+#: Prints the seconds for importing the app's own modules, after all imports from packages.
 _OWN_IMPORTS = """
 import importlib, json, os, runpy, sys, sysconfig, time
 reading, writing = os.pipe()
@@ -170,12 +170,12 @@ print(time.perf_counter() - begin)
 
 
 def _ready_rows(run: Run, broker: _Broker, plain: _Broker, restarts: int) -> None:
-    """Measure the time to the next worker, as a fork and as a new process, beside that of importing the app.
+    """Measure the time to the next worker, as a fork and as a new process, and the time for importing the app.
 
     :param plain: the broker whose workers are new processes.
     """
     times = Times()
-    imports, own = "a process that imports the app, from start to end", "… of that the app's own modules"
+    imports, own = "a process that imports the app, from start to exit", "… share of the app's own modules"
     forked, new = "from SIGKILL to a new worker that is ready", "… with --no-preload"
     nbytes = broker.wait_for_zygote()
     for _ in range(restarts):
@@ -196,7 +196,7 @@ def _ready_rows(run: Run, broker: _Broker, plain: _Broker, restarts: int) -> Non
 
 
 def _broker_rows(run: Run, client: Client) -> None:
-    """Measure what a hundred objects cost the broker."""
+    """Measure the memory of a broker with a hundred objects."""
     for number in range(99):
         client.call("numbered", number)
     info = client.get_server_info()
@@ -204,11 +204,11 @@ def _broker_rows(run: Run, client: Client) -> None:
     run.row(f"memory of the broker with {info['objects']} objects", resident, "bytes", Goal("≤", 40 << 20))
     maps = Path(f"/proc/{info['pid']}/maps").read_text()
     traces = sum(name in maps for name in ("libcuda", "libtorch", "/dev/nvidia"))
-    run.row("… libraries of CUDA or torch, and devices, that it has mapped", traces, "number", Goal("≤", 0, "no GPU memory"))
+    run.row("… mapped libraries of CUDA or torch, and devices", traces, "number", Goal("≤", 0, "no GPU memory"))
 
 
 class Attacher:
-    """A client process, which attaches again and again, at a steady rate, and computes with the model."""
+    """A client process, which attaches repeatedly at a steady rate, and computes with the model."""
 
     def __init__(self, address: str, device: str, call: list[Any]) -> None:
         self._address, self._device, self._call = address, device, call
@@ -216,9 +216,9 @@ class Attacher:
             torch.zeros(1, device=device)
 
     def attach(self, count: int, rate: float) -> tuple[list[tuple[float, float]], list[str]]:
-        """Attach with a new client: a connection, a session, the model, and the end of all of them.
+        """Attach ``count`` times, each with a new client.
 
-        :return: the beginning and the seconds of each, and the errors of those that failed.
+        :return: the start time and the seconds of each attach, and the errors of failed ones.
         """
         start, times, errors = time.monotonic(), [], []
         for number in range(count):
@@ -234,7 +234,7 @@ class Attacher:
         return times, errors
 
     def digest(self) -> str:
-        """Hash the bits of a forward pass of a model that is attached for it."""
+        """Attach the model, and hash the bits of a forward pass."""
         with Client(socket_path=self._address) as client, client.call(*self._call) as handle, torch.inference_mode():
             logits = handle.value(torch.arange(64, device=self._device))
             return hashlib.sha256(logits.cpu().view(torch.uint8).numpy().tobytes()).hexdigest()

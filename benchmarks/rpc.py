@@ -1,4 +1,4 @@
-"""Round trips, in turns: the raw echo, shared-tensor, other ways to call, and shared_rpc."""
+"""Round trips, measured in turns: the raw echo, shared-tensor, other RPC libraries, and shared_rpc."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from benchmarks.sides import PEER, PEERS, Echo, Ours, SharedTensor, Side, Starte
 from benchmarks.workload import SMALL
 from shared_rpc import AsyncClient, Client
 
-#: Prints the seconds that the package takes to import where torch is there already.
-#: A full collection is due when torch is there, and takes 100 ms of whatever comes next: before the clock starts.
+#: Prints the seconds for importing the package after torch. The full collection that is due after the import of torch takes
+#: 100 ms, and happens before the clock starts.
 _IMPORT = """
 import time, torch
 begin = time.perf_counter()
@@ -32,30 +32,31 @@ for name in shared_rpc.__all__:
 print(time.perf_counter() - begin)
 """
 
-#: One slow call for so many quick ones.
+#: Quick calls for each slow one.
 _SLOW = 100
-#: Processes that call at once, and calls of the long run.
+#: Concurrent processes, and calls of the long run.
 _TOGETHER = 8
 _LONG = {"cuda": 100_000, "cpu": 2_000}
 
 
 def run(
-    cuda: Annotated[bool, typer.Option("--cuda", help="Tensors on the GPU, beside shared-tensor.")] = False,
-    rounds: Annotated[int, typer.Option(help="Turns that each side has.")] = 10,
+    cuda: Annotated[bool, typer.Option("--cuda", help="Tensors on the GPU, compared with shared-tensor.")] = False,
+    rounds: Annotated[int, typer.Option(help="Turns of each side.")] = 10,
     calls: Annotated[int, typer.Option(help="Calls in a turn.")] = 300,
     processes: Annotated[int, typer.Option(help="Processes for the times of import and of 'shared-rpc ls'.")] = 7,
     megabytes: Annotated[int, typer.Option(help="MiB of the large argument.")] = 64,
-    kept: Annotated[int, typer.Option(help="Small results that the server caches.")] = 12_000,
-    clients: Annotated[int | None, typer.Option(help="Processes that call at once; 8, on the host one a core at most.")] = None,
-    long_run: Annotated[
-        int | None, typer.Option(help="Calls of the long run, 0 for none; 100000 on a GPU, 2000 on the host.")
+    kept: Annotated[int, typer.Option(help="Small cached results.")] = 12_000,
+    clients: Annotated[
+        int | None, typer.Option(help="Concurrent processes; by default 8, on the host at most one per core.")
     ] = None,
-    peers: Annotated[bool, typer.Option("--peers", help="Beside other ways to call that are installed.")] = False,
+    long_run: Annotated[
+        int | None, typer.Option(help="Calls of the long run, 0 for none; by default 100000 on a GPU, 2000 on the host.")
+    ] = None,
+    peers: Annotated[bool, typer.Option("--peers", help="Compare with other installed RPC libraries.")] = False,
     pinned: Annotated[bool, typer.Option(help="Servers on one half of the cores, measuring processes on the other.")] = True,
     json: Json = None,
 ) -> None:
-    """Round trips: ping, direct and managed calls, arguments, tasks, many calls at once, very many calls; import and command
-    line."""
+    """Measure round trips: ping, direct and managed calls, arguments, tasks, concurrent and many calls, import, CLI."""
     device = "cuda" if cuda else "cpu"
     others: list[type[Side]] = [SharedTensor, *(PEERS if peers else ())]
     sides = present(Echo, *others, Ours)
@@ -78,7 +79,7 @@ def run(
 
 
 def _turns(run: Run, clients: dict[str, Side], rounds: int, calls: int, mebibytes: int) -> None:
-    """Measure what is called over open connections, in turns: pings, tasks, and calls with tensors."""
+    """Measure requests over open connections, in turns: pings, tasks, and calls with tensors."""
     pair = {OURS} if SharedTensor.missing(run.device) else {PEER, OURS}
     everyone = clients.keys() - {ECHO, PEER} | pair
     on_gpu = run.device == "cuda"
@@ -105,7 +106,7 @@ def _turns(run: Run, clients: dict[str, Side], rounds: int, calls: int, mebibyte
     row(everyone, "direct call, 4 KiB tensor, new", lambda side: side.call("fresh"), small)
     row(pair, "the same by an async def endpoint", lambda side: side.call("fresh_on_loop"), small)
     if PEER in pair:
-        clients[PEER].call("kept")  # one reference that stays, or it would be built again after every release
+        clients[PEER].call("kept")  # one reference stays; otherwise it would be built again after every release
     row(pair, "managed call and release, 4 KiB", lambda side: side.call("kept").release(), None)
     name = "direct call, takes and returns 4 KiB, new"
     row(everyone, name, lambda side: side.call("plus_one", torch.ones(SMALL, device=run.device)), small)
@@ -118,31 +119,31 @@ def _cold_starts(run: Run, processes: int) -> None:
     def list_servers() -> None:
         answer = run.program("-m", "shared_rpc.cli", "ls", "--json", "--base-path", run.base_path)
         if run.base_path not in answer:
-            raise RuntimeError(f"'shared-rpc ls' does not see the server at {run.base_path}: {answer}")
+            raise RuntimeError(f"'shared-rpc ls' does not list the server at {run.base_path}: {answer}")
 
     turns = [
         (float(run.program("-c", _IMPORT).splitlines()[-1]), timed(list_servers), timed(lambda: run.program("-c", "pass")))
         for _ in range(processes)
     ]
     importing, listing, start = (Sample(times) for times in zip(*turns, strict=True))
-    run.row("import of every public name, beyond torch", importing, "s", Goal("≤", 60e-3))
+    run.row("import of every public name, after torch", importing, "s", Goal("≤", 60e-3))
     run.row("shared-rpc ls --json, as a process", listing, "s", Goal("≤", 0.2))
-    run.note(f"Python itself takes {start.p50 * 1e3:.0f} ms to start and end")
+    run.note(f"Python itself takes {start.p50 * 1e3:.0f} ms to start and exit")
 
 
-# Calls that are under way together.
+# Concurrent calls.
 
-#: Calls of one connection that are under way together, and calls that each of their coroutines makes, one after the other.
+#: Concurrent calls of one connection, and consecutive calls of each of its coroutines.
 _AT_ONCE, _EACH = 64, 10
 
 
 def _concurrent_calls(run: Run, socket: str, rounds: int) -> None:
-    """Measure calls over one connection of an :class:`AsyncClient`, one by one and all at once, in seconds for each call."""
+    """Measure calls over one connection of an :class:`AsyncClient`, one by one and concurrently, in seconds per call."""
     for endpoint, text in (("small", "a cached tensor"), ("nothing", "an endpoint that runs")):
         apart, together = anyio.run(_calls, socket, endpoint, rounds)
-        run.row(f"AsyncClient, {text}: one by one, a call", apart)
+        run.row(f"AsyncClient, {text}: one by one, per call", apart)
         goal = Goal("≤", 1 / 3, "one by one", "ratio")
-        run.row(f"… {_AT_ONCE} at once, a call", together, "s", goal, measured=together.p50 / apart.p50)
+        run.row(f"… {_AT_ONCE} at once, per call", together, "s", goal, measured=together.p50 / apart.p50)
 
 
 async def _calls(socket: str, endpoint: str, rounds: int) -> tuple[Sample, Sample]:
@@ -165,15 +166,15 @@ async def _calls(socket: str, endpoint: str, rounds: int) -> tuple[Sample, Sampl
             apart.append([(middle - begin) / _AT_ONCE])
             together.append([(time.perf_counter() - middle) / _AT_ONCE / _EACH])
         del kept
-    # The first turn made the threads, and does not count.
+    # The first turn creates the threads, and is dropped.
     return Sample(*apart[1:]), Sample(*together[1:])
 
 
-# What many results and calls leave.
+# Resources of many results and calls.
 
 
 def _kept_results(run: Run, client: Client, pid: int, count: int) -> None:
-    """Measure what many cached results of 4 KiB take: memory of their device, and descriptors."""
+    """Measure the device memory and the descriptors of many cached results of 4 KiB."""
     before, fds = client.get_server_info()["nbytes"], process_counts(pid)["fds"]
     results: list[object] = []
     seconds = timed(lambda: results.extend(client.call("small", number) for number in range(1, count + 1)))
@@ -182,23 +183,23 @@ def _kept_results(run: Run, client: Client, pid: int, count: int) -> None:
     goal = Goal("≤", 100 << 20, "12,000 of them")
     run.row("… memory of their device", nbytes, "bytes", goal, measured=nbytes * 12_000 / count)
     run.row("… descriptors of the server", process_counts(pid)["fds"] - fds, "number", Goal("≤", 400))
-    run.row("… descriptors of a client that has all", process_counts(os.getpid())["fds"], "number", Goal("≤", 400))
+    run.row("… descriptors of a client that holds all", process_counts(os.getpid())["fds"], "number", Goal("≤", 400))
     results.clear()
     client.invalidate_endpoint_cache("small")
 
 
-#: Calls after which nothing may grow any more.
+#: Calls after which no resource may grow.
 _FIRST = 100
-#: Readings, a call before each, of which the lowest counts: what a call leaves may go with the next one.
+#: Readings, each after a call, of which the lowest counts, because a call may release resources of the previous one.
 _READINGS = 20
-#: Seconds that the readings at the end may take to come down to those at the beginning.
+#: Seconds within which the final readings must fall to the initial ones.
 _SETTLED = 5.0
 
 Counts = dict[str, int]
 
 
 def _many_calls(run: Run, ours: Started, calls: int) -> None:
-    """Make calls that take and return a small tensor, in a process of their own."""
+    """Make calls that take and return a small tensor, in a separate process."""
     client = run.process(LongRun, address=ours.address, server=ours.process.pid, device=run.device)
     seconds, before, after = client.ask("run", calls=calls)
     client.close()
@@ -208,7 +209,7 @@ def _many_calls(run: Run, ours: Started, calls: int) -> None:
         grown = sum(max(after[key] - before[key], 0) for key in keys)
         run.row(name, text, unit, Goal("≤", 0, "as after the first 100"), measured=grown)
 
-    run.row(f"{calls:,} calls, 4 KiB there and back: a call", seconds / calls)
+    run.row(f"{calls:,} calls, 4 KiB there and back: per call", seconds / calls)
     row(f"… {'GPU memory in use' if run.device == 'cuda' else 'shared memory'}", ("memory",), "bytes")
     row("… descriptors of client, server", ("client fds", "server fds"))
     row("… mappings of client, server", ("client mappings", "server mappings"))
@@ -228,7 +229,7 @@ class LongRun:
         """Return the seconds of the calls, and the readings before and after them."""
         self._call(_FIRST)
         gc.collect()
-        gc.freeze()  # the readings need not visit the imported modules
+        gc.freeze()  # so that collections of the readings skip the imported modules
         before = self._lowest()
         seconds = timed(lambda: self._call(calls))
         return seconds, before, self._lowest(before)
@@ -248,7 +249,7 @@ class LongRun:
         }
 
     def _lowest(self, wanted: Counts | None = None) -> Counts:
-        """Return the lowest of several readings; read on, for a while, until nothing is above ``wanted``."""
+        """Return the lowest of several readings; continue for :data:`_SETTLED` seconds while any count is above ``wanted``."""
         end, number, found = time.monotonic() + _SETTLED, 0, self._read()
         while number < _READINGS or (
             wanted is not None and any(found[key] > wanted[key] for key in wanted) and time.monotonic() < end

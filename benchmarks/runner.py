@@ -1,4 +1,4 @@
-"""What all benchmarks share: options, times taken in turns, goals, and a run with its servers, its table and its JSON."""
+"""Common parts of the benchmarks: options, times measured in turns, goals, and a run with its servers, table and JSON."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ from shared_rpc import Client
 
 T = TypeVar("T")
 
-#: Seconds that anything may take.
+#: Timeout of every step, in seconds.
 PATIENCE = 300.0
 
 # Options.
 
-Json = Annotated[Path | None, typer.Option("--json", help="Where to write the numbers; benchmarks/results/<name>.json.")]
+Json = Annotated[Path | None, typer.Option("--json", help="File for the results; by default benchmarks/results/<name>.json.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-Shape = Annotated[str | None, typer.Option(help="llama-3-8b (on a GPU by default), small (on the host by default) or tiny.")]
+Shape = Annotated[str | None, typer.Option(help="llama-3-8b (the default on a GPU), small (the default on the host) or tiny.")]
 
 
 def numbers(text: str) -> list[int]:
-    """Read numbers with commas between them.
+    """Parse numbers separated by commas.
 
-    :raises typer.BadParameter: if it has something else.
+    :raises typer.BadParameter: if the text contains anything else.
     """
     try:
         return [int(number) for number in text.split(",") if number.strip()]
     except ValueError:
-        raise typer.BadParameter(f"{text!r}: use numbers with commas between them, such as 10,100") from None
+        raise typer.BadParameter(f"{text!r}: use numbers separated by commas, such as 10,100") from None
 
 
 def chosen(device: str, shape: str | None = None) -> tuple[str, str]:
-    """Return the device and the shape of a run: for ``"auto"`` the GPU if there is one, and the default shape of the device."""
+    """Return the device and the shape of a run; ``"auto"`` selects a GPU if available, None the default shape of the device."""
     if device == "auto":
         import torch
 
@@ -65,28 +65,28 @@ def chosen(device: str, shape: str | None = None) -> tuple[str, str]:
 
 
 class Sample:
-    """Times in seconds, or other numbers, grouped by the turn in which they were taken."""
+    """Times in seconds, or other numbers, grouped by turn."""
 
     def __init__(self, *turns: Sequence[float]) -> None:
         self.turns = turns
         self._sorted = sorted(itertools.chain(*turns))
 
     def quantile(self, share: float) -> float:
-        """Return the number that ``share`` of all (0 to 1) do not exceed."""
+        """Return the quantile for ``share`` (0 to 1)."""
         return self._sorted[min(int(share * len(self._sorted)), len(self._sorted) - 1)]
 
     @property
     def p50(self) -> float:
-        """The median of all."""
+        """The median."""
         return statistics.median(self._sorted)
 
     @property
     def p99(self) -> float:
-        """The number that 99 % do not exceed."""
+        """The 99th percentile."""
         return self.quantile(0.99)
 
     def as_json(self) -> dict[str, Any]:
-        """Return count and percentiles, with the median of every turn, which shows how steady the machine was."""
+        """Return count, percentiles, and the median of every turn, which shows how steady the machine was."""
         return {
             "n": len(self._sorted),
             "min": self._sorted[0],
@@ -99,16 +99,16 @@ class Sample:
 
 
 def timed(action: Callable[[], object]) -> float:
-    """Measure the seconds of an action; its result is dropped within them."""
+    """Measure the seconds of an action, including the release of its result."""
     begin = time.perf_counter()
     action()
     return time.perf_counter() - begin
 
 
 def wait_for(read: Callable[[], T], condition: Callable[[T], bool], period: float) -> T:
-    """Read again and again, and return what meets the condition.
+    """Poll until a value meets the condition, and return it.
 
-    :raises TimeoutError: with what was read last, if nothing does for :data:`PATIENCE`.
+    :raises TimeoutError: with the last value, after :data:`PATIENCE`.
     """
     deadline = time.monotonic() + PATIENCE
     while not condition(found := read()):
@@ -123,7 +123,7 @@ def interleaved(
 ) -> dict[str, Sample]:
     """Time every action ``calls`` times in each of ``rounds`` turns: A B C A B C.
 
-    :param warm_up: calls before those that count, in each turn: the side before has filled the caches.
+    :param warm_up: unmeasured calls at the start of each turn, because the previous side has filled the caches.
     """
     times: dict[str, list[list[float]]] = {name: [] for name in actions}
     for _ in range(rounds):
@@ -155,7 +155,7 @@ class Times(defaultdict[tuple[str, str], list[float]]):
         self[row, side].append(time.perf_counter() - begin)
 
     def samples(self, row: str) -> dict[str, Sample]:
-        """Return what was measured for a row, by side."""
+        """Return the times of a row, by side."""
         return {side: Sample(taken) for (found, side), taken in self.items() if found == row}
 
 
@@ -187,9 +187,9 @@ def counted(count: int, noun: str) -> str:
 class Goal(NamedTuple):
     """A limit of a measured value.
 
-    :param about: on which machine, or for what.
-    :param unit: of the limit; None for that of the row.
-    :param of: the limit is a multiple of what this side has in the row.
+    :param about: the machine or case to which the goal applies.
+    :param unit: of the limit; None for the unit of the row.
+    :param of: a side; the limit is a multiple of its value in the row.
     """
 
     sign: Literal["≤", "<", "≥"]
@@ -211,10 +211,10 @@ Value = float | str | Sample
 
 
 class Row(NamedTuple):
-    """One measurement of all sides that took part, as the JSON has it.
+    """One measurement of all sides, with the fields of the JSON.
 
     :param values: by side: numbers in ``unit``, or texts.
-    :param measured: what is compared with the goal; None if the goal is about another machine or size than this one.
+    :param measured: the value compared with the goal; None if the goal applies to another machine or size.
     """
 
     name: str
@@ -241,11 +241,12 @@ class Row(NamedTuple):
 
 
 class Run:
-    """A run of one benchmark: a folder, servers that end with the block, and rows that are printed and written after it.
+    """A run of one benchmark: a folder, servers that are stopped at the end of the block, and rows that are then printed and
+    written.
 
     :param sides: the columns of the table.
     :param device: of the servers.
-    :param json: where the numbers go; None for ``benchmarks/results/<name>.json``.
+    :param json: file for the results; None for ``benchmarks/results/<name>.json``.
     :param pinned: whether servers and measuring processes have one half of the cores each.
     """
 
@@ -258,7 +259,7 @@ class Run:
         self.cores = frozenset(os.sched_getaffinity(0))
         ordered = sorted(self.cores)
         middle = len(ordered) // 2
-        # With a single core there is nothing to divide.
+        # A single core is used by both.
         self._client_cores, self.server_cores = frozenset(ordered[:middle] or ordered), frozenset(ordered[middle:])
         if not pinned:
             self._client_cores = self.server_cores = self.cores
@@ -268,9 +269,9 @@ class Run:
 
     def __enter__(self) -> Run:
         self._stack.enter_context(on_cores(self._client_cores))
-        # A socket address has room for 107 bytes: a short prefix.
+        # A short prefix, because a socket address is limited to 107 bytes.
         self.folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
-        # 'ls' asks every socket of a folder, and ours is to be alone.
+        # A separate folder, because 'ls' connects to every socket of a folder.
         (self.folder / "ours").mkdir(mode=0o700)
         self.base_path = str(self.folder / "ours" / "s")
         return self
@@ -281,16 +282,16 @@ class Run:
             self._finish()
 
     def process(self, make: Callable[..., Any], **config: Any) -> Process:
-        """Start a :class:`Process`, which ends with the block."""
+        """Start a :class:`Process`, which is closed at the end of the block."""
         return self._stack.enter_context(Process(make, **config))
 
     def processes(self, count: int, make: Callable[..., Any], **config: Any) -> list[Process]:
-        """Start so many of them at once, and wait until all are ready."""
+        """Start ``count`` processes concurrently, and wait until all are ready."""
         started = [self.process(make, **config) for _ in range(count)]
         return [process.ready() for process in started]
 
     def program(self, *words: str, cores: Set[int] | None = None) -> str:
-        """Return the output of a Python program, which runs in the folder, on these cores or this process's own."""
+        """Run a Python program in the folder, on these cores or this process's own, and return its output."""
         with on_cores(cores or os.sched_getaffinity(0)):
             options: dict[str, Any] = {"cwd": self.folder, "env": environ(), "stdout": subprocess.PIPE, "text": True}
             return str(subprocess.run([sys.executable, *words], check=True, **options).stdout)
@@ -299,7 +300,7 @@ class Run:
     def broker(
         self, app: str, *options: str, name: str = "app", variables: Mapping[str, str] | None = None
     ) -> Iterator[Client]:
-        """Run ``shared-rpc serve`` on this app, with ``{device!r}`` in it, for the block; yield a client when it serves."""
+        """Run ``shared-rpc serve`` on an app, after replacing ``{device!r}`` in it; yield a client when it serves."""
         (self.folder / "app.py").write_text(app.format(device=self.device))
         socket = f"{self.base_path}-{name}.sock"
         words = ("-m", "shared_rpc.cli", "serve", "app.py", "--socket", socket, *options)
@@ -327,9 +328,9 @@ class Run:
     ) -> None:
         """Add a row.
 
-        :param values: by side; one value is ours.
-        :param measured: what is compared with the goal; None for our value, or its ratio to that of another side.
-        :param judge: whether the goal is about this machine and size.
+        :param values: by side; a single value is ours.
+        :param measured: the value compared with the goal; None for our value, or its ratio to that of another side.
+        :param judge: whether the goal applies to this machine and size.
         """
         given = values if isinstance(values, Mapping) else {OURS: values}
         medians = {side: value.p50 if isinstance(value, Sample) else value for side, value in given.items()}
@@ -345,7 +346,7 @@ class Run:
         self.rows.append(Row(name, unit, medians, samples, goal.text(in_unit), measured, in_unit, met))
 
     def note(self, text: str | None) -> None:
-        """Add a line below the table, once; None is nothing."""
+        """Add a line below the table, once; None adds none."""
         if text is not None and text not in self.notes:
             self.notes.append(text)
 
@@ -394,7 +395,7 @@ def facts() -> dict[str, Any]:
         "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
         "host": {
             "cores": len(os.sched_getaffinity(0)),
-            "load": os.getloadavg()[0],  # of the last minute: shows what else ran
+            "load": os.getloadavg()[0],  # of the last minute, which shows other work on the machine
             "kernel": platform.release(),
             "machine": platform.machine(),
             "python": platform.python_version(),

@@ -1,4 +1,4 @@
-"""Many clients: connections that idle, processes that attach at once, clients that are killed. On host memory."""
+"""Many clients on host memory: idle connections, processes that attach concurrently, killed clients."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from benchmarks.sides import PEER, Echo, Ours, SharedTensor, Started, serve
 from shared_rpc import Client
 from shared_rpc.memory.mapping import MAPPINGS
 
-#: Connections that shared-tensor's default of four workers can hold.
+#: Idle connections that occupy the four default workers of shared-tensor.
 _PEER_IDLE = 4
-#: Seconds within which a server has released what killed clients held; longer is reported as it is.
+#: Seconds to wait until a server has released the resources of killed clients.
 _SETTLED = 10.0
 
 
@@ -33,14 +33,14 @@ def run(
     rounds: Annotated[int, typer.Option(help="Turns at each number of idle connections.")] = 5,
     calls: Annotated[int, typer.Option(help="Pings in a turn.")] = 300,
     clients: Annotated[
-        int | None, typer.Option(help="Processes that attach at once; one a core by default, 8 at most.")
+        int | None, typer.Option(help="Processes that attach concurrently; by default one per core, at most 8.")
     ] = None,
     killed: Annotated[int, typer.Option(help="Light clients killed with SIGKILL.")] = 200,
     patience: Annotated[float, typer.Option(help="Seconds to wait for a server that does not answer.")] = 1.0,
     shape: Shape = None,
     json: Json = None,
 ) -> None:
-    """Measure many clients: idle ones, simultaneous attaches, killed ones. On host memory."""
+    """Measure many clients on host memory: idle connections, simultaneous attaches, killed clients."""
     _, shape = chosen("cpu", shape)
     clients = clients or min(8, len(os.sched_getaffinity(0)))
     absent = SharedTensor.missing()
@@ -70,7 +70,7 @@ def _idle_rows(run: Run, echo: Started, ours: Started, levels: list[int], rounds
     for level in levels:
         samples = {name: Sample(*taken) for name, taken in times[level].items()}
         goal = Goal("≤", 1.5, "without", "ratio")
-        name = f"ping, p50, beside {level:,} idle connections"
+        name = f"ping, p50, with {level:,} idle connections"
         run.row(name, samples, "s", goal, measured=samples[OURS].p50 / none, judge=level != levels[0])
 
 
@@ -82,14 +82,14 @@ def _peer_row(run: Run, calls: int, patience: float) -> None:
     with ExitStack() as stack:
         for _ in range(_PEER_IDLE):
             idler = stack.enter_context(socket.socket(socket.AF_UNIX))
-            idler.connect(f"{base_path}-0.sock")  # its socket for GPU 0, which need not exist
+            idler.connect(f"{base_path}-0.sock")  # the socket for GPU 0, even if there is no GPU
         with suppress(TimeoutError):
             answer = timed(client.ping)
-    run.row(f"shared-tensor beside {_PEER_IDLE} idle ones: ping", {PEER: answer})
+    run.row(f"shared-tensor with {_PEER_IDLE} idle ones: ping", {PEER: answer})
 
 
 def _together_rows(run: Run, echo: Started, ours: Started, count: int, shape: str) -> None:
-    """Measure processes that attach at the same moment."""
+    """Measure processes that attach concurrently."""
     config: dict[str, Any] = {"side": OURS, "address": ours.address, "echo": echo.address, "device": "cpu"}
     clients = run.processes(count, Attacher, cores=run.cores, **config)
     results = [answers[0] for answers, _ in ask_all(clients, "measure", cases=[["model", shape]], repeats=0, hold=True)]
@@ -107,14 +107,14 @@ def _together_rows(run: Run, echo: Started, ours: Started, count: int, shape: st
     run.row("… the slowest of them", max(first.turns[0]))
     run.row("… leases while they hold it", leases, "number")
     goal = Goal("<", 0.05, "of one copy, each", "ratio") if nbytes >= 10**8 else None
-    run.row("… host memory each adds of its own", grown, "bytes", goal, measured=grown / nbytes)
+    run.row("… private host memory of each", grown, "bytes", goal, measured=grown / nbytes)
 
 
 Counts = dict[str, int]
 
 
 class _Wave(NamedTuple):
-    """The server's counts before clients came, with them, and after they were killed; the seconds that took."""
+    """The server's counts before, during and after clients attach and are killed; the seconds until the latter."""
 
     before: Counts
     during: Counts
@@ -123,7 +123,7 @@ class _Wave(NamedTuple):
 
 
 def _killed_rows(run: Run, ours: Started, count: int, shape: str) -> None:
-    """Measure clients that hold the model and are killed: the server's state before, with them, and after."""
+    """Kill clients that hold the model: the server's state before, with them, and after."""
 
     def row(name: str, wave: _Wave, key: str, goal: Goal, measured: int) -> None:
         unit: Unit = "bytes" if key in ("memory", "shared") else "number"
@@ -132,23 +132,23 @@ def _killed_rows(run: Run, ours: Started, count: int, shape: str) -> None:
 
     load = run.process(Load, address=ours.address, call=["model", shape])
     with Client(socket_path=ours.address) as asking:
-        _wave(load, asking, ours, count)  # the allocator's and the loop's first growth is no leak
+        _wave(load, asking, ours, count)  # a warm-up, because the first growth of the allocator and the loop is not a leak
         wave = _wave(load, asking, ours, count)
         last = _wave(load, asking, ours, count, invalidate=True)
     load.close()
     for key in ("leases", "sessions", "fds", "threads"):
         row(f": {key}", wave, key, Goal("≤", 0, "as before"), abs(wave.after[key] - wave.before[key]))
-    # Python's allocator keeps some of what the connections needed, for the next ones.
+    # Python's allocator keeps some memory of the connections for the next ones.
     grown = max(wave.after["memory"] - wave.before["memory"], 0)
     row(": the server's memory", wave, "memory", Goal("≤", 1 << 20, "more than before"), grown)
-    run.row(f"{count} clients killed: until all is back", wave.seconds)
-    row(", model invalidated: its memory", last, "shared", Goal("≤", 0, "all given back"), last.after["shared"])
+    run.row(f"{count} clients killed: until all is released", wave.seconds)
+    row(", model invalidated: its memory", last, "shared", Goal("≤", 0, "all freed"), last.after["shared"])
 
 
 def _wave(load: Process, asking: Client, ours: Started, count: int, *, invalidate: bool = False) -> _Wave:
-    """Attach that many, kill them, and wait.
+    """Attach ``count`` clients, kill them, and wait until their resources are released.
 
-    :param invalidate: drop the model from the cache while they hold it, so that it goes with its last holder.
+    :param invalidate: drop the model from the cache while they hold it, so that it is freed with its last holder.
     """
 
     def counts() -> Counts:
@@ -174,9 +174,9 @@ def _wave(load: Process, asking: Client, ours: Started, count: int, *, invalidat
 
 
 class Load:
-    """A process with idle clients, and with forks that hold a lease on a model and its memory mapped until they are killed.
+    """A process with idle clients, and with forks that have a model attached until they are killed.
 
-    :param call: the call of the model; none if there are no forks.
+    :param call: the call of the model; empty without forks.
     """
 
     def __init__(self, address: str, call: Sequence[Any] = ()) -> None:
@@ -185,14 +185,14 @@ class Load:
         self._path, self._call = address, call
         self._idle: list[Client] = []
         self._pids: list[int] = []
-        # A fork reads from it to its end; this process alone holds the other side, so forks end with this process.
+        # Forks read from this pipe, whose other end only this process holds, so they exit with this process.
         self._leash, self._hand = os.pipe()
-        # Forks are light: they have no threads, and what a client imports with its first tensor is there.
+        # So that forks are light: no threads, and modules for the first tensor imported in advance.
         torch.set_num_threads(1)
         importlib.import_module("shared_rpc.codec.results")
 
     def idle(self, count: int) -> None:
-        """Have that many idle clients."""
+        """Open or close idle clients until there are ``count``."""
         while len(self._idle) > count:
             self._idle.pop().close()
         while len(self._idle) < count:
@@ -200,7 +200,7 @@ class Load:
             self._idle[-1].ping()
 
     def attach(self, count: int) -> int:
-        """Fork that many, and wait until each of them has the memory; return how many have it."""
+        """Fork ``count`` processes that attach; return the number that succeeded."""
         ready, tell = os.pipe()
         for _ in range(count):
             pid = os.fork()
@@ -232,7 +232,7 @@ class Load:
         self._pids.clear()
 
     def close(self) -> None:
-        """End all of them."""
+        """Close the idle clients and kill the forks."""
         self.idle(0)
         self.kill()
         MAPPINGS.drain()

@@ -1,6 +1,6 @@
-"""The sides that are compared: shared_rpc, shared-tensor 0.2.16, a raw echo, and other ways to call a function with a tensor.
+"""The compared sides: shared_rpc, shared-tensor 0.2.16, a raw echo, and other ways to call a function with a tensor.
 
-Each serves the functions of :class:`benchmarks.workload.Workload` in a process of its own, as its users would write it.
+Each serves the functions of :class:`benchmarks.workload.Workload` in a separate process, written like a user's code.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PEER = f"shared-tensor {VERSION}"
 
 _KEY = b"benchmarks"  # of multiprocessing's connections
 
-#: What makes a managed call in a server: the endpoint, and its arguments.
+#: A function that makes a managed call in a server: the endpoint, and its arguments.
 Make = Callable[..., Any]
 
 
@@ -50,18 +50,18 @@ class Side:
 
     @classmethod
     def missing(cls, device: str = "") -> str | None:
-        """Return why the side takes no part; None if it does.
+        """Return the reason if the side is left out.
 
-        :param device: of the tensors that it is to carry; none for calls without any.
+        :param device: of the tensors of the calls; empty for calls without tensors.
         """
         return None if importlib.util.find_spec(cls.module) else f"{cls.name} is not installed and was left out"
 
     @staticmethod
     def serve(address: str, device: str) -> Make | None:
-        """Begin to serve, and return when clients can connect."""
+        """Start to serve, and return when clients can connect."""
 
     def connect(self, address: str) -> Any:
-        """Return the client that the side itself has."""
+        """Return the side's own client."""
 
     def call(self, endpoint: str, *args: Any) -> Any:
         """Call an endpoint."""
@@ -72,23 +72,23 @@ class Side:
         self.call("nothing")
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self.link.close()
 
 
 class Served:
-    """The server of a side, in a process of its own."""
+    """The server of a side, in a separate process."""
 
     def __init__(self, side: str, address: str, device: str) -> None:
         self._make = SIDES[side].serve(address, device)
 
     def make(self, calls: Sequence[Sequence[Any]]) -> list[Any]:
-        """Make managed calls, and return what ours has of each."""
+        """Make managed calls, and return the results, which are measurements for our side."""
         assert self._make is not None, "the side has managed calls"
         return [self._make(*call) for call in calls]
 
     def close(self) -> None:
-        """End without waiting for clients or threads, as some servers would."""
+        """Exit without waiting for clients or threads."""
         os._exit(0)
 
 
@@ -100,12 +100,12 @@ class Started(NamedTuple):
 
 
 def present(*sides: type[Side], device: str = "") -> list[type[Side]]:
-    """Return the sides that take part, see :meth:`Side.missing`."""
+    """Return the sides that are not :meth:`~Side.missing`."""
     return [side for side in sides if side.missing(device) is None]
 
 
 def serve(run: Run, side: type[Side]) -> Started:
-    """Start the server of a side. Ours listens where ``shared-rpc ls`` looks for the run's base path."""
+    """Start the server of a side. Ours listens at the run's base path, where ``shared-rpc ls`` finds it."""
     address = socket_path(run.base_path, "cpu") if side is Ours else str(run.folder / side.__name__)
     config = {"side": side.name, "address": address, "device": run.device}
     return Started(run.process(Served, cores=run.server_cores, **config).ready(), address)
@@ -135,7 +135,7 @@ class Echo(Side):
         _in_background(socketserver.ThreadingUnixStreamServer(address, _EchoHandler).serve_forever)
 
     def ping(self) -> None:
-        """Make one round trip, of as many bytes as a ping of ours has."""
+        """Make one round trip with as many bytes as our ping."""
         self.link.sendall(b"." * 25)
         left = 25
         while left:
@@ -164,7 +164,7 @@ class Ours(Side):
 
     @staticmethod
     def serve(address: str, device: str) -> Make:
-        from shared_rpc import Provider, Server  # what a client imports with its first call is a part of what it measures
+        from shared_rpc import Provider, Server  # imported late, because attaches of clients are measured with their imports
 
         workload, provider = _workload(device), Provider(device=device)
         for managed in (workload.model, workload.chain, workload.kept):
@@ -175,7 +175,7 @@ class Ours(Side):
         Server(provider, socket_path=address).start()
 
         def publish(endpoint: str, *args: Any) -> dict[str, float]:
-            """Measure what it takes from the end of the module's making: seconds, and memory at its peak."""
+            """Measure seconds and peak memory of publishing a loaded module."""
             loaded = 0.0
             with readings(device) as memory:
 
@@ -193,7 +193,7 @@ class Ours(Side):
 
 
 class SharedTensor(Side):
-    """shared-tensor, whose tensors are on a GPU, or nowhere. Its client opens a connection for every request."""
+    """shared-tensor, which supports GPU tensors only. Its client opens a connection for every request."""
 
     name, module = PEER, "shared_tensor"
 
@@ -223,7 +223,7 @@ class SharedTensor(Side):
             raise TimeoutError(f"{PEER} does not answer at {self.link.socket_path}")
 
     def call(self, endpoint: str, *args: Any) -> Any:
-        """Call an endpoint. None is an ``async def`` there."""
+        """Call an endpoint. It has no ``async def`` endpoints."""
         return self.link.call(endpoint.removesuffix("_on_loop"), *args)
 
     def task(self, endpoint: str) -> Any:
@@ -248,7 +248,7 @@ class SharedTensor(Side):
         provider.share(cache=False, execution="task")(workload.nothing)
         server = SharedTensorServer(provider, verbose_debug=False)
         server.start(blocking=False)
-        # A managed object goes with its last reference there, cached or not: the process keeps one of each.
+        # It frees even a cached managed object with its last reference, so keep one of each.
         kept: list[Any] = []
         return lambda endpoint, *args: kept.append(server.call_local_client(endpoint, args=args))
 
@@ -276,7 +276,7 @@ class Connection(Side):
             while True:
                 endpoint, args = accepted.recv()
                 result = getattr(workload, endpoint)(*args)
-                # What came by CUDA's IPC cannot be sent on.
+                # A tensor received by CUDA IPC cannot be sent again.
                 accepted.send(result.clone() if args and result is args[0] and result.is_cuda else result)
 
     def call(self, endpoint: str, *args: Any) -> Any:
@@ -285,7 +285,7 @@ class Connection(Side):
 
 
 class _Message(msgspec.Struct, array_like=True):
-    """A call with a tensor or without, or its result."""
+    """A call with or without a tensor, or its result."""
 
     endpoint: str
     dtype: str = ""
@@ -319,7 +319,7 @@ def _answered(data: bytes, device: str) -> bytes:
 
 
 class _Bytes(Side):
-    """Those that carry bytes: tensors are copied into messages of msgspec, those of a GPU through the host."""
+    """A side that transfers bytes: tensors are copied into messages of msgspec, GPU tensors through the host."""
 
     def exchange(self, data: bytes) -> bytes:
         """Send a message and wait for the answer."""
@@ -379,7 +379,7 @@ class Rpyc(_Bytes):
                 return _answered(data, device)
 
         server = ThreadedServer(Service, socket_path=address)
-        server.listener.listen()  # it does so itself, but does not report when
+        server.listener.listen()  # start() does so too, but does not report when
         _in_background(server.start)
 
     def exchange(self, data: bytes) -> bytes:
@@ -417,10 +417,10 @@ def _host_answer(device: str, endpoint: str, *args: torch.Tensor) -> torch.Tenso
 
 
 class _Host(Side):
-    """Those that carry tensors of the host, with which they call :func:`_host_answer`."""
+    """A side that transfers host tensors, the arguments of :func:`_host_answer`."""
 
     def request(self, *words: Any) -> Any:
-        """Call it with these arguments in the server."""
+        """Call :func:`_host_answer` with these arguments in the server."""
         raise NotImplementedError
 
     def call(self, endpoint: str, *args: Any) -> Any:
@@ -429,7 +429,7 @@ class _Host(Side):
 
 
 class TorchRpc(_Host):
-    """``torch.distributed.rpc``, which speaks TCP."""
+    """``torch.distributed.rpc`` over TCP."""
 
     name = "torch RPC"
 
@@ -440,7 +440,7 @@ class TorchRpc(_Host):
     def _join(address: str, rank: int) -> Any:
         from torch.distributed import rpc
 
-        # One of both writes the port down.
+        # The two processes rendezvous through this file.
         options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{address}")
         rpc.init_rpc(("client", "server")[rank], rank=rank, world_size=2, rpc_backend_options=options)
         return rpc
@@ -457,7 +457,7 @@ class TorchRpc(_Host):
 
 
 class RayActor(_Host):
-    """A call of an actor of Ray, on a node of its own that ends with the client."""
+    """A call of a Ray actor, on a separate node that exits with the client."""
 
     name, module = "Ray actor", "ray"
 

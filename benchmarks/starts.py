@@ -1,4 +1,4 @@
-"""A script is started again: how soon it has its model, with ``python`` and with ``shared-rpc run``."""
+"""Repeated starts of a script: the time until it has its model, with ``python`` and with ``shared-rpc run``."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def run(
     starts: Annotated[int, typer.Option(help="Starts of each kind.")] = 10,
     json: Json = None,
 ) -> None:
-    """Measure repeated starts of a script, by python and by 'shared-rpc run', until it has its model."""
+    """Measure repeated starts of a script, with python and with 'shared-rpc run', until it has its model."""
     device, shape = chosen(device, shape)
-    title = f"A script is started again ({shape} on {device})"
-    with Run("starts", title, [PYTHON, RUN], device, json) as run, on_cores(run.cores):  # a script may use what there is
+    title = f"Repeated starts of a script ({shape} on {device})"
+    with Run("starts", title, [PYTHON, RUN], device, json) as run, on_cores(run.cores):  # a script may use all cores
         (run.folder / "app.py").write_text(APP.format(device=device, shape=shape))
         try:
             empty = Sample([_start(run, "-c", "print('in hand')")[0] for _ in range(starts)])
@@ -54,7 +54,7 @@ def run(
             hand, end = ({way: Sample([turn[way][number] for turn in turns]) for way in _WAYS} for number in (0, 1))
             goal = Goal("≤", 0.8, "+ python, GPU") if device == "cuda" else Goal("≤", 0.3, "+ python, host")
             run.row("a start, until the model is in hand", hand, "s", goal, measured=hand[RUN].p50 - empty.p50)
-            run.row("… python beside run", {RUN: hand[PYTHON].p50 / hand[RUN].p50}, "ratio")
+            run.row("… python relative to run", {RUN: hand[PYTHON].p50 / hand[RUN].p50}, "ratio")
             run.row("… until the process has ended", end)
             _memory_rows(run)
         finally:
@@ -64,14 +64,14 @@ def run(
 
 
 def _start(run: Run, *words: str) -> tuple[float, float]:
-    """Measure the seconds from a program's start until it reports that it has its model, and until its end."""
+    """Measure the seconds from a program's start until it reports its model, and until it exits."""
     begin = time.perf_counter()
     variables = {"SHARED_TENSOR_BASE_PATH": run.base_path}
     process = python(*words, variables=variables, cwd=run.folder, stdout=subprocess.PIPE)
     try:
-        assert process.stdout is not None, "it is a pipe"
+        assert process.stdout is not None, "stdout is a pipe"
         if not select.select([process.stdout], [], [], PATIENCE)[0] or "in hand" not in process.stdout.readline():
-            raise RuntimeError(f"python {' '.join(words)} in {run.folder} has not got its model")
+            raise RuntimeError(f"python {' '.join(words)} in {run.folder} did not report its model")
         in_hand = time.perf_counter() - begin
         process.wait(PATIENCE)
         return in_hand, time.perf_counter() - begin
@@ -86,6 +86,6 @@ def _memory_rows(run: Run) -> None:
     for zygote in zygotes:
         run.row("memory of the zygote (PSS)", {RUN: zygote["pss"]}, "bytes")
     if not zygotes:
-        run.note("No zygote could be used: both columns are new processes. 'shared-rpc run' has printed why.")
+        run.note("No zygote could be used: both columns are new processes. 'shared-rpc run' has printed the reason.")
     with Client(run.base_path, device=run.device, timeout=PATIENCE) as client:
-        run.row("… of the model, which all of them have", {RUN: client.get_server_info()["nbytes"]}, "bytes")
+        run.row("… of the model, shared by all processes", {RUN: client.get_server_info()["nbytes"]}, "bytes")

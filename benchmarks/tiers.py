@@ -1,4 +1,4 @@
-"""Models that sleep: what an eviction and a wake take, beside a plain copy of as many bytes and beside a reload from files."""
+"""Sleep and wake of models: times of evictions and restores, compared with a plain copy of as many bytes and a reload."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from benchmarks.workload import Stack, digest, question
 from shared_rpc import Client, Handle
 
 PLAIN, RELOAD = "plain copy", "safetensors"
-#: Bytes of a plain copy that are copied at once: a pinned buffer of all bytes would take longer to make than anything here.
+#: Bytes of each piece of a plain copy, because allocating a pinned buffer for all bytes would dominate the run.
 _PIECE = 1 << 30
-#: Bytes that a reload reads at most.
+#: Maximum number of bytes that a reload reads.
 _PART = 4 << 30
-#: Models of the round that there is memory for.
+#: Number of models in the round-robin that fit into memory.
 _FIT = 3
 
 APP = """
@@ -41,25 +41,25 @@ def written(mebibytes: int) -> Stack:
 """
 
 #: The names of the rows, in their order.
-_LOWER, _SUSPEND, _EVICT = "first eviction: the copy is made", "suspend: unmap", "evict, the copy being there"
-_AGAIN = "a later eviction of a model that is written to"
-_SLEEP, _WAKE, _MAP = "sleep: both", "wake: restore, and map at the same address", "… as a map alone, while it is on its device"
+_LOWER, _SUSPEND, _EVICT = "first eviction, with a copy", "suspend: unmap", "evict, with an existing copy"
+_AGAIN = "later eviction of a writable model, with a copy"
+_SLEEP, _WAKE, _MAP = "sleep: both", "wake: restore, and map at the same address", "… map alone, while it is on its device"
 _FORWARD, _FIRST = "a pass over all weights", "… the first one after a wake"
 
 
 def run(
     cuda: Annotated[bool, typer.Option("--cuda", help="Models on the GPU, copies in the host's memory.")] = False,
-    megabytes: Annotated[int | None, typer.Option(help="MiB of the model; 16384 on a GPU, 256 on the host.")] = None,
-    rounds: Annotated[int, typer.Option(help="Times that the model sleeps and wakes.")] = 5,
-    models: Annotated[int, typer.Option(help="Models that take turns, with memory for three.")] = 10,
+    megabytes: Annotated[int | None, typer.Option(help="MiB of the model; by default 16384 on a GPU, 256 on the host.")] = None,
+    rounds: Annotated[int, typer.Option(help="Sleeps and wakes of the model.")] = 5,
+    models: Annotated[int, typer.Option(help="Models used in turns, with memory for three.")] = 10,
     engines: Annotated[str, typer.Option(help="Processes that sleep and wake together, ascending.")] = "1,2,4",
     json: Json = None,
 ) -> None:
-    """Measure models that sleep and wake: beside plain copies and a reload, in several processes, and more than memory."""
+    """Measure sleep and wake of models, compared with plain copies and a reload; several processes; more models than memory."""
     device = "cuda:0" if cuda else "cpu"
     whole = megabytes or (16384 if cuda else 256)
     title = f"Tiers: a model of {whole} MiB on {device}"
-    # Nothing else calls while a model moves, so this process has all cores.
+    # No other process is measured at the same time, so this one uses all cores.
     with Run("tiers", title, [PLAIN, OURS, RELOAD], device, json) as run, on_cores(run.cores):
         with run.broker(APP, "--spill-dir", str(run.folder)) as client:
             plain = _Plain(device, whole << 20, run.folder)
@@ -70,9 +70,9 @@ def run(
 
 
 class _Plain:
-    """Copies of as many bytes as the model has, as a program makes them that has a place for them.
+    """Plain copies of as many bytes as the model has, into allocated memory.
 
-    They are between pinned memory and a GPU, or between the host's memory and a file in the page cache.
+    They are between pinned memory and a GPU, or between host memory and a file in the page cache.
     """
 
     def __init__(self, device: str, nbytes: int, folder: Path) -> None:
@@ -97,7 +97,7 @@ class _Plain:
                         file.write(bytes_above)
 
     def raise_(self, times: Times, row: str) -> None:
-        """Measure a copy up. On the host it is into memory that was not touched before, as that of a restore is."""
+        """Measure a copy to the upper tier. On the host the target is untouched memory, as in a restore."""
         with times.of(row, PLAIN):
             if self._cuda:
                 self._copy(self._above, self._below)
@@ -119,14 +119,14 @@ def _yes(same: bool) -> str:
 
 
 def _one_model(run: Run, client: Client, plain: _Plain, mebibytes: int, rounds: int) -> None:
-    """Measure one model in one process: it sleeps and wakes, in turns with plain copies."""
+    """Measure sleep and wake of one model in one process, in turns with plain copies."""
     times = Times()
     handle: Handle[Stack] = client.call("model", mebibytes, 0)
     with handle:
         model, nbytes = handle.value, handle.get_object_info()["nbytes"]
         before, captured = digest(model), _captured(model)
         replayed = captured()
-        plain.lower(Times(), _LOWER)  # the first of everything
+        plain.lower(Times(), _LOWER)  # one-time costs
         plain.raise_(Times(), _LOWER)
         plain.lower(times, _LOWER)
         handle.suspend()
@@ -142,7 +142,7 @@ def _one_model(run: Run, client: Client, plain: _Plain, mebibytes: int, rounds: 
                 handle.suspend()
             with times.of(_MAP):
                 handle.resume()
-            digest(model)  # pages that nobody has touched are unmapped in no time
+            digest(model)  # touch the pages: unmapping untouched pages takes no time
             with times.of(_SLEEP):
                 handle.suspend()
                 with times.of(_EVICT):
@@ -156,13 +156,13 @@ def _one_model(run: Run, client: Client, plain: _Plain, mebibytes: int, rounds: 
         _reload(run, times, model, min(rounds, 2))
     _one_model_rows(run, times, nbytes)
     run.note(f"medians of {rounds} rounds; evictions with a copy copied {copied:,} bytes in all")
-    run.row("a pass after each wake has the bits of one before", _yes(same))
+    run.row("a pass after each wake is bit-identical", _yes(same))
     if run.device != "cpu":
-        run.row("a CUDA graph of before, replayed, has them too", _yes(graph))
+        run.row("a replay of a CUDA graph captured before is bit-identical", _yes(graph))
 
 
 def _written_model(run: Run, client: Client, plain: _Plain, mebibytes: int, rounds: int) -> None:
-    """Measure evictions of a model that processes write to: each of them copies it, the later ones to memory that is there."""
+    """Measure evictions of a writable model: each of them copies it, later ones into allocated memory."""
     times = Times()
     handle: Handle[Stack] = client.call("written", mebibytes)
     same = True
@@ -182,11 +182,11 @@ def _written_model(run: Run, client: Client, plain: _Plain, mebibytes: int, roun
             same = same and digest(handle.value) == before
     client.invalidate_endpoint_cache("written")
     run.row(_AGAIN, times.samples(_AGAIN))
-    run.row("… with what was written since", _yes(same))
+    run.row("… the written bits are preserved", _yes(same))
 
 
 def _captured(model: Stack) -> Callable[[], list[float]]:
-    """Capture a pass as a CUDA graph; return a function that replays it. On the host it is the pass itself."""
+    """Capture a pass as a CUDA graph; return a function that replays it. On the host the function runs the pass."""
     x = question(model)
     if not x.is_cuda:
         return lambda: digest(model)
@@ -207,14 +207,14 @@ def _captured(model: Stack) -> Callable[[], list[float]]:
 
 
 def _reload(run: Run, times: Times, model: Stack, rounds: int) -> None:
-    """Measure a process without tiers: it reads the weights from a file, which is in the page cache."""
+    """Measure a process without tiers, which reads the weights from a file in the page cache."""
     try:
         from safetensors.torch import load_file, save_file
     except ImportError as error:
         run.note(f"safetensors was left out: {error}")
         return
     file = run.folder / "model.safetensors"
-    # A large file takes longer to write than all else: a part of it shows how fast it is read.
+    # Only a part, because writing a large file would dominate the run.
     whole = sum(parameter.nbytes for parameter in model.parameters())
     part = dict(list(model.state_dict().items())[: max(len(model.layers) * min(whole, _PART) // whole, 1)])
     save_file(part, file)
@@ -222,15 +222,15 @@ def _reload(run: Run, times: Times, model: Stack, rounds: int) -> None:
     for number in range(rounds + 1):
         begin = time.perf_counter()
         state = load_file(file, device=target)
-        if target == "cpu":  # the pages are mapped: each is copied when it is first touched
+        if target == "cpu":  # load_file() only maps the pages
             state = {name: tensor.clone() for name, tensor in state.items()}
         else:
             torch.cuda.synchronize()
         del state
-        if number:  # after the first of everything
+        if number:  # the first round has one-time costs
             times[_WAKE, RELOAD].append((time.perf_counter() - begin) * whole / nbytes)
     if whole > nbytes:
-        run.note(f"{RELOAD}: {nbytes >> 20:,} MiB were read, and the time for all is computed from that")
+        run.note(f"{RELOAD}: extrapolated from {nbytes >> 20:,} MiB")
     file.unlink()
 
 
@@ -242,11 +242,11 @@ def _one_model_rows(run: Run, times: Times, nbytes: int) -> None:
         if name == _WAKE:
             run.row("… in GB/s", {side: nbytes / 1e9 / sample.p50 for side, sample in samples.items()}, "number")
             ratio = samples[OURS].p50 / samples[PLAIN].p50
-            run.row("… beside the plain copy", ratio, "ratio", Goal("≤", 1.15, "GPU"), judge=large)
+            run.row("… relative to the plain copy", ratio, "ratio", Goal("≤", 1.15, "GPU"), judge=large)
 
 
 def _engines(run: Run, client: Client, mebibytes: int, counts: Sequence[int]) -> None:
-    """Measure several processes with one model: their wake all at once, and the memory of the host while they sleep."""
+    """Measure several processes with one model: their concurrent wake, and the host memory while they sleep."""
     config: dict[str, Any] = {"address": client.socket_path, "device": run.device, "mebibytes": mebibytes}
     with ExitStack() as stack:
         processes: list[Process] = []
@@ -254,30 +254,30 @@ def _engines(run: Run, client: Client, mebibytes: int, counts: Sequence[int]) ->
         for count in counts:
             started = [stack.enter_context(Process(Engine, **config)) for _ in range(count - len(processes))]
             for process in started:
-                for what in ("suspend", "resume"):  # the first of everything
+                for what in ("suspend", "resume"):  # one-time costs
                     process.ask(what)
             processes += started
             awake, asleep = ([each["private"] for each in ask_all(processes, do)] for do in ("state", "suspend"))
             client.evict("model")
             (item,) = client.list_objects()
-            # What engines have of the host's memory beyond what they had awake counts as theirs.
+            # Includes private host memory that engines add while they sleep.
             kept[count] = sum(item["copies"].values()) + sum(max(b - a, 0) for a, b in zip(awake, asleep, strict=True))
             begin = time.monotonic()
             answers = ask_all(processes, "resume")
             took = max(answer["ended"] for answer in answers) - begin
             run.row(f"wake of {counted(count, 'process')} at once, until the last one has it", took)
             if not all(answer["same"] for answer in answers):
-                run.note("NOT ALL ENGINES HAD THE SAME BITS AFTER THE WAKE")
+                run.note("THE BITS OF SOME ENGINES DIFFER AFTER THE WAKE")
     for count, nbytes in kept.items():
         run.row(f"copies in lower tiers, {counted(count, 'process')} asleep", nbytes, "bytes")
     if len(counts) > 1:
         first, last = counts[0], counts[-1]
         each = (kept[last] - kept[first]) / (last - first) / (mebibytes << 20)
-        run.row("… what a process adds, as a part of a copy", each, "ratio", Goal("<", 0.05, "flat"))
+        run.row("… growth per process, relative to a copy", each, "ratio", Goal("<", 0.05, "flat"))
 
 
 def _round_robin(run: Run, mebibytes: int, models: int, rounds: int) -> None:
-    """Measure turns of several models with memory for three: each turn another one wakes, and one that sleeps gives way."""
+    """Measure several models used in turns, with memory for three: each turn wakes one and evicts another."""
     quota = int((_FIT + 0.1) * mebibytes) << 20
     options = ["--quota", f"{run.device}={quota}", "--when-full", "evict", "--spill-dir", str(run.folder)]
     with run.broker(APP, *options, name="round") as client, ExitStack() as stack:
@@ -299,11 +299,11 @@ def _round_robin(run: Run, mebibytes: int, models: int, rounds: int) -> None:
         sample = Sample(*turns)
         run.row(f"{models} models of {mebibytes} MiB in turns, memory for {_FIT}: wake, a pass, p50", sample)
         run.row("… p99", sample.p99)
-        run.row("… with the bits of before", _yes(same))
+        run.row("… the bits are preserved", _yes(same))
 
 
 class Engine:
-    """A process that has a model attached, sleeps and wakes."""
+    """A process with an attached model, which sleeps and wakes."""
 
     def __init__(self, address: str, device: str, mebibytes: int) -> None:
         torch.set_num_threads(1)
@@ -317,12 +317,12 @@ class Engine:
         return self.state()
 
     def resume(self) -> dict[str, Any]:
-        """Map it again."""
+        """Map the model again."""
         self._handle.resume()
         return self.state()
 
     def state(self) -> dict[str, Any]:
-        """Return the time, whether a pass has the bits of the first one, and the private memory."""
+        """Return the time, whether a pass is bit-identical to the first one, and the private memory."""
         ended = time.monotonic()
         same = self._handle.suspended or digest(self._handle.value) == self._answer
         return {"ended": ended, "same": same, "private": private_bytes()}

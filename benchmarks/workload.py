@@ -1,4 +1,4 @@
-"""Models and endpoints that are measured: the same functions and the same tensors for all sides."""
+"""The measured models and endpoints: the same functions and tensors for all sides."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Sizes(NamedTuple):
 SHAPES = {
     # 291 tensors, 16.06 GB: https://huggingface.co/meta-llama/Meta-Llama-3-8B/blob/main/config.json
     "llama-3-8b": Sizes(32, 4096, 14336, 32, 8, 128256),
-    # 291 tensors too, 109 MB.
+    # 291 tensors, 109 MB.
     "small": Sizes(32, 512, 512, 32, 8, 8192),
-    # 21 tensors, for trying things out.
+    # 21 tensors, for trials.
     "tiny": Sizes(2, 64, 128, 4, 2, 256),
 }
 
@@ -38,7 +38,7 @@ def _linear(inputs: int, outputs: int) -> nn.Linear:
 
 
 class Layer(nn.Module):
-    """The nine tensors of a decoder's layer."""
+    """The nine tensors of a decoder layer."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder's weights. A pass goes through all feed-forward layers, without attention."""
+    """The weights of a decoder. A forward pass uses all feed-forward layers, without attention."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Decoder(nn.Module):
         """Return logits."""
         hidden = self.embed_tokens(tokens)
         for layer in self.layers:
-            assert isinstance(layer, Layer), "all of them are"
+            assert isinstance(layer, Layer), "a ModuleList has no type of its items"
             normed = layer.post_attention_layernorm(hidden)
             gated = nn.functional.silu(layer.gate_proj(normed)) * layer.up_proj(normed)
             hidden = hidden + layer.down_proj(gated) + layer.o_proj(layer.q_proj(normed))
@@ -81,7 +81,7 @@ class Weight(nn.Module):
 
 
 class Chain(nn.Module):
-    """``tensors`` tensors of one size, each in a module of its own, ``nbytes`` bytes in all."""
+    """``tensors`` tensors of one size, each in its own module, with ``nbytes`` bytes in total."""
 
     def __init__(self, tensors: int, nbytes: int) -> None:
         super().__init__()
@@ -94,54 +94,54 @@ class Workload:
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
-        #: Called when a model is in memory, before anything is done with it.
+        #: Called when a model is in memory, before it is published.
         self.when_loaded: Callable[[], None] = lambda: None
         #: Bytes of the largest storage of the last model.
         self.largest_storage = 0
-        # What torch imports with the first module on the meta device is no part of making the others.
+        # The first module on the meta device makes torch import more modules.
         self._make(lambda: Chain(1, 4))
 
     def model(self, shape: str) -> nn.Module:
-        """Build a decoder of one of the shapes in :data:`SHAPES`. Managed, cached."""
+        """Build a decoder with a shape of :data:`SHAPES`. Managed, cached."""
         return self._make(lambda: Decoder(SHAPES[shape]).to(torch.bfloat16))
 
     def chain(self, tensors: int, nbytes: int) -> nn.Module:
-        """Build a module of that many tensors of one size. Managed, cached."""
+        """Build a :class:`Chain`. Managed, cached."""
         return self._make(lambda: Chain(tensors, nbytes))
 
     def small(self, number: int = 0) -> torch.Tensor:
-        """Return a small tensor, one for each number. Direct, cached."""
+        """Return a small tensor for each number. Direct, cached."""
         return torch.ones(SMALL, device=self.device)
 
     def fresh(self) -> torch.Tensor:
-        """Return a small tensor, a new one every time. Direct, not cached."""
+        """Return a new small tensor. Direct, not cached."""
         return torch.ones(SMALL, device=self.device)
 
     async def fresh_on_loop(self) -> torch.Tensor:
-        """Return as :meth:`fresh`, without a thread where the server has that. Direct, not cached."""
+        """Return :meth:`fresh`, without a thread if the server supports that. Direct, not cached."""
         return self.fresh()
 
     async def echo_on_loop(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return as :meth:`echo`, without a thread. Direct, not cached."""
+        """Return the argument, without a thread. Direct, not cached."""
         return tensor
 
     def plus_one(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor like the argument, a new one every time. Direct, not cached."""
+        """Return the argument plus one. Direct, not cached."""
         return tensor + 1
 
     def nothing(self) -> None:
-        """Return nothing, without memory. Direct, not cached."""
+        """Return None. Direct, not cached."""
 
     def kept(self) -> torch.Tensor:
         """Return a small tensor. Managed, cached."""
         return torch.ones(SMALL, device=self.device)
 
     def echo(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the argument itself. Direct, not cached."""
+        """Return the argument. Direct, not cached."""
         return tensor
 
     def _make(self, make: Callable[[], nn.Module]) -> nn.Module:
-        """Make a module without torch's initialisation; every parameter has one of a hundred values."""
+        """Create a module without torch's initialisation; every parameter has one of a hundred values."""
         with torch.device("meta"):
             module = make()
         module = module.to_empty(device=self.device)
@@ -155,14 +155,14 @@ class Workload:
         return module.eval()
 
 
-# What `tiers` puts to sleep.
+# The model of `tiers`.
 
 #: The width of a layer, and its dtype: 32 MiB on a GPU, 4 MiB on the host.
 _LAYERS = {"cuda": (4096, torch.bfloat16), "cpu": (1024, torch.float32)}
 
 
 class Stack(nn.Module):
-    """Layers that an input goes through one after the other, so that a pass reads all weights once."""
+    """Consecutive layers, so that a forward pass reads all weights once."""
 
     def __init__(self, nbytes: int, kind: str) -> None:
         super().__init__()
@@ -171,14 +171,14 @@ class Stack(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(width, width, bias=False, dtype=dtype) for _ in range(layers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the input after all layers."""
+        """Apply all layers."""
         for layer in self.layers:
             x = x + torch.tanh(layer(x))
         return x
 
 
 def make_stack(mebibytes: int, number: int, device: str) -> Stack:
-    """Make module ``number``, of so many MiB in whole layers, on a device."""
+    """Create module ``number`` of about ``mebibytes`` MiB, in whole layers."""
     with torch.device("meta"):
         module = Stack(mebibytes << 20, torch.device(device).type)
     module = module.to_empty(device=device).requires_grad_(False).eval()
@@ -189,12 +189,12 @@ def make_stack(mebibytes: int, number: int, device: str) -> Stack:
 
 
 def question(module: Stack) -> torch.Tensor:
-    """Return an input, the same one every time."""
+    """Return a constant input."""
     weight = next(module.parameters())
     return torch.linspace(-1, 1, weight.shape[1], device=weight.device).to(weight.dtype)[None]
 
 
 def digest(module: Stack) -> list[float]:
-    """Run the module, wait for it, and return some of its output: equal bits are equal numbers."""
+    """Run the module, wait for it, and return a part of its output, for bitwise comparisons."""
     answer: list[float] = module(question(module))[0, :8].float().tolist()
     return answer

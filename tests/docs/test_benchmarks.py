@@ -116,7 +116,7 @@ def test_quoted_rows_are_reproducible(results: Results) -> None:
             "managed call and release",
             "2 processes, 4 KiB tensor, cached",
         ],
-        "scale": ["ping, p50, beside 5 idle", "5 clients killed: until all is back", "1 processes attach"],
+        "scale": ["ping, p50, with 5 idle", "5 clients killed: until all is released", "1 processes attach"],
         "recovery": ["from SIGKILL to a new worker", "… with --no-preload", "… p99 from the kill on", "memory of the broker"],
         "starts": ["a start, until the model is in hand", "… until the process has ended"],
         "tiers": ["first eviction", "wake: restore", "sleep: both", "wake of 2 processes", "5 models of 8 MiB in turns"],
@@ -162,10 +162,10 @@ def test_benchmarks_leave_nothing(results: Results) -> None:
         before, during, after = map(int, row["values"][OURS].split(" → "))
         assert (during, after, row["met"]) == (before + 5, before, True)
     assert results("scale").row("5 clients killed, model invalidated")["values"][OURS].endswith("→ 0 B")
-    for name in ("40 attaches at 40 a second", "forward pass", "… libraries"):
+    for name in ("40 attaches at 40 per second", "forward pass", "… mapped libraries"):
         assert results("recovery").row(name)["values"][OURS] == 0
     assert results("channel").row("… the reader's descriptors")["met"] is True
-    for name in ("a pass after each wake", "… with what was written since", "… with the bits of before"):
+    for name in ("a pass after each wake", "… the written bits are preserved", "… the bits are preserved"):
         assert results("tiers").row(name)["values"] == {OURS: "yes"}
     assert "evictions with a copy copied 0 bytes in all" in results("tiers").printed
 
@@ -175,15 +175,15 @@ def test_a_memfd_outlives_its_maker(results: Results) -> None:
     texts = {row["name"]: row["values"]["memfd"] for row in results("mechanisms").written["rows"]}
 
     assert texts["2 MiB: open in another process, p50"] == "-"
-    assert texts["a write to what was mapped for reading"] == "its process ends"
-    assert texts["maker killed: who has it mapped"] == "reads all bytes"
+    assert texts["a write to memory mapped for reading"] == "its process crashes"
+    assert texts["maker killed: a process that has it mapped"] == "reads all bytes"
     assert texts["maker killed: a new process opens it"] == "yes"
 
 
 @pytest.mark.skipif(SharedTensor.missing() is not None, reason="shared-tensor is not installed")
 def test_a_row_of_shared_tensor_without_an_answer_is_text(results: Results) -> None:
     """It does not answer next to four idle connections."""
-    assert results("scale").row("shared-tensor beside 4 idle ones")["values"] == {PEER: "no answer in 0.3 s"}
+    assert results("scale").row("shared-tensor with 4 idle ones")["values"] == {PEER: "no answer in 0.3 s"}
 
 
 def test_starts_work_without_a_zygote(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""``python -m benchmarks cluster``, in small: what it measures is for a quiet machine to say."""
+"""``python -m benchmarks cluster`` with small sizes. Measurements need a quiet machine."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.kit.processes import ROOT
 
 
 @pytest.mark.timeout(240)
-def test_a_deploy_is_measured_beside_the_transfer_of_ray(tmp_path: Path) -> None:
-    """The goal is about what remains of it without the build; a swap is a part of a refresh; other processes attach."""
+def test_deploys_are_compared_with_rays_own_transfer(tmp_path: Path) -> None:
+    """The goal applies to a deploy without its build; a swap is a part of a refresh; other processes attach."""
     path = tmp_path / "numbers.json"
     command = [sys.executable, "-m", "benchmarks", "cluster", "--megabytes", "8", "--rounds", "2", "--fresh", "1"]
     ended = subprocess.run([*command, "--json", str(path)], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
@@ -24,8 +24,8 @@ def test_a_deploy_is_measured_beside_the_transfer_of_ray(tmp_path: Path) -> None
     assert all(row["name"] in ended.stdout for row in written["rows"])
     rows = {row["name"].removeprefix("8 MiB: "): row for row in written["rows"]}
     ours = {name: row["samples"]["shared_rpc"] for name, row in rows.items() if row.get("samples")}
-    assert 0 < ours["the build, the function alone"]["min"] < ours["call until all have it, build included"]["min"]
+    assert 0 < ours["the build, the function alone"]["min"] < ours["call until all nodes have it, with the build"]["min"]
     assert 0 < ours["from all prepared to all current"]["max"] < ours["refresh until all are current"]["max"]
     assert ours["first attach of another process of a node"]["n"] == 1 and ours["attach again"]["n"] == 2
-    move = rows["from the build until all have it"]
+    move = rows["from the build until all nodes have it"]
     assert move["goal"] and move["measured"] == pytest.approx(move["values"]["shared_rpc"] / move["values"]["ray put, get"])
