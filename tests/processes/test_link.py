@@ -120,24 +120,6 @@ def test_an_interrupted_reader_passes_the_reading_on(ask: Ask, raw: Raw, link: B
     assert [type(raw.hear()) for _ in range(3)] == [m.Ping, m.Ping, m.Cancel]
 
 
-def test_a_signal_handler_can_make_requests(raw: Raw, link: BlockingLink) -> None:
-    """Without waiting for the interrupted wait of its own thread."""
-    answers: list[Reply] = []
-
-    def handler(number: int, frame: object) -> None:
-        threading.Thread(target=raw.say, args=(m.Count(2), 2)).start()
-        answers.append(link.exchange(Request(m.Ping(), "ping"), time.monotonic() + 20))
-        raw.say(m.Count(1), 1)
-
-    earlier = signal.signal(signal.SIGALRM, handler)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
-        answers.append(link.exchange(Request(m.Ping(), "ping"), time.monotonic() + 20))
-    finally:
-        signal.signal(signal.SIGALRM, earlier)
-    assert [answer.message for answer in answers] == [m.Count(2), m.Count(1)]
-
-
 def test_a_slow_callback_does_not_block_others(ask: Ask, raw: Raw, go: threading.Event) -> None:
     """Its thread does not read then: the others get their answers in the meantime."""
     slow, other = ask(on_event=lambda info: go.wait(20)), ask()

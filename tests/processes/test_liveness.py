@@ -128,16 +128,6 @@ def test_copies_in_other_processes_count(ended: threading.Event, listener: socke
     assert ended.wait(10)
 
 
-def test_a_failing_callback_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """Its thread continues."""
-
-    def fail() -> None:
-        raise RuntimeError("the driver is gone")
-
-    os.close(liveness.issue(b"content", fail))
-    eventually(lambda: "the driver is gone" in caplog.text)
-
-
 # The content.
 
 

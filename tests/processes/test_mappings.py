@@ -44,32 +44,6 @@ def test_fork_keeps_mappings_with_their_descriptors(children: list[Child]) -> No
     assert child.expect("parent reads:") == "parent reads: b'other' 1 1 1"
 
 
-@pytest.mark.gpu
-def test_fork_leaves_gpu_memory_alone(children: list[Child]) -> None:
-    """CUDA does not work in a forked child: it drops inherited mappings without a call, and its parent continues."""
-    child = python(
-        """
-        import os, torch
-        from shared_rpc.codec.results import decode_result, publish
-        from shared_rpc.memory.mapping import MAPPINGS
-
-        record = publish(torch.arange(4, device="cuda"), "cuda", "read_write", "e")
-        value = decode_result(record.skeleton, record.table, record.segments)
-        record.close()
-        if os.fork() == 0:
-            del value
-            MAPPINGS.drain()
-            print("child drained")
-            os._exit(0)
-        os.wait()
-        print("parent reads:", value.tolist())
-        """
-    )
-    children.append(child)
-    child.expect("child drained")
-    assert child.expect("parent reads:") == "parent reads: [0, 1, 2, 3]"
-
-
 def test_devices_without_a_visible_gpu(children: list[Child]) -> None:
     """``auto`` is the host, and CUDA is an error with the remedy."""
     child = python(
@@ -85,25 +59,50 @@ def test_devices_without_a_visible_gpu(children: list[Child]) -> None:
     assert "use device='cpu'" in child.expect_error("CapabilityError: device='cuda:1'")
 
 
+#: ``shared(tensor)`` returns a client's mapping of the tensor.
+SHARED = """
+import os, torch
+from shared_rpc.codec.results import decode_result, publish
+from shared_rpc.memory.mapping import MAPPINGS
+
+def shared(tensor):
+    record = publish(tensor, "cuda", "read_write", "e")
+    try:
+        return decode_result(record.skeleton, record.table, record.segments)
+    finally:
+        record.close()
+"""
+
+
+@pytest.mark.gpu
+def test_fork_leaves_gpu_memory_alone(children: list[Child]) -> None:
+    """CUDA does not work in a forked child: it drops inherited mappings without a call, and its parent continues."""
+    child = python(f"""{SHARED}
+value = shared(torch.arange(4, device="cuda"))
+if os.fork() == 0:
+    del value
+    MAPPINGS.drain()
+    print("child drained")
+    os._exit(0)
+os.wait()
+print("parent reads:", value.tolist())
+""")
+    children.append(child)
+    child.expect("child drained")
+    assert child.expect("parent reads:") == "parent reads: [0, 1, 2, 3]"
+
+
 @pytest.mark.gpu
 def test_kernels_finish_before_their_memory_is_unmapped(children: list[Child]) -> None:
     """A tensor that is dropped while a kernel still reads it is unmapped after that kernel."""
-    child = python(
-        """
-        import torch
-        from shared_rpc.codec.results import decode_result, publish
-        from shared_rpc.memory.mapping import MAPPINGS
-
-        record = publish(torch.arange(1 << 20, device="cuda"), "cuda", "read_write", "e")
-        value = decode_result(record.skeleton, record.table, record.segments)
-        torch.cuda._sleep(2_000_000_000)  # cycles: about a second
-        copy = value.clone()
-        del value
-        MAPPINGS.drain()
-        print("mappings:", len(MAPPINGS), "right:", torch.equal(copy.cpu(), torch.arange(1 << 20)))
-        record.close()
-        """
-    )
+    child = python(f"""{SHARED}
+value = shared(torch.arange(1 << 20, device="cuda"))
+torch.cuda._sleep(2_000_000_000)  # cycles: about a second
+copy = value.clone()
+del value
+MAPPINGS.drain()
+print("mappings:", len(MAPPINGS), "right:", torch.equal(copy.cpu(), torch.arange(1 << 20)))
+""")
     children.append(child)
     assert child.expect("mappings:") == "mappings: 0 right: True"
 
@@ -111,33 +110,20 @@ def test_kernels_finish_before_their_memory_is_unmapped(children: list[Child]) -
 @pytest.mark.gpu
 def test_nothing_is_unmapped_while_a_graph_is_captured(children: list[Child]) -> None:
     """A mapping dropped during a CUDA graph's capture stays until after it, and the graph works."""
-    child = python(
-        """
-        import torch
-        from shared_rpc.codec.results import decode_result, publish
-        from shared_rpc.memory.mapping import MAPPINGS
-
-        def shared(number):
-            record = publish(torch.full((1024,), float(number), device="cuda"), "cuda", "read_write", "e")
-            try:
-                return decode_result(record.skeleton, record.table, record.segments)
-            finally:
-                record.close()
-
-        kept, dropped = shared(1), shared(2)
-        out = torch.empty_like(kept)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out.copy_(kept * 3)
-            del dropped
-            MAPPINGS.drain()
-            during = len(MAPPINGS)
-        MAPPINGS.drain()
-        graph.replay()
-        torch.cuda.synchronize()
-        print("during:", during, "after:", len(MAPPINGS), "sum:", out.sum().item())
-        """
-    )
+    child = python(f"""{SHARED}
+kept, dropped = (shared(torch.full((1024,), number, device="cuda")) for number in (1.0, 2.0))
+out = torch.empty_like(kept)
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    out.copy_(kept * 3)
+    del dropped
+    MAPPINGS.drain()
+    during = len(MAPPINGS)
+MAPPINGS.drain()
+graph.replay()
+torch.cuda.synchronize()
+print("during:", during, "after:", len(MAPPINGS), "sum:", out.sum().item())
+""")
     children.append(child)
     assert child.expect("during:") == "during: 2 after: 1 sum: 3072.0"
 

@@ -8,16 +8,13 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
 from anyio import current_time, move_on_after
 
 from shared_rpc import AsyncClient, Client, Handle, Provider, Server
-from shared_rpc.client.results import ReceivedResult, rebuild
 from shared_rpc.errors import ConnectionClosed, DeadlineExceeded, StaleHandleError
-from shared_rpc.operations import binding
 from tests.kit.apps import Connect, Serve
 from tests.kit.processes import Child, eventually, python
 
@@ -151,20 +148,6 @@ def test_closing_a_client_that_many_threads_use(server: Server, connect: Connect
                     future.result(timeout=5)
         eventually(lambda: server.info()["connections"] == 0)
         eventually(lambda: server.info()["objects"] == 0)
-
-
-def test_a_result_that_arrives_at_the_close_is_unmapped(
-    server: Server, client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The call fails, and its memory does not stay mapped for the next result, which ``no_leaks`` would find."""
-
-    def closing(result: ReceivedResult, values: Any) -> Any:
-        client.close()
-        return rebuild(result, values)
-
-    monkeypatch.setattr(binding, "rebuild", closing)
-    with pytest.raises(ConnectionClosed):
-        client.call("own", 3)
 
 
 # Calls that end early.

@@ -17,11 +17,10 @@ import torch
 from shared_rpc import Provider, Server
 from shared_rpc.errors import ConnectionClosed
 from shared_rpc.protocol import messages as m
-from shared_rpc.protocol.records import SegmentInfo
 from shared_rpc.provider.runtime import ServerRuntime
 from tests.kit.apps import Connect, Serve
 from tests.kit.processes import Child, eventually
-from tests.kit.raw import Raw, frame_of, sealed_memory
+from tests.kit.raw import Raw, frame_of
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -67,22 +66,6 @@ def test_all_waiters_get_an_error(
             with pytest.raises(ConnectionClosed, match=STOPPED):
                 call.result(timeout=5)
         assert time.monotonic() - begin < 10
-
-
-def test_calls_with_memory_in_the_queue(hold: Callable[[int], torch.Tensor], serve: Serve, begun: threading.Event) -> None:
-    """With the descriptors of calls that never ran."""
-    server = serve(max_workers=1)
-    fd = sealed_memory()
-    with Raw(server.socket_path) as raw:
-        raw.say(m.Call("hold", [1]), 1)
-        begun.wait(10)
-        for number in range(2, 22):
-            raw.say(m.Call("hold", [1], segments=[SegmentInfo("a", 4096, "cpu")] * 3), number, b"", [fd] * 3)
-        eventually(lambda: server.info()["running"] == 21)
-        stop(server)
-        assert {raw.hear().code for _ in range(21)} == {"connection-closed"}
-        raw.hear_end()
-    os.close(fd)
 
 
 def test_requests_during_the_stop_are_answered(provider: Provider, serve: Serve) -> None:

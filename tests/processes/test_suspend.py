@@ -381,12 +381,3 @@ def test_the_servers_own_process_uses_the_restored_memory(
         other.value.add_(1)
     assert torch.equal(own.value, torch.arange(SIZE) + 1)
     assert provider.call("load").value is own.value
-
-
-def test_warm_objects_of_the_servers_own_process_are_unchanged(no_leaks: None, provider: Provider, server: Server) -> None:
-    """Without an eviction it is still the endpoint's own result."""
-    own = provider.call("load")
-    value = own.value
-    own.suspend()
-    own.resume()
-    assert own.value is value

@@ -323,16 +323,6 @@ def test_cold_objects_can_be_invalidated(client: Client, server: Server) -> None
         assert handle.object_id != object_id
 
 
-def test_superseded_cold_objects_stay_with_their_holder(client: Client, raw: Raw) -> None:
-    """They can be resumed with their bytes."""
-    object_id = suspended(raw, client)
-    client.evict(object_id)
-    client.refresh("model", 4)
-    assert client.get_object_info(object_id)["tier"] == "file"
-    reply = raw.ask(t.Resume(object_id))
-    assert isinstance(reply, t.Resumed) and reply.generation == 1
-
-
 def test_damaged_files_cause_a_rebuild(client: Client, server: Server, caplog: pytest.LogCaptureFixture) -> None:
     """Their bytes are not used. A call gets a new object, and the log has the reason."""
     object_id = cold(client)

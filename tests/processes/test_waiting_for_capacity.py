@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from shared_rpc import Client, Provider, Server
-from shared_rpc.errors import ConfigurationError, DeadlineExceeded, ServerBusy, TaskCancelled
+from shared_rpc.errors import ConfigurationError, ServerBusy, TaskCancelled
 from shared_rpc.memory.devices import device_id, facts_of
 from shared_rpc.protocol import tiers as t
 from tests.kit.apps import Connect
@@ -52,8 +52,6 @@ def shared(base_path: str, device: str, builds: list[int]) -> Provider:
     provider.share("model", managed=True)(build)
     provider.share("dropped", managed=True, host_copy="never")(build)
     provider.share("line", managed=True, concurrency="serialized")(build)
-
-    provider.share("pinned", managed=True, pinned=True)(lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8, device=device))
 
     return provider
 
@@ -332,35 +330,3 @@ def test_calls_of_running_endpoints_go_first(
     large.result(30).release()
     with built.result(30) as handle:
         assert handle.value.unique().tolist() == [3]
-
-
-def test_pinned_results_are_freed_by_invalidation(full: Full, unit: int) -> None:
-    """They would not have been evicted."""
-    holder, client = full.start(2, 2)
-    client.call("pinned", unit).release()
-    with holder.call("model", 1, unit):
-        answer = full.ask(full.client().create_buffer, unit)
-        client.invalidate_endpoint_cache("pinned")
-        answer.result(30).release()
-
-
-def test_abandoned_results_do_not_wait(
-    full: Full, shared: Provider, begun: threading.Event, go: threading.Event, unit: int
-) -> None:
-    """After the caller has left during the build, the result is kept if there is capacity, and else dropped."""
-
-    @shared.share(managed=True)
-    def slow(number: int, nbytes: int) -> torch.Tensor:
-        begun.set()
-        go.wait(30)
-        return torch.full((nbytes,), number, dtype=torch.uint8, device=shared.device)
-
-    [holder] = full.start(1)
-    with holder.call("model", 1, unit):
-        with full.client(timeout=SHORTLY) as caller, pytest.raises(DeadlineExceeded):
-            caller.call("slow", 2, unit)
-        assert begun.is_set()
-        eventually(lambda: full.server.info()["connections"] == 1)  # the server has detected that the caller gave up
-        go.set()
-        eventually(lambda: holder.get_server_info()["running"] == 0)
-        assert full.waiting() == 0 and full.used() == unit
