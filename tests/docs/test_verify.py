@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 
-from shared_rpc.errors import ConfigurationError
 from shared_rpc.extras import verify as running
 from shared_rpc.extras.verification.app import true_size
 from shared_rpc.extras.verification.checks import CHECKS, Check, Outcome
-from shared_rpc.extras.verification.stage import CannotRun, Interrupted, Stage, marked, memory_of, segment_bytes, size
-from shared_rpc.extras.verify import SCHEMA, Report, Settings, verify
-from tests.kit.deep import repetitions
-from tests.kit.processes import PYTHONPATH, eventually
+from shared_rpc.extras.verification.stage import Interrupted, Stage, marked, memory_of, segment_bytes
+from shared_rpc.extras.verify import SCHEMA, Report, Settings
+from tests.kit.commands import cli
+from tests.kit.deep import deep
+from tests.kit.processes import PYTHONPATH
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -32,7 +32,7 @@ NAMES = [check.name for check in CHECKS]
 
 #: By subject: the checks that it fails, and their findings.
 BROKEN = {
-    "Copying": {"sharing": ["models more", "read other numbers"], "kills": ["they do not"]},
+    "Copying": {"sharing": ["models more", "read other numbers"]},
     "Changeable": {
         "sharing": ["2 of 2 processes compute others"],
         "lifetimes": ["different results"],
@@ -137,44 +137,13 @@ def whole(scratch: Path) -> dict[str, Any]:
     return document
 
 
-def test_a_long_directory_name_is_refused(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sockets there would exceed the limit of an address; nothing is left."""
-    folder = scratch / ("x" * 90)
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    with pytest.raises(CannotRun, match="set TMPDIR"):
-        verify()
-    assert not list(folder.iterdir())
-
-
 def test_all_checks_pass(whole: dict[str, Any]) -> None:
-    """On host memory, with a model of a few megabytes: each check was made, and none has a problem."""
-    assert [(check["name"], check["state"], check["problems"]) for check in whole["checks"]] == [
-        (name, "passed", []) for name in NAMES
-    ]
-    assert whole["passed"] is True
-
-
-@pytest.mark.skipif(not repetitions(0, 1), reason="takes half a minute: the same checks are made above with a smaller model")
-def test_all_checks_pass_with_defaults(start: Callable[..., Verification]) -> None:
-    """For sizes and numbers."""
-    code, output, errors = start("--device", "cpu").end()
-
-    assert (code, errors) == (0, ""), output
-    assert output.splitlines()[-1].startswith(f"{len(NAMES)} passed, in ")
-
-
-def test_the_json_describes_the_verification(whole: dict[str, Any]) -> None:
-    """Schema, version, date, host, device and model; every check has a time, a text, and figures that are numbers."""
+    """On host memory, with a model of a few megabytes; every check has a time, a text, and figures that are numbers."""
     assert whole["schema"] == SCHEMA
     assert whole["device"] == {"device": "cpu", "id": "cpu", "name": "host memory", "mechanism": "memfd"}
-    assert (whole["workers"], whole["model_bytes"]) == (2, 8 << 20)
-    assert {"cores", "kernel", "machine", "python", "torch", "cuda"} == whole["host"].keys()
-    assert whole.keys() == {
-        *("schema", "version", "date", "host", "device", "workers", "model_bytes", "seconds", "passed", "checks"),
-    }
+    assert (whole["workers"], whole["model_bytes"], whole["passed"]) == (2, 8 << 20, True)
+    assert [(check["name"], check["state"]) for check in whole["checks"]] == [(name, "passed") for name in NAMES]
     for check in whole["checks"]:
-        assert check.keys() == {"name", "title", "state", "seconds", "found", "problems", "figures"}
         assert check["found"] and check["title"] and 0 < check["seconds"] < whole["seconds"]
         assert check["figures"] and all(isinstance(figure, int | float) for figure in check["figures"].values())
 
@@ -191,16 +160,7 @@ def test_the_figures_are_those_of_one_model(whole: dict[str, Any]) -> None:
     assert figures["lifetimes"]["cycles"] == 100
 
 
-def test_the_output_is_a_table(start: Callable[..., Verification]) -> None:
-    """One line for each check, and no progress without a terminal."""
-    code, output, errors = start("--device", "cpu", "--check", "sharing", *SMALL, SHARED_TENSOR_ROLE="client").end()
-
-    assert (code, errors) == (0, "")
-    assert "ok  one model for all" in output and "3 of 3 saw all" in output
-    assert output.splitlines()[-1].startswith("1 passed, in ")
-
-
-@pytest.mark.parametrize("subject", BROKEN)
+@pytest.mark.parametrize("subject", ["Copying", "Careless", "Leaking", "Haunting", *deep("Changeable")])
 def test_a_check_fails_on_a_broken_guarantee(start: Callable[..., Verification], subject: str) -> None:
     """It reports the expected and the found values, and the remedy."""
     code, output, errors = start(subject, *BROKEN[subject], program=("-c", PROGRAM)).end()
@@ -232,30 +192,21 @@ def test_an_aborted_check_fails_and_keeps_its_findings() -> None:
         running._run_check(Check("interrupted", "interrupted", interrupted), stage)
 
 
-def test_a_failure_is_told_to_people_and_by_the_exit_code(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+def test_a_failure_is_told_to_people_and_by_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """With expectation, finding and remedy below the table; the exit code is 1."""
-    import typer
-
-    from shared_rpc.cli import verifying
-
     outcome = Outcome("sharing", "one model", seconds=1.0, found=["many"])
     outcome.require(False, "one model", "two models", "look for copies")
     device = {"name": "host memory", "mechanism": "memfd", "torch": "2"}
     monkeypatch.setattr(running, "verify", lambda *_: Report(device, 2, 1 << 20, 2.0, [outcome], "a traceback"))
-
-    with pytest.raises(typer.Exit) as end:
-        verifying.verify()
-
-    output = capsys.readouterr().out
-    assert end.value.exit_code == 1
-    assert [line.split(None, 1) for line in output.splitlines() if line.startswith("  ")] == [
+    ran = cli("verify")
+    assert ran.code == 1
+    assert [line.split(None, 1) for line in ran.output.splitlines() if line.startswith("  ")] == [
         ["check", "time  found"],
         ["expected:", "one model"],
         ["found:", "two models"],
         ["advice:", "look for copies"],
         ["a", "traceback"],
     ]
-    assert "1 failed" in output
 
 
 @pytest.mark.parametrize(
@@ -263,41 +214,22 @@ def test_a_failure_is_told_to_people_and_by_the_exit_code(capsys: pytest.Capture
     [
         (("--device", "tpu"), "device='tpu'"),
         (("--device", "cpu", "--size", "900T"), "choose a smaller --size"),
-        (("--size", "1"), "use 8.0 MiB or more"),
         (("--check", "all"), "use sharing, "),
     ],
 )
-def test_impossible_verifications_have_exit_code_2(
-    start: Callable[..., Verification], options: tuple[str, ...], said: str
-) -> None:
+def test_impossible_verifications_have_exit_code_2(options: tuple[str, ...], said: str) -> None:
     """One line gives the reason, in JSON too."""
-    code, output, errors = start(*options, "--json").end()
-
-    assert code == 2
-    (line,) = errors.splitlines()
+    ran = cli("verify", *options, "--json")
+    assert ran.code == 2
+    (line,) = ran.errors.splitlines()
     assert line.startswith("shared-rpc: cannot verify: ") and said in line
-    assert json.loads(output).keys() == {"schema", "error"}
+    assert json.loads(ran.output).keys() == {"schema", "error"}
 
 
 # Interrupts.
 
 
-@pytest.mark.parametrize(("number", "processes"), [(signal.SIGINT, 0), (signal.SIGTERM, 3)])
-def test_a_signal_during_the_start_leaves_nothing(
-    start: Callable[..., Verification], number: signal.Signals, processes: int
-) -> None:
-    """No process and no directory; the exit code contains the signal's number."""
-    verification = start("--device", "cpu", *SMALL)
-    eventually(lambda: verification.directory() is not None and len(verification.processes()) >= processes, 60, "its start")
-
-    verification.process.send_signal(number)
-
-    code, output, errors = verification.end()
-    assert (code, output) == (128 + number, "")
-    assert errors.splitlines() == [f"shared-rpc: {number.name}: ended, and nothing is left"]
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=NAMES)
+@pytest.mark.parametrize("check", [CHECKS[-1], *deep(*CHECKS[:-1])], ids=lambda check: check.name)
 def test_a_signal_during_a_check_leaves_nothing(start: Callable[..., Verification], check: Check) -> None:
     """On a terminal, which shows the title of the check."""
     screen, terminal = pty.openpty()
@@ -325,17 +257,6 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     return Stage(Settings())
 
 
-def test_an_ignored_signal_stays_ignored(stage: Stage) -> None:
-    """As nohup and background jobs of a shell require."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with stage:
-            os.kill(os.getpid(), signal.SIGHUP)
-        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
 def test_signals_do_not_interrupt_the_clean_up(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the first one raises; the handlers are restored at the end."""
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
@@ -352,13 +273,7 @@ def test_signals_do_not_interrupt_the_clean_up(stage: Stage, monkeypatch: pytest
 # Parts.
 
 
-def test_unknown_checks_are_refused_before_the_start() -> None:
-    """The message lists the checks."""
-    with pytest.raises(ConfigurationError, match="use sharing, read_only"):
-        verify(Settings(names=["alles"]))
-
-
-@pytest.mark.parametrize("asked", [1 << 20, 4 << 20, 64 << 20, (1 << 30) + 12345])
+@pytest.mark.parametrize("asked", [1 << 20, (1 << 30) + 12345])
 def test_models_have_about_the_requested_size(asked: int) -> None:
     """Whole layers: never more, and at most one layer less."""
     assert 0.9 * asked < true_size(asked) <= asked
@@ -377,12 +292,6 @@ def test_shared_files_count_once() -> None:
 
     assert (both, mapped, segment_bytes([me]) - before) == (1 << 20, 1 << 20, 0)
     assert memory_of([me]) > 1 << 20
-
-
-@pytest.mark.parametrize(("nbytes", "text"), [(0, "0 B"), (1536, "1.5 KiB"), (-(3 << 20), "-3.0 MiB"), (5 << 40, "5.0 TiB")])
-def test_sizes_are_readable(nbytes: int, text: str) -> None:
-    """In a suitable unit."""
-    assert size(nbytes) == text
 
 
 @pytest.mark.gpu

@@ -354,6 +354,8 @@ class Stage:
         self.client.close()
         for process in self._started:
             process.terminate()
+            if process.stdin is not None:
+                process.stdin.close()
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_END)
         deadline = time.monotonic() + _END
