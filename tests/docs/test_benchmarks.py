@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
@@ -13,17 +12,13 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import typer
 
-from benchmarks import starts
-from benchmarks.mechanisms import MAKING, MAPPING, Parts, Watch
+from benchmarks.mechanisms import MAKING, MAPPING, Parts
 from benchmarks.processes import Process
-from benchmarks.runner import ECHO, OURS, Goal, Run, Sample, interleaved, numbers, shown
+from benchmarks.runner import ECHO, OURS, Goal, Run, Sample, interleaved
 from benchmarks.sides import PEER, PEERS, Echo, Served, SharedTensor
 from tests.kit.processes import ROOT
 
@@ -129,15 +124,6 @@ def test_quoted_rows_are_reproducible(results: Results) -> None:
         assert [name for name in names if not any(row.startswith(name) for row in found)] == [], command
 
 
-def test_goals_are_checked_where_they_apply(results: Results) -> None:
-    """One of a large model on a GPU is not; a ping is compared with the echo of the same turns."""
-    first, ping = results("attach").row("first attach"), results("rpc").row("ping, p50")
-
-    assert (first["goal"], first["met"]) == ("≤ 8 ms (16 GB, GPU)", None)
-    assert ping["measured"] == ping["values"][OURS] / ping["values"][ECHO]
-    assert len(ping["samples"][OURS]["p50_of_rounds"]) == 2
-
-
 def test_rpc_compares_with_other_libraries(results: Results) -> None:
     """Those that are installed; torch brings two. The others, and shared-tensor for tensors, are named below the table."""
     run = results("rpc")
@@ -180,41 +166,6 @@ def test_a_memfd_outlives_its_maker(results: Results) -> None:
     assert texts["maker killed: a new process opens it"] == "yes"
 
 
-@pytest.mark.skipif(SharedTensor.missing() is not None, reason="shared-tensor is not installed")
-def test_a_row_of_shared_tensor_without_an_answer_is_text(results: Results) -> None:
-    """It does not answer next to four idle connections."""
-    assert results("scale").row("shared-tensor with 4 idle ones")["values"] == {PEER: "no answer in 0.3 s"}
-
-
-def test_starts_work_without_a_zygote(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Its memory is left out, and a note says so."""
-    client = SimpleNamespace(get_server_info=lambda: {"nbytes": 5})
-    monkeypatch.setattr(starts, "Client", lambda *_, **__: contextlib.nullcontext(client))
-    run = Run("starts", "", [starts.RUN])
-    run.base_path = str(tmp_path / "s")
-    starts._memory_rows(run)
-    assert [row.values for row in run.rows] == [{starts.RUN: 5}]
-    assert run.notes[0].startswith("No zygote could be used")
-
-
-def test_operations_are_timed_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time in watched calls is one step, however many there are; the rest is the other."""
-    clock = [0.0]
-    driver = SimpleNamespace(export=lambda seconds: clock.__setitem__(0, clock[0] + seconds))
-    monkeypatch.setitem(sys.modules, "a_driver", driver)
-    watch = Watch(Parts("create", "export", (("a_driver", "export"),)), lambda: clock[0])
-    times: dict[str, list[float]] = {}
-
-    def create() -> None:
-        clock[0] += 5
-        driver.export(2)
-        driver.export(seconds=1)
-
-    watch.time(create, times)
-    watch.time(lambda: driver.export(4), times)
-    assert times == {"create": [5.0, 0.0], "export": [3.0, 4.0]}
-
-
 @pytest.mark.parametrize("parts", [*MAKING.values(), *MAPPING.values()], ids=str)
 def test_timed_steps_exist_in_the_library(parts: Parts) -> None:
     """Watched functions exist; the driver's are checked if its bindings are installed."""
@@ -249,34 +200,6 @@ def test_rows_have_a_ratio_and_a_verdict() -> None:
     assert [Goal("≤", 2).met(2), Goal("<", 2).met(2), Goal("≥", 2).met(2)] == [True, False, True]
 
 
-@pytest.mark.parametrize(
-    ("value", "unit", "text"),
-    [
-        (1.5, "s", "1.5 s"),
-        (2.34e-3, "s", "2.34 ms"),
-        (16e-6, "s", "16 µs"),
-        (3 << 20, "bytes", "3.0 MiB"),
-        (12, "bytes", "12 B"),
-        (1.456, "ratio", "1.46 x"),
-        (200, "number", "200"),
-    ],
-)
-def test_numbers_are_shown_in_suitable_units(value: float, unit: Any, text: str) -> None:
-    """Seconds, bytes, ratios and counts."""
-    assert shown(value, unit) == text
-
-
-def test_other_releases_of_shared_tensor_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The goals name one release; without it, the note has the command that installs it."""
-    monkeypatch.setattr(sys, "path", [])
-    assert "pip install --no-deps shared-tensor==0.2.16" in str(SharedTensor.missing())
-    (tmp_path / "shared_tensor-0.3.0.dist-info").mkdir()
-    (tmp_path / "shared_tensor-0.3.0.dist-info" / "METADATA").write_text("Name: shared-tensor\nVersion: 0.3.0\n")
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    note = "shared-tensor 0.3.0 is installed, not the 0.2.16 of the goals, and was left out"
-    assert SharedTensor.missing() == note
-
-
 def test_ended_processes_are_named() -> None:
     """With the exit code; their standard error is printed above."""
     config = {"side": Echo.name, "address": "/nowhere/at/all.sock", "device": "cpu"}
@@ -285,9 +208,3 @@ def test_ended_processes_are_named() -> None:
         pytest.raises(RuntimeError, match=r"benchmarks\.sides:Served \(pid \d+\) ended with exit code 1"),
     ):
         process.ready()
-
-
-def test_invalid_numbers_are_refused() -> None:
-    """Before anything is started, with the expected form."""
-    with pytest.raises(typer.BadParameter, match=r"'many'.*10,100"):
-        numbers("many")

@@ -102,23 +102,6 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_page_without_findings_says_so(kept: Path) -> None:
-    """No object of any device was run."""
-    page = made(PAGE.read_text())
-    assert "| [timm](#timm) | 5 | not run | not run |  |" in page
-    assert "- **not run**: resnet; " in page
-
-
-def test_a_page_of_several_releases_says_which(kept: Path) -> None:
-    """The results may be of different days, and those of a GPU of other releases."""
-    later = {**WORKS, "of": "torch 2.13.0", "date": "2026-02-03"}
-    kept.joinpath("cpu.json").write_text(json.dumps({"timm": {"resnet": WORKS, "vit": later}}))
-    kept.joinpath("cuda.json").write_text(json.dumps({"timm": {"resnet": REFUSED}}))
-    page = made(PAGE.read_text())
-    assert "| torch | 2.13.0, 2.6.0 | 2.6.0 |" in page
-    assert "| date | 2026-01-02, 2026-02-03 | 2026-01-02 |" in page
-
-
 def test_an_object_may_work_on_one_device_only(kept: Path) -> None:
     """The lists and the errors name the devices."""
     kept.joinpath("cpu.json").write_text(json.dumps({"timm": {"resnet": WORKS, "vit": WORKS}}))
@@ -141,34 +124,3 @@ def test_an_object_may_work_on_one_device_only(kept: Path) -> None:
 def test_what_a_run_finds_otherwise_is_told(change: dict[str, Any], said: str) -> None:
     """The outcome, the texts and the parts private to each process; neither sizes nor releases."""
     assert findings.differs({"timm": {"resnet": WORKS}}, "timm", "resnet", {**WORKS, **change}) == said
-
-
-def test_a_case_of_which_nothing_is_kept_is_told() -> None:
-    """It is no agreement."""
-    assert findings.differs({}, "timm", "resnet", WORKS) == "nothing is kept of it"
-
-
-def test_what_fails_or_differs_between_hosts_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page keeps its entries for them; the others are updated, and cases that did not run stay."""
-    monkeypatch.setattr(findings, "releases", lambda library, device: "torch 2.13.0")
-    before = {"timm": dict.fromkeys(("resnet", "vit", "convnext", "efficientnet"), WORKS)}
-
-    def report(**outcomes: tuple[str, dict[str, Any]]) -> dict[str, Any]:
-        checks = {name: {"same": (outcome, "", 0)} for name, (outcome, _) in outcomes.items()}
-        return {"cases": checks, "found": {name: found for name, (_, found) in outcomes.items()}}
-
-    one = report(resnet=("works", {"outcome": "works"}), vit=("fails", {"outcome": "works"}), convnext=("works", {"own": []}))
-    two = report(
-        resnet=("works", {"outcome": "works"}), vit=("works", {"outcome": "works"}), convnext=("works", {"own": ["x"]})
-    )
-    after, left = findings.merged(before, "cpu", {("timm", "one"): one, ("timm", "two"): two})
-    assert after["timm"]["resnet"]["of"] == "torch 2.13.0"
-    assert [after["timm"][name] for name in ("vit", "convnext", "efficientnet")] == [WORKS] * 3
-    assert left == ["timm, vit: same failed", "timm, convnext: the hosts differ: own: [] is now ['x']"]
-
-
-def test_a_case_that_is_gone_is_not_kept(kept: Path) -> None:
-    """The saved findings are in the order of the cases."""
-    findings.save("cpu", {"timm": {"vit": WORKS, "gone": WORKS, "resnet": WORKS}, "torch": {}, "gone": {}})
-    saved = json.loads(kept.joinpath("cpu.json").read_text())
-    assert {library: list(found) for library, found in saved.items()} == {"torch": [], "timm": ["resnet", "vit"]}

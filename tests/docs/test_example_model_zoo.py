@@ -77,12 +77,3 @@ def test_all_models_are_served_with_memory_for_three(example: Example) -> None:
     assert {"host", "file"} & {answer["tier"] for answer in found}
     with example.client() as client:
         assert len(client.list_objects()) == len({answer["model"] for answer in found}) == 10
-
-
-def test_with_memory_for_all_models_none_is_evicted(example: Example) -> None:
-    """Every request except a worker's first one to a model finds it on the device."""
-    serve(example, room=10.5)
-
-    found, _ = answers(example, workers=2)
-
-    assert {answer["tier"] for answer in found} == {"new", "device"}

@@ -89,14 +89,3 @@ def test_two_engines_share_weights_and_cache(example: Example) -> None:
         peaks[name] = int(errors.split()[-1])
     if example.device == "cuda":  # each has cuBLAS's workspace, too
         assert max(peaks["prefill"], peaks["decode"]) < peaks["alone"] - weights / 2
-
-
-def test_impossible_requests_are_refused(example: Example) -> None:
-    """The engine ends with the option that would help, instead of waiting for blocks that do not exist."""
-    prefill = example.start("prefill.py", "--blocks", "1")
-
-    code, errors = prefill.close()
-
-    assert code == 1
-    assert "blocks, and the cache has 1: use more --blocks" in errors
-    assert "Traceback" not in errors

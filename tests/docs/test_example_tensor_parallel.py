@@ -38,7 +38,7 @@ def modules() -> Iterator[Modules]:
         yield modules
 
 
-@pytest.mark.parametrize("world", [1, 2, 4, 8])
+@pytest.mark.parametrize("world", [2, 8])
 @torch.inference_mode()
 def test_the_parts_compute_the_whole_models_result(modules: Modules, world: int) -> None:
     """Also for 8 ranks, two of which have the same key and value head."""
@@ -103,23 +103,8 @@ def visible(count: int) -> str:
     return ",".join(os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[:count]) or ",".join(map(str, range(count)))
 
 
-def test_one_client_computes_with_the_parts_of_all_servers(site: Site, modules: Modules) -> None:
-    """With the logits of the whole model, as with the gathered parts."""
-    model, one_client, rules = modules("model"), modules("one_client"), modules("shards").RULES
-    parts = [handle.value for handle in site.handles]
-    home = parts[0].lm_head.weight.device
-    with torch.device("meta"):
-        gathered = model.Transformer()
-    gathered.load_state_dict(gather_state_dict([part.state_dict() for part in parts], rules, home), assign=True)
-
-    torch.testing.assert_close(one_client.forward(parts, model.prompts()).cpu(), site.expected, **CLOSE)
-    torch.testing.assert_close(gathered(model.prompts().to(home)).cpu(), site.expected, **CLOSE)
-    program = site.example.start("one_client.py", str(site.example.folder))
-    assert str(site.expected[:, -1].argmax(-1).tolist()) in program.expect("next tokens")
-
-
-def test_ranks_compute_with_parts_that_exist_once(site: Site) -> None:
-    """A server has one object, its rank's part, held by the rank and this process; their logits are the whole model's."""
+def test_ranks_and_one_client_compute_with_parts_that_exist_once(site: Site, modules: Modules) -> None:
+    """A server has one object, its rank's part, held by the rank and this process; all logits are the whole model's."""
     ranks = []
     for number, client in enumerate(site.clients):
         ranks.append(site.start(number))
@@ -135,16 +120,13 @@ def test_ranks_compute_with_parts_that_exist_once(site: Site) -> None:
         assert rank.close()[0] == 0
         torch.testing.assert_close(site.logits(number), site.expected, **CLOSE)
 
-
-def test_ranks_compute_with_memory_written_by_another_client(site: Site) -> None:
-    """This process doubles the last norm in place, and so the logits."""
-    for handle in site.handles:
-        handle.value.norm.weight.mul_(2)
-    for index in range(torch.cuda.device_count()):
-        torch.cuda.synchronize(index)
-
-    ranks = [site.start(number) for number in range(2)]
-
-    assert [rank.close()[0] for rank in ranks] == [0, 0]
-    for number in range(2):
-        torch.testing.assert_close(site.logits(number) / 2, site.expected, **CLOSE)
+    model, one_client, rules = modules("model"), modules("one_client"), modules("shards").RULES
+    parts = [handle.value for handle in site.handles]
+    home = parts[0].lm_head.weight.device
+    with torch.device("meta"):
+        gathered = model.Transformer()
+    gathered.load_state_dict(gather_state_dict([part.state_dict() for part in parts], rules, home), assign=True)
+    torch.testing.assert_close(one_client.forward(parts, model.prompts()).cpu(), site.expected, **CLOSE)
+    torch.testing.assert_close(gathered(model.prompts().to(home)).cpu(), site.expected, **CLOSE)
+    program = site.example.start("one_client.py", str(site.example.folder))
+    assert str(site.expected[:, -1].argmax(-1).tolist()) in program.expect("next tokens")

@@ -192,44 +192,8 @@ def taken(site: Site, client: Any) -> int:
     return sum(sizes.values())
 
 
-def test_a_killed_worker_affects_no_other(site: Site) -> None:
-    """Its lease is released, the others continue, and a new one attaches to the same object."""
-    first, second = site.worker("resnet18"), site.worker("resnet18")
-    with site.example.client() as client, Load(second) as load:
-        load.more()
-        first.kill()
-        third = site.worker("resnet18")
-        load.more()
-
-        def holders() -> list[set[int]]:
-            return [{holder["pid"] for holder in info["holders"]} for info in client.list_objects()]
-
-        eventually(lambda: {second.pid, third.pid} in holders())
-        assert not any(first.pid in pids for pids in holders())
-    assert {site.version("resnet18", answer) for answer in (*load.answers, ask(third, 0))} == {"v1"}
-
-
-def test_a_damaged_version_is_not_served(site: Site) -> None:
-    """The error names the file and the tensor; the workers use the earlier version."""
-    worker = site.worker("resnet18")
-    source, target = (site.weights / "resnet18" / version for version in ("v2", "v3"))
-    target.mkdir()
-    (target / "config.json").write_bytes((source / "config.json").read_bytes())
-    whole = (source / "model.safetensors").read_bytes()
-    (target / "model.safetensors").write_bytes(whole[: len(whole) * 2 // 3])
-
-    with Load(worker) as load:
-        code, errors = site.example.start("deploy.py", "resnet18", "v3").close()
-        load.more()
-
-    assert code == 1
-    assert "CheckpointError" in errors
-    assert "v3/model.safetensors is truncated: tensor '" in errors
-    assert {site.version("resnet18", answer) for answer in load.answers} == {"v1"}
-
-
 def test_workers_continue_without_the_manager(site: Site) -> None:
-    """When another one serves a version, they follow it automatically."""
+    """When another one serves a version, they follow it automatically. Ctrl-C at the terminal ends all, without a traceback."""
     worker = site.worker("resnet18")
     ask(worker, 0)
 
@@ -238,23 +202,15 @@ def test_workers_continue_without_the_manager(site: Site) -> None:
         load.more()
     assert {site.version("resnet18", answer) for answer in load.answers} == {"v1"}
 
-    site.example.serve("manager.py", "--result-ttl", "10")
+    manager = site.example.serve("manager.py", "--result-ttl", "10")
     site.deploy("resnet18", "v2")
     eventually(lambda: site.version("resnet18", ask(worker, 0)) == "v2", 20.0)
-    assert site.version("resnet18", ask(site.worker("resnet18"), 1)) == "v2"
 
-
-def test_ctrl_c_leaves_nothing(site: Site) -> None:
-    """Each process of the terminal's group ends by itself, without a traceback, with its children; no socket is left."""
-    worker = site.worker("resnet18")
-    ask(worker, 0)
-    running = [*descendants(site.manager.pid), worker.pid]
-
+    running = [*descendants(manager.pid), worker.pid]
     for pid in running:
         if os.getpgid(pid) == os.getpgid(0):
             os.kill(pid, signal.SIGINT)
-
-    for process in (worker, site.manager):
+    for process in (worker, manager):
         code, errors = process.close()
         assert (code, "Traceback" in errors) == (0, False), errors
     eventually(lambda: not any(map(is_running, running)))
