@@ -12,7 +12,7 @@ import torch
 from shared_rpc import Handle, Provider
 from tests.compat.cases import build, cases_of
 from tests.compat.comparing import digest, strided_tensors
-from tests.compat.modes import mode, settle
+from tests.compat.modes import settle
 
 DEVICE = os.environ["COMPAT_DEVICE"]
 #: Seconds that another process may take to start, or for what it is asked, on a machine that does much else.
@@ -25,7 +25,6 @@ class _Endpoints(NamedTuple):
     """The endpoints that return objects."""
 
     shared: Callable[[str, str], Handle[Any]]
-    shared_under: Callable[[str, str, str], Handle[Any]]
     read_only: Callable[[str, str], Handle[Any]]
 
 
@@ -34,16 +33,11 @@ def _endpoints(tensors: Literal["all", "parameters"]) -> _Endpoints:
     def shared(library: str, name: str) -> Any:
         return build(library, name, DEVICE)
 
-    @provider.share(f"shared_{tensors}_under", managed=True, tensors=tensors)
-    def shared_under(library: str, name: str, under: str) -> Any:
-        with mode(under, DEVICE):
-            return build(library, name, DEVICE)
-
     @provider.share(f"read_only_{tensors}", managed=True, tensors=tensors, access="read")
     def read_only(library: str, name: str) -> Any:
         return build(library, name, DEVICE)
 
-    return _Endpoints(shared, shared_under, read_only)
+    return _Endpoints(shared, read_only)
 
 
 _ALL, _PARAMETERS = _endpoints("all"), _endpoints("parameters")
@@ -56,11 +50,6 @@ def _of(library: str, name: str) -> _Endpoints:
 def shared(library: str, name: str) -> Handle[Any]:
     """An object of a library, as its users load it."""
     return _of(library, name).shared(library, name)
-
-
-def shared_under(library: str, name: str, under: str) -> Handle[Any]:
-    """The same, made in a mode."""
-    return _of(library, name).shared_under(library, name, under)
 
 
 def read_only(library: str, name: str) -> Handle[Any]:

@@ -40,12 +40,8 @@ class Case:
     run: Callable[[Any, str], Any] | None = None
     #: Words of the error with which sharing it is refused.
     refused: str | None = None
-    #: Whether it is tried under other default dtypes, devices and modes too.
-    modes: bool = False
     #: Backends of ``torch.compile`` that it is compiled with, in the client.
     compiled: tuple[str, ...] = ()
-    #: Whether it is sent to processes that the client starts, by every start method.
-    sent: bool = False
     #: What its users do with it besides, by names: ``function(attached, own, device)`` raises where it does not work.
     besides: dict[str, Callable[[Any, Any, str], None]] = field(default_factory=dict)
     #: Whether its class has a pickling of its own that makes another object of it, with which the attached one is compared.

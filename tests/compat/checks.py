@@ -6,11 +6,8 @@ import contextlib
 import copy
 import gc
 import io
-import multiprocessing
 import pickle
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,7 +17,7 @@ from shared_rpc import Handle
 from tests.compat import app
 from tests.compat.cases import Case, build, cases_of
 from tests.compat.comparing import bits, differences, digest, is_memory, memories, strided_tensors
-from tests.compat.modes import CLIENT_MODES, SERVER_MODES, mode, repeatable
+from tests.compat.modes import CLIENT_MODES, mode, repeatable
 from tests.compat.places import beside_parameters, in_memfd, in_slab, outside
 from tests.kit.processes import eventually
 
@@ -335,41 +332,6 @@ def read_only(visit: Visit) -> None:
         assert digest(handle.value) == visit.bits
 
 
-_WRITE = """
-import sys
-from tests.compat import app
-from tests.compat.comparing import strided_tensors
-handle = app.read_only(sys.argv[1], sys.argv[2])
-tensor = strided_tensors(handle.value)[int(sys.argv[3])][1].data
-print("attached", flush=True)
-tensor.zero_()
-if app.DEVICE == "cuda":
-    import torch
-    torch.cuda.synchronize()
-print("written")
-"""
-
-
-def _first_shared(visit: Visit) -> int:
-    private = _private(visit)
-    return next(index for index, (path, _) in enumerate(strided_tensors(visit.value)) if path not in private)
-
-
-def read_only_refuses(visit: Visit) -> None:
-    """A process that writes all the same ends, and the object is as it was."""
-    done = subprocess.run(
-        [sys.executable, "-c", _WRITE, visit.library, visit.name, str(_first_shared(visit))],
-        capture_output=True,
-        text=True,
-        timeout=app.PATIENCE,
-        check=False,
-    )
-    assert done.returncode != 0
-    assert done.stdout == "attached\n", done.stderr[-1000:]
-    with app.read_only(visit.library, visit.name) as handle:
-        visit.same(visit.build(), handle.value)
-
-
 def under_mode(name: str) -> Callable[[Visit], None]:
     """The check of an object attached in a mode of the client."""
 
@@ -385,21 +347,6 @@ def under_mode(name: str) -> Callable[[Visit], None]:
             visit.same(visit.run(visit.own), visit.run(visit.value))
 
     check.__doc__ = f"Attached under {name}, it is the same, and computes the same."
-    return check
-
-
-def made_under(name: str) -> Callable[[Visit], None]:
-    """The check of an object that was built in a mode of the server."""
-
-    def check(visit: Visit) -> None:
-        with mode(name, visit.device):
-            own = visit.build()
-        with app.shared_under(visit.library, visit.name, name) as handle:
-            visit.same(own, handle.value)
-            if visit.case.run is not None:
-                visit.same(visit.run(own), visit.run(handle.value))
-
-    check.__doc__ = f"Built under {name}, it is the same."
     return check
 
 
@@ -430,72 +377,6 @@ def _call(module: Any, visit: Visit) -> tuple[tuple[Any, ...], dict[str, Any]]:
     finally:
         hook.remove()
     return calls[0]
-
-
-def _compute(value: Any, library: str, name: str, index: int, device: str, results: Any) -> None:
-    run = cases_of(library)[name].run
-    assert run is not None
-    with torch.no_grad():
-        torch.manual_seed(7)
-        made = [bits(tensor).numpy().tobytes() for _, tensor in strided_tensors(run(value, device))]
-        strided_tensors(value)[index][1].data.fill_(0.125)
-    _synchronize(device)
-    results.put(made)
-
-
-def sent_to(method: str) -> Callable[[Visit], None]:
-    """The check of a module sent to a process that the client starts."""
-
-    def check(visit: Visit) -> None:
-        expected = [bits(tensor).numpy().tobytes() for _, tensor in strided_tensors(visit.run(visit.value))]
-        index = _some_float(visit)
-        _, tensor = strided_tensors(visit.value)[index]
-        before = tensor.detach().clone()
-        context = torch.multiprocessing.get_context(method)
-        results = context.SimpleQueue()
-        arguments = (visit.value, visit.library, visit.name, index, visit.device, results)
-        child = context.Process(target=_compute, args=arguments)
-        child.start()
-        child.join(app.PATIENCE)
-        assert child.exitcode == 0, f"ended with {child.exitcode}"
-        assert results.get() == expected
-        try:
-            assert bool((tensor == 0.125).all()), "the child has another copy"
-            in_shared_memory(visit)
-            there = bytes(app.digest_there(visit.library, visit.name).tolist()).decode()
-            assert there == digest(visit.value), "the client's object is not the shared one any more"
-        finally:
-            tensor.data.copy_(before)
-            _synchronize(visit.device)
-
-    check.__doc__ = f"A {method}ed process that gets it as an argument computes the same, in the same memory."
-    return check
-
-
-class _Rows(torch.utils.data.Dataset[torch.Tensor]):
-    def __init__(self, rows: torch.Tensor) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self.rows[index]
-
-
-def loaded_by(method: str) -> Callable[[Visit], None]:
-    """The check of a data loader whose workers read attached memory."""
-
-    def check(visit: Visit) -> None:
-        tensors = [tensor for _, tensor in strided_tensors(visit.value) if tensor.dim() > 1 and tensor.dtype in _FLOATS]
-        rows = tensors[0].detach()
-        loader = torch.utils.data.DataLoader(_Rows(rows), batch_size=4, num_workers=1, multiprocessing_context=method)
-        assert torch.equal(torch.cat(list(loader)), rows)
-        in_shared_memory(visit)
-        visit.undisturbed()
-
-    check.__doc__ = f"A DataLoader with {method}ed workers reads rows of it, and it stays where it is."
-    return check
 
 
 def released(visit: Visit) -> None:
@@ -567,20 +448,11 @@ def checks_of(visit: Visit, heavy: bool) -> Iterator[tuple[str, Callable[[Visit]
     yield "read-only", read_only
     for name in CLIENT_MODES:
         yield f"client under {name}", under_mode(name)
-    if case.modes:
-        yield "a write to read-only", read_only_refuses
-        for name in SERVER_MODES:
-            yield f"server under {name}", made_under(name)
     for name, function in case.besides.items():
         yield name, beside(function)
     for backend in case.compiled:
         if heavy or backend == "aot_eager":
             yield f"compiled by {backend}", compiled(backend)
-    if case.sent and heavy:
-        for method in multiprocessing.get_all_start_methods():
-            if visit.device == "cpu" or method != "fork":
-                yield f"DataLoader, {method}", loaded_by(method)
-                yield f"argument of a process, {method}", sent_to(method)
     if visit.is_module:
         yield "half", half
     yield "released", released

@@ -1,4 +1,4 @@
-"""Modes of a process in which people load models, or attach them."""
+"""Modes of a process in which people attach models."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-__all__ = ["CLIENT_MODES", "SERVER_MODES", "mode", "repeatable", "settle"]
+__all__ = ["CLIENT_MODES", "mode", "repeatable", "settle"]
 
-SERVER_MODES = ("default dtype bfloat16", "default device", "no_grad")
 CLIENT_MODES = ("default dtype bfloat16", "default device meta", "no_grad", "inference_mode", "autocast")
 
 
@@ -50,8 +49,8 @@ def mode(name: str, device: str) -> Iterator[None]:
             yield
         finally:
             torch.set_default_dtype(before)
-    elif name.startswith("default device"):
-        torch.set_default_device("meta" if name.endswith("meta") else device)
+    elif name == "default device meta":
+        torch.set_default_device("meta")
         try:
             yield
         finally:

@@ -61,7 +61,7 @@ def _logits(model: Any, device: str) -> Any:
 
 
 CASES = {
-    "Linear8bitLt": Case(_eight_bit, _run, modes=True, remembers=True),
+    "Linear8bitLt": Case(_eight_bit, _run, remembers=True),
     "Linear4bit, nf4": Case(_four_bit("nf4"), _run, remembers=True),
     "Linear4bit, fp4": Case(_four_bit("fp4"), _run, remembers=True),
     "a Llama in 4 bits": Case(_llama(load_in_4bit=True), _logits, remembers=True, ignored="name_or_path"),

@@ -202,9 +202,7 @@ def _run_dit(model: Any, device: str) -> Any:
 
 
 CASES = {
-    "UNet2DConditionModel": Case(
-        _unet, _run_unet, modes=True, compiled=("aot_eager",), besides={"an adapter of the client": _lora}
-    ),
+    "UNet2DConditionModel": Case(_unet, _run_unet, compiled=("aot_eager",), besides={"an adapter of the client": _lora}),
     "AutoencoderKL": Case(_vae, _run_vae),
     "FluxTransformer2DModel": Case(_flux, _run_flux),
     "DiTTransformer2DModel": Case(_dit, _run_dit),

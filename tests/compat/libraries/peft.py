@@ -166,7 +166,7 @@ _ADAPTED = {"merge_and_unload of a copy": _merged_copy, "a second adapter": _sec
 
 CASES = {
     "Llama, the base": Case(_llama, _run, besides={"an adapter of the client": _private_adapter}),
-    "GPT2 with LoRA": Case(_gpt2_lora, _run, modes=True, compiled=("aot_eager",), besides=_ADAPTED),
+    "GPT2 with LoRA": Case(_gpt2_lora, _run, compiled=("aot_eager",), besides=_ADAPTED),
     "Llama with LoRA": Case(_llama_lora, _run, besides=_ADAPTED),
     "Llama with LoRA, merged": Case(_merged, _run),
     "Llama with LoRA, merge_adapter()": Case(_merged_in_place, _run, besides={"unmerge_adapter of a copy": _unmerge_copy}),

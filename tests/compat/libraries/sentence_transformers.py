@@ -65,6 +65,6 @@ def _run_cross_encoder(model: Any, device: str) -> Any:
 
 
 CASES = {
-    "all-MiniLM-L6-v2": Case(_model, _run, modes=True, besides={"encode": _encode}),
+    "all-MiniLM-L6-v2": Case(_model, _run, besides={"encode": _encode}),
     "CrossEncoder": Case(_cross_encoder, _run_cross_encoder, besides={"rank": _rank}, ignored="name_or_path"),
 }

@@ -62,10 +62,8 @@ def _new_head(attached: Any, own: Any, device: str) -> None:
 _BATCH_NORM = {"running statistics": running_statistics}
 
 CASES = {
-    "resnet": Case(
-        _made("test_resnet"), _run, modes=True, compiled=("aot_eager",), besides={**_BATCH_NORM, "a new classifier": _new_head}
-    ),
-    "resnet, parameters alone": Case(_made("test_resnet"), _run, modes=True, parameters_alone=True, besides=_BATCH_NORM),
+    "resnet": Case(_made("test_resnet"), _run, compiled=("aot_eager",), besides={**_BATCH_NORM, "a new classifier": _new_head}),
+    "resnet, parameters alone": Case(_made("test_resnet"), _run, parameters_alone=True, besides=_BATCH_NORM),
     "vit": Case(_made("vit_tiny_patch16_224", img_size=32, depth=2, embed_dim=48, num_heads=3), _run),
     "convnext": Case(_made("convnext_atto", depths=(1, 1, 2, 1), dims=(8, 16, 24, 32)), _run),
     "efficientnet": Case(_made("test_efficientnet"), _run, besides=_BATCH_NORM),

@@ -246,7 +246,7 @@ _COMPUTED = rf"\['0'\]\.weight {_VALUE}"
 _LISTED = rf"\._flat_weight(s|_refs)\[1\](\(\))? {_VALUE}"
 
 CASES = {
-    "Sequential": Case(layers, lambda m, d: m(ramp(m, d, 2, 64)), modes=True, compiled=("aot_eager", "inductor"), sent=True),
+    "Sequential": Case(layers, lambda m, d: m(ramp(m, d, 2, 64)), compiled=("aot_eager", "inductor")),
     "Transformer": Case(_transformer, lambda m, d: m(ramp(m, d, 2, 3, 16), ramp(m, d, 2, 3, 16))),
     "LSTM": Case(_lstm, lambda m, d: m(ramp(m, d, 2, 3, 8))[0]),
     "LSTM, weight_norm": Case(_normed_lstm, lambda m, d: m(ramp(m, d, 2, 3, 8))[0], ignored=_LISTED),

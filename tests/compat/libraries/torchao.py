@@ -49,7 +49,7 @@ def _still_quantized(attached: Any, own: Any, device: str) -> None:
 _CLASS = {"the class of the weights": _still_quantized}
 
 CASES = {
-    "int8 weight-only": Case(_quantized("Int8WeightOnlyConfig"), _run, modes=True, compiled=("aot_eager",), besides=_CLASS),
+    "int8 weight-only": Case(_quantized("Int8WeightOnlyConfig"), _run, compiled=("aot_eager",), besides=_CLASS),
     "int8 dynamic": Case(_quantized("Int8DynamicActivationInt8WeightConfig"), _run, besides=_CLASS),
     "int4 in int8": Case(_quantized("IntxWeightOnlyConfig", weight_dtype=torch.int4), _run, besides=_CLASS),
     "a Llama, int8 weight-only": Case(_llama, lambda m, d: m(torch.tensor([[1, 17, 42, 5]], device=d)).logits),

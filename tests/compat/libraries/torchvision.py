@@ -71,7 +71,7 @@ def _pictures(device: str) -> Any:
 
 
 CASES = {
-    "ResNet": Case(_resnet, _run, modes=True, besides={"running statistics": running_statistics}),
+    "ResNet": Case(_resnet, _run, besides={"running statistics": running_statistics}),
     "MobileNetV3": Case(_mobilenet, _run),
     "VisionTransformer": Case(_vit, _run),
     "feature extractor": Case(_features, _run, as_pickled=True),

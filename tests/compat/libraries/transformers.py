@@ -395,16 +395,14 @@ CASES = {
     "Llama": Case(
         _causal("LlamaForCausalLM", "LlamaConfig"),
         _generate,
-        modes=True,
         compiled=("aot_eager",),
-        sent=True,
         besides={**_SAVED, "sampling and beams": _sample, "resize_token_embeddings of a copy": _resize},
     ),
     "Llama, tied": Case(
         _causal("LlamaForCausalLM", "LlamaConfig", tie_word_embeddings=True), _generate_dynamic, besides=_SAVED
     ),
     "Llama, parameters alone": Case(
-        _causal("LlamaForCausalLM", "LlamaConfig"), _generate_dynamic, modes=True, parameters_alone=True, besides=_SAVED
+        _causal("LlamaForCausalLM", "LlamaConfig"), _generate_dynamic, parameters_alone=True, besides=_SAVED
     ),
     "Qwen2": Case(_causal("Qwen2ForCausalLM", "Qwen2Config"), _generate_dynamic),
     "Qwen3": Case(_causal("Qwen3ForCausalLM", "Qwen3Config", head_dim=8), _generate_dynamic),
