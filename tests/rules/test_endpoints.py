@@ -226,6 +226,7 @@ def test_templates_that_do_not_fit_a_call_are_refused(template: str, args: tuple
         ("{hiden[0]}", "names 'hiden', which"),
         ("{}", "field without a name"),
         ("{hidden_size", "is not a format string"),
+        ("{hidden_size!x}", "is not a format string"),
         (5, "use a format string, or None"),
     ],
 )

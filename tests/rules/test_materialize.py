@@ -178,6 +178,7 @@ READS = r"test_materialize\.py:\d+ .* needs the values of a parameter"
         (lambda it: bool(it.layer.weight.sum() > 1), READS),
         (lambda it: torch.zeros(2, 2).copy_(it.layer.weight), READS),
         (lambda it: setattr(it, "norms", {"l": [it.layer.weight.norm()]}), r"norms, of shape \(\), is on the meta device"),
+        (lambda it: it.register_buffer("norm", it.layer.weight.norm(), persistent=False), r"norm, .* is on the meta device"),
         (lambda it: setattr(it.layer.weight, "data", torch.ones(2, 2)), r"needs the values of a parameter"),
     ],
 )
