@@ -154,13 +154,29 @@ def test_leases_can_be_granted_inactive() -> None:
 # Evictions.
 
 
+def evicted(shelf: Shelf, stored: StoredObject) -> str:
+    """Evict an object of one segment; return the segment's next id."""
+    [segment] = stored.record.segments
+    shelf.store.copies.add(segment.info, LowerCopy(record_of("copy").segments[0], "host"))
+    shelf.store.evict([stored], "host")
+    return segment.info.id
+
+
 def test_an_evicted_result_was_built_here(shelf: Shelf) -> None:
     """It loses its value with its memory, and does not count as a record of another process."""
-    stored = shelf.add("f(1)", "segment", holders="a")
+    stored = shelf.add("f(1)", holders="a")
     stored.live = "value"
-    shelf.store.copies.add(stored.record.segments[0].info, LowerCopy(record_of("copy").segments[0], "host"))
-    shelf.store.evict([stored], "host")
+    evicted(shelf, stored)
     assert (stored.live, stored.adopted) == (None, False)
+
+
+def test_incarnations_have_unique_ids(shelf: Shelf) -> None:
+    """Numbers continue after an earlier server's."""
+    one, other = shelf.add("f(1)", "a"), shelf.add("f(2)", "b")
+    assert (evicted(shelf, one), evicted(shelf, other)) == ("a.1", "b.2")
+    shelf.store.warm([one], record_of("a.1").segments)
+    shelf.store.recover(Shelf().add("f(3)", "c.7"))
+    assert evicted(shelf, one) == "a.8"
 
 
 # Runs of endpoints.

@@ -12,7 +12,7 @@ from shared_rpc.errors import CapabilityError
 from shared_rpc.memory.copies import LowerCopy
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.records import Access, HostCopy, SegmentInfo, Tier
-from shared_rpc.server.state.tiers import Copies, Incarnations, is_good, next_tier, outlives_use
+from shared_rpc.server.state.tiers import Copies, is_good, next_tier, outlives_use
 
 GPU = "GPU-1"
 
@@ -80,18 +80,6 @@ def test_a_copy_is_good_for_its_revision() -> None:
     assert is_good(copy, 4)
     assert not is_good(copy, 6) and not is_good(copy, None) and not is_good(None, 0)
     copy.close()
-
-
-def test_incarnations_have_unique_ids() -> None:
-    """And the same name. Numbers continue after an earlier server's."""
-    incarnations, info = Incarnations(), SegmentInfo("a", 1, "cpu", "read")
-    first = incarnations.after(info)
-    assert (first.id, first.name, first.access) == ("a.1", "a", "read")
-    assert incarnations.after(first).id == "a.2"
-    assert incarnations.after(info).id == "a.3"
-    incarnations.note(SegmentInfo("b.7", 1, "cpu"))
-    incarnations.note(SegmentInfo("b", 1, "cpu"))
-    assert incarnations.after(info).id == "a.8"
 
 
 def test_copies_are_counted_by_tier_and_device(copies: Copies) -> None:
