@@ -81,7 +81,7 @@ def _refuse_stranger(peer: Peer, path: str) -> None:
 
     :raises Stranger: if it is neither this user nor root, or another user's link led to it.
     """
-    pid, uid, _ = peer
+    pid, uid = peer
     way_out = "choose another base_path (SHARED_TENSOR_BASE_PATH), or have that user stop the server"
     if not is_own_or_root(uid):
         raise Stranger(

@@ -17,7 +17,7 @@ from shared_rpc.codec.modes import keep_untraced, without_modes
 from shared_rpc.codec.payload import dump_result
 from shared_rpc.codec.placement import Placement, copy, move
 from shared_rpc.codec.private import refuse_capture
-from shared_rpc.codec.single import FIRST, Copied, copy_single, rebuild_single
+from shared_rpc.codec.single import Copied, copy_single, rebuild_single
 from shared_rpc.codec.skeleton import Scan, load
 from shared_rpc.codec.tensors import read_table, tensors_of
 from shared_rpc.errors import CodecError, raised_by_handler
@@ -32,7 +32,7 @@ from shared_rpc.memory.pool import Pool
 from shared_rpc.memory.records import Record
 from shared_rpc.memory.segments import Segment
 from shared_rpc.memory.slabs import Slabs
-from shared_rpc.protocol.records import EMPTY_TABLE, Access, Tensors
+from shared_rpc.protocol.records import EMPTY_TABLE, ONE_TENSOR, Access, Tensors
 
 #: The skeleton of None.
 _NONE = pickle.dumps(None, pickle.HIGHEST_PROTOCOL)
@@ -167,7 +167,7 @@ def decode_result(
     """
     if not segments and bytes(table) == EMPTY_TABLE:
         return _load(skeleton, [], [], []) if skeleton != _NONE else None
-    if skeleton in FIRST and segments and (pooled or segments[0].info.slab):
+    if skeleton == ONE_TENSOR and segments and (pooled or segments[0].info.slab):
         single = rebuild_single(table, segments, pooled or {}, arenas, owner, trusted=True, label=label, object_id=object_id)
         if single is not None:
             _drain()

@@ -24,9 +24,6 @@ from shared_rpc.memory.records import Record
 from shared_rpc.memory.segments import Backend, Segment
 from shared_rpc.protocol.records import ONE_TENSOR, StorageEntry, TensorEntry, TensorTable
 
-#: The skeletons of a value that is tensor 0 of its table.
-FIRST = (b"I0\nQ.", ONE_TENSOR)
-
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -62,7 +59,7 @@ class Copied(msgspec.Struct):
     def record(self) -> Record:
         """Return the record of the completed copy."""
         segments, device, chunks = (self.segment,), self.segment.info.device, (self.chunk.number,)
-        return Record(FIRST[0], self.table, segments, self.nbytes, device, chunks, (0,))
+        return Record(ONE_TENSOR, self.table, segments, self.nbytes, device, chunks, (0,))
 
 
 def _plain(tensor: torch.Tensor) -> bool:

@@ -10,7 +10,7 @@ import struct
 from contextlib import suppress
 from typing import NamedTuple
 
-_UCRED = struct.Struct("iII")
+_UCRED = struct.Struct("iI4x")
 #: asm-generic/socket.h, from Linux 6.5 on.
 _SO_PEERPIDFD = 77
 
@@ -20,10 +20,9 @@ class Peer(NamedTuple):
 
     pid: int
     uid: int
-    gid: int
 
 
-_NOBODY = Peer(0, 2**32 - 1, 2**32 - 1)
+_NOBODY = Peer(0, 2**32 - 1)
 
 
 def peer_of(sock: socket.socket) -> Peer:

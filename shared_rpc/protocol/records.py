@@ -110,7 +110,7 @@ EMPTY_TABLE = msgspec.msgpack.encode(TensorTable())
 NO_ARGS, NO_KWARGS = msgspec.Raw(msgspec.msgpack.encode([])), msgspec.Raw(msgspec.msgpack.encode({}))
 
 #: The skeleton of a value that is tensor 0 of its table: a pickle of that persistent id.
-ONE_TENSOR = b"\x80\x04K\x00Q."
+ONE_TENSOR = b"I0\nQ."
 
 
 def list_of_tensors(count: int) -> bytes:

@@ -32,7 +32,6 @@ class Resumed(Message):
     incarnations are new if they were restored. ``owner`` is as in :class:`~shared_rpc.protocol.messages.Result`.
     """
 
-    generation: int
     segments: list[SegmentInfo]
     owner: str = ""
 

@@ -152,7 +152,7 @@ class Tiers:
         def hand_out(stored: StoredObject) -> None:
             self._leases.resume(session, object_id)
             segments = stored.record.segments
-            reply = t.Resumed(stored.generation, [segment.info for segment in segments], self._state.server_id)
+            reply = t.Resumed([segment.info for segment in segments], self._state.server_id)
             caller.reply(reply, owners=tuple(segment.owner for segment in segments))
 
         return self.serve(caller, held, hand_out, reason="resume")

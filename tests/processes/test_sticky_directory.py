@@ -95,7 +95,7 @@ def squatter(stranger: Callable[..., Child]) -> Child:
 @pytest.fixture
 def everybody_is_a_stranger(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the kernel report another user for each server, without another user."""
-    monkeypatch.setattr(link_module, "peer_of", lambda sock: Peer(4711, os.geteuid() + 1, 0))
+    monkeypatch.setattr(link_module, "peer_of", lambda sock: Peer(4711, os.geteuid() + 1))
 
 
 def server() -> Server:

@@ -45,11 +45,14 @@ _chosen: dict[str, Choice] = {}
 _forced: set[str] = set()
 
 
-def lacking(ordinal: int) -> dict[Mechanism, str]:
-    """Return the missing feature of a visible GPU for each mechanism, ``""`` if the driver reports support."""
+def survey(device: str) -> dict[Mechanism, str]:
+    """Return the missing feature of the GPU of a device id for each mechanism, ``""`` if the driver reports support.
+
+    :raises CapabilityError: if this process sees no GPU.
+    """
     with gpu_support():
-        from shared_rpc.memory.backends.cuda import POSIX_FD, attribute
-    has = functools.partial(attribute, ordinal)
+        from shared_rpc.memory.backends.cuda import POSIX_FD, attribute, ordinal_of
+    has = functools.partial(attribute, ordinal_of(device))
     vmm, vmm_fds = has("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED"), has("HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED")
     pools, pool_fds = has("MEMORY_POOLS_SUPPORTED"), has("MEMPOOL_SUPPORTED_HANDLE_TYPES") & int(POSIX_FD)
     # Containers and WSL may still refuse legacy IPC when memory is opened.
@@ -63,16 +66,6 @@ def lacking(ordinal: int) -> dict[Mechanism, str]:
 
 def _without_fds(what: str, there: int) -> str:
     return f"{what}, but without export as POSIX descriptors" if there else f"no {what} (vGPU and WSL lack it)"
-
-
-def survey(device: str) -> dict[Mechanism, str]:
-    """Return the missing features of the GPU of a device id, see :func:`lacking`.
-
-    :raises CapabilityError: if this process sees no GPU.
-    """
-    with gpu_support():
-        from shared_rpc.memory.backends.cuda import ordinal_of
-    return lacking(ordinal_of(device))
 
 
 def _check(asked: str, device: str) -> None:
