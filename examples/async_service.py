@@ -1,9 +1,9 @@
-"""Three models are built at once, and one coroutine watches them all::
+"""Build three models concurrently, and show their progress::
 
     shared-rpc serve examples/async_service.py        # in one terminal
-    python examples/async_service.py                  # in another one, as often as you like
+    python examples/async_service.py                  # in another one, any number of times
 
-The second run finds the models built, and attaches to them.
+The second run attaches to the existing models.
 """
 
 import anyio
@@ -21,7 +21,7 @@ LAYERS = 24
 
 @provider.share(execution="task", managed=True)
 def build(name: str) -> torch.nn.Module:
-    """A stack of layers, orthogonally initialised, which takes its time."""
+    """Build a stack of layers with a slow, orthogonal initialisation."""
     size = SIZES[name]
     layers = []
     for number in range(LAYERS):
@@ -33,7 +33,7 @@ def build(name: str) -> torch.nn.Module:
 
 
 async def attend(client: AsyncClient, name: str, bars: Progress) -> None:
-    """Build one model and use it; its bar shows the progress that the server reports."""
+    """Build one model, show its progress in a bar, and use it."""
     bar = bars.add_task(name, total=LAYERS)
 
     def show(task: TaskInfo) -> None:

@@ -1,10 +1,10 @@
 """Semantic search over a few facts, with one embedding model for any number of processes.
 
     SHARED_TENSOR_ROLE=server python semantic_search.py     # loads the model, once
-    SHARED_TENSOR_ROLE=client python semantic_search.py     # attaches to it, as often as you like
+    SHARED_TENSOR_ROLE=client python semantic_search.py     # attaches to it, any number of times
     python semantic_search.py                               # alone
 
-There is no branch on the role. Type a question; ``!scale 2`` doubles the word embeddings in place.
+The code does not depend on the role. Type a question; ``!scale 2`` doubles the word embeddings in place.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ provider = Provider()
 
 @provider.share(managed=True, concurrency="serialized")
 def load_model(name: str = "all-MiniLM-L6-v2") -> SentenceTransformer:
-    """The real weights of all-MiniLM-L6-v2, 22.7 million parameters."""
+    """Load the weights of all-MiniLM-L6-v2, 22.7 million parameters."""
     device = "cpu" if provider.device_id == "cpu" else "cuda"
     return SentenceTransformer(str(get_model_path()), device=device).eval()
 

@@ -1,7 +1,7 @@
-"""Runs semantic_search.py as a server, two clients and alone, checks what they do, and kills some of them; then with a broker,
-whose worker is killed while two clients search.
+"""Demo of semantic_search.py with real processes, weights and kills.
 
-Exits with 1 where a check fails. Real processes, real weights, real kills.
+Runs it as a server, two clients and alone, checks the answers, and kills some processes; then with a broker, whose worker is
+killed while two clients search. Exits with code 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ BEGIN = time.monotonic()
 
 
 def step(what: str) -> None:
-    """Print what has happened, and the seconds since the start."""
+    """Print an event, and the seconds since the start."""
     console.print(f"{time.monotonic() - BEGIN:5.1f} s  {what}", highlight=False)
 
 
 def check(what: str, good: bool) -> None:
-    """Print one checked fact."""
+    """Print the outcome of a check."""
     step(f"{'[green]ok  [/]' if good else '[red]FAIL[/]'} {what}")
     if not good:
         failures.append(what)
 
 
 class App:
-    """One process that runs the app in a role."""
+    """A process that runs the app in a role."""
 
     def __init__(self, role: str, environ: dict[str, str]) -> None:
         self.role = role
@@ -64,18 +64,18 @@ class App:
         step(f"a process is ready: {role}, pid {self.process.pid}")
 
     def read(self) -> str:
-        """Its next line."""
+        """Return the next line of output."""
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
     def ask(self, line: str) -> str:
-        """Its answer to a line."""
+        """Send a line, and return the answer."""
         assert self.process.stdin is not None
         print(line, file=self.process.stdin, flush=True)
         return self.read()
 
     def memory(self) -> tuple[int, int]:
-        """``(private, shared)`` bytes, from smaps_rollup."""
+        """Return ``(private, shared)`` bytes, from smaps_rollup."""
         rollup = Path(f"/proc/{self.process.pid}/smaps_rollup").read_text()
         sizes = {key: int(kib) * 1024 for key, kib in re.findall(r"^(\w+):\s+(\d+) kB", rollup, re.MULTILINE)}
         return (
@@ -84,18 +84,18 @@ class App:
         )
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Kill the process by SIGKILL."""
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
 
     def end(self) -> None:
-        """Close its input, which ends its main code, and ask a server to stop."""
+        """Close the input, which ends the main code; kill a server."""
         if self.process.poll() is None:
             self.process.communicate(timeout=60) if self.role != "server" else self.kill()
 
 
 def within(seconds: float, condition: Callable[[], bool]) -> float | None:
-    """The seconds until ``condition`` holds, None if it does not in time."""
+    """Return the seconds until ``condition`` holds, None if it does not in time."""
     begin = time.monotonic()
     while time.monotonic() - begin < seconds:
         if condition():
@@ -120,7 +120,7 @@ def demo(directory: str) -> None:
 
         table = Table("process", "model ready after", "private memory", "shared memory", title="\ncost of a process", box=None)
         for app in apps.values():
-            app.ask("!scale 1")  # so that every process has read all its weights
+            app.ask("!scale 1")  # so that every process has read all weights
         memory = {name: app.memory() for name, app in apps.items()}
         for name, app in apps.items():
             private, shared = memory[name]
@@ -161,7 +161,7 @@ def demo(directory: str) -> None:
 
 
 def last_act(directory: str, answers: list[str]) -> None:
-    """A worker that is killed is an event: who is attached goes on, who comes attaches, and the next build succeeds."""
+    """Kill a worker: attached clients continue, new clients attach, and the next build succeeds."""
     console.rule("kill -9 of what loads models")
     environ = {**_environ(directory), "SHARED_TENSOR_BASE_PATH": f"{directory}/broker"}
     words = [sys.executable, "-m", "shared_rpc.cli", "serve", str(APP)]
@@ -173,7 +173,7 @@ def last_act(directory: str, answers: list[str]) -> None:
         apps += [App("client", environ), App("client", environ)]
         with Client(f"{directory}/broker", device="cpu", timeout=60) as client, ThreadPoolExecutor() as threads:
             worker = client.get_server_info()["workers"][0]["pid"]
-            importlib.import_module("sentence_transformers")  # the classes of what it attaches, as every client needs
+            importlib.import_module("sentence_transformers")  # the classes of the model, which every client needs
             searches = [threads.submit(_search, app, 4) for app in apps]
             os.kill(worker, signal.SIGKILL)
             begin = time.perf_counter()

@@ -1,4 +1,4 @@
-"""A checkpoint engine for verl: the trainer's weights reach the rollouts of its host through a channel.
+"""A checkpoint engine for verl, which sends the trainer's weights to the rollouts of its host through a channel.
 
 With this file on the ``PYTHONPATH`` of all workers and a server on the host, configure
 ``checkpoint_engine.backend=shared_rpc`` and ``checkpoint_engine.custom_backend_module=verl_checkpoint_engine``.
@@ -11,13 +11,13 @@ from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 
 from shared_rpc import AsyncClient
 
-#: Seconds for which one side waits until the other one has filled or read a slot.
+#: Seconds that one side waits for the other to fill or read a slot.
 PATIENCE = 600.0
 
 
 @CheckpointEngineRegistry.register("shared_rpc")
 class ChannelEngine(CheckpointEngine):
-    """Sends from the first rank of the trainer to all ranks of the rollouts; each update has a channel of its own.
+    """Sends from the first rank of the trainer to all ranks of the rollouts; each update has its own channel.
 
     :param bucket_size: bytes of each of the channel's two slots.
     :param device: of the slots: host memory, or a GPU that all of these processes see.
@@ -40,7 +40,7 @@ class ChannelEngine(CheckpointEngine):
 
     async def send_weights(self, weights, global_steps=None):
         if not self.is_master:
-            collections.deque(weights, maxlen=0)  # every rank takes part in gathering a weight
+            collections.deque(weights, maxlen=0)  # gathering a weight is a collective operation
             return
         async with (
             AsyncClient(device=self.device) as client,
@@ -54,18 +54,18 @@ class ChannelEngine(CheckpointEngine):
     async def receive_weights(self, global_steps=None):
         async with AsyncClient(device=self.device) as client, await client.open_channel(self.name, PATIENCE) as channel:
             ended = False
-            while not ended:  # a trainer that fails closes the channel before, and receiving raises ChannelClosed
+            while not ended:  # a failed trainer closes the channel before the end, and receive() raises ChannelClosed
                 async with channel.receive(PATIENCE) as message:
                     ended = message.meta == "end"
                     async for name, weight in message:
                         yield name, weight
 
     def finalize(self):
-        """Do nothing: a channel ends with its update."""
+        """Do nothing: the channel is closed after each update."""
 
 
 def buckets(weights, nbytes):
-    """Group weights: as many as fit into a slot, and at least one."""
+    """Group weights into buckets that fit into a slot, with at least one weight each."""
     bucket, used = {}, 0
     for name, weight in weights:
         if bucket and used + weight.nbytes > nbytes:

@@ -5,9 +5,9 @@
 or without containers::
 
     shared-rpc serve examples/deploy/app.py --metrics-port 9464         # in one terminal
-    SHARED_TENSOR_ROLE=client python examples/deploy/app.py             # in others; --calls 100 to end after so many
+    SHARED_TENSOR_ROLE=client python examples/deploy/app.py             # in others; --calls 100 limits the calls
 
-Every client attaches to the encoder, which is in memory once, and also has the server encode batches.
+Every client attaches to the encoder, which is in memory once, and also calls the server to encode batches.
 """
 
 import argparse
@@ -26,25 +26,25 @@ WORDS, WIDTH = 20_000, 256
 
 @provider.share(managed=True)
 def encoder() -> torch.nn.Module:
-    """Built once, for the first caller."""
+    """Build the encoder, once."""
     return torch.nn.EmbeddingBag(WORDS, WIDTH, device=DEVICE).eval().requires_grad_(False)
 
 
 @provider.share(cache=False)
 def encode(ids: torch.Tensor) -> torch.Tensor:
-    """One batch, in the server: ``(batch, words)`` to ``(batch, width)``."""
+    """Encode a batch in the server: ``(batch, words)`` to ``(batch, width)``."""
     if ids.shape[1] == 0:
         raise ValueError("a sentence without words")
     return encoder().value(ids)
 
 
 def main() -> None:
-    """Call and call again."""
+    """Make calls until interrupted, or ``--calls`` times."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--calls", type=int, help="how many batches; by default until it is ended")
+    parser.add_argument("--calls", type=int, help="number of batches; unlimited by default")
     parser.add_argument("--pause", type=float, default=0.05, help="seconds between two batches")
     options = parser.parse_args()
-    # The first process of a container ignores SIGTERM unless it says what is to be done.
+    # The first process of a container ignores SIGTERM unless it has a handler.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         call(options.calls, options.pause)
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def call(calls: int | None, pause: float) -> None:
-    """So many batches, or without an end."""
+    """Encode ``calls`` batches, or an unlimited number."""
     done = 0
     with encoder() as handle:
         while calls is None or done < calls:

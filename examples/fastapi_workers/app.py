@@ -1,9 +1,9 @@
-"""A web service that computes embeddings, in any number of worker processes with one model. The commands::
+"""A web service for embeddings, whose worker processes share one model. The commands::
 
 shared-rpc serve model.py &
 SHARED_TENSOR_ROLE=client uvicorn app:app --workers 4     # attach to it
 SHARED_TENSOR_ROLE=spawn uvicorn app:app --workers 4      # the same in one command: the first worker starts the server
-uvicorn app:app --workers 4                               # a model for every worker
+uvicorn app:app --workers 4                               # every worker loads its own model
 
 curl localhost:8000/embed -H 'content-type: application/json' -d '{"texts": ["Sourdough rises because of wild yeast."]}'
 """
@@ -39,7 +39,7 @@ class Texts(BaseModel):
 
 @app.post("/embed")
 async def embed(body: Texts, request: Request) -> list[list[float]]:
-    """Return a vector for each text. The request is idempotent, so a client may repeat it when a worker dies."""
+    """Return a vector for each text. The request is idempotent, so a client may retry it if a worker dies."""
     return await to_thread.run_sync(_encode, request.app.state.model, body.texts, limiter=request.app.state.turns)
 
 

@@ -14,5 +14,5 @@ def load_model() -> SentenceTransformer:
     """Load the weights of all-MiniLM-L6-v2, 22.7 million parameters, in bfloat16."""
     device = "cpu" if provider.device_id == "cpu" else "cuda"
     model = SentenceTransformer(str(get_model_path()), device=device)
-    # The kernel shares the pages of the weights' file between processes anyway, but not what is computed from them.
+    # Without shared_rpc, processes share the pages of the file in the page cache, but not tensors converted from it.
     return model.to(torch.bfloat16).eval().requires_grad_(False)

@@ -1,4 +1,4 @@
-"""A worker that answers random requests for ten models: it has a handle of each, active only while it computes with it.
+"""A worker that answers random requests for ten models. Its handles are active only while it computes with their model.
 
     python worker.py --requests 50 --seed 1
 

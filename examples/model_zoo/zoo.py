@@ -1,7 +1,7 @@
-"""Ten models on a device with memory for three. The commands, each in a terminal of its own::
+"""Ten models on a device with memory for three. The commands, each in its own terminal::
 
     shared-rpc serve zoo.py --quota cpu=50MiB --when-full evict --spill-dir /tmp   # on a GPU: --quota cuda:0=50MiB
-    python worker.py                                                               # as many of these as you like
+    python worker.py                                                               # any number of these
 
 The server evicts models that no process uses, and restores them when a process needs them.
 """

@@ -1,6 +1,6 @@
-"""The decode engine: it maps weights and cache by their tickets, and generates tokens for each line of the prefill engine.
+"""The decode engine: it opens weights and cache by their tickets, and generates tokens for each line from the prefill engine.
 
-It prints a line of JSON for each request: the tokens, and the blocks of the cache that are free again.
+It prints a line of JSON for each request: the tokens, and the released blocks of the cache.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A decoder of our own, whose names are not those of the checkpoint: LAYER_MAP has both.
+"""A custom decoder, whose parameter names differ from those of the checkpoint: LAYER_MAP maps them.
 
 RMSNorm, rotary positions, grouped-query attention over a block KV cache, SwiGLU.
 """
@@ -37,7 +37,7 @@ class RMSNorm(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Tables that are computed: no checkpoint has them."""
+    """Computed tables, which no checkpoint contains."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -133,7 +133,7 @@ def cache_shape(blocks: int) -> tuple[int, ...]:
 
 
 def build(weights: Handle[dict[str, torch.Tensor]] | dict[str, torch.Tensor]) -> Decoder:
-    """Build our class around these weights, without a copy."""
+    """Build a decoder around these weights, without copying them."""
     torch.set_default_dtype(DTYPE)
     with materialize(weights, rename=LAYER_MAP):
         return Decoder(CONFIG).eval()

@@ -1,7 +1,7 @@
 """The prefill engine: it writes the keys and values of prompts to a cache that both engines map.
 
-Its standard output is lines of JSON for the decode engine: tickets for the weights and the cache, then a line for each prompt.
-On standard input it gets the decode engine's answers, whose blocks of the cache are free again; weights.py has the commands.
+On standard output it writes lines of JSON for the decode engine: tickets for the weights and the cache, then a line for each
+prompt. On standard input it reads the decode engine's answers, which release blocks of the cache; weights.py has the commands.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from shared_rpc import Client
 
 
 def prompts(count: int) -> list[list[int]]:
-    """Return random prompts, which are the same in every process."""
+    """Return random prompts, equal in every process."""
     chance = random.Random(7)
     return [[chance.randrange(CONFIG.vocabulary) for _ in range(chance.randrange(5, 60))] for _ in range(count)]
 

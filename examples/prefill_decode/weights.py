@@ -1,10 +1,10 @@
-"""The weights of a small LLaMA, named as in a checkpoint of Hugging Face. All commands::
+"""The weights of a small LLaMA, named like a checkpoint of Hugging Face. All commands::
 
     shared-rpc serve weights.py &
     mkfifo /tmp/done
     python prefill.py < /tmp/done | python decode.py | tee /tmp/done
 
-The two engines map the weights read-only. Replace ``make`` by ``safetensors.torch.load_file`` for real ones.
+The two engines map the weights read-only. Replace ``make`` by ``safetensors.torch.load_file`` for real weights.
 """
 
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ CONFIG = Config()
 
 
 def make() -> dict[str, torch.Tensor]:
-    """Return random weights, which are the same in every process."""
+    """Return random weights, equal in every process."""
     config, generator = CONFIG, torch.Generator(DEVICE).manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:

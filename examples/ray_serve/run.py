@@ -1,9 +1,9 @@
-"""Try the deployment on this machine: two nodes of Ray, two replicas on each, and one copy of the model for each node.
+"""Run the deployment on this machine: two Ray nodes, two replicas on each, and one copy of the model per node.
 
     python examples/ray_serve/run.py
 
-Needs ``pip install shared-rpc 'ray[serve]'``. On a cluster the nodes are machines, each with the default base path: start Ray
-there with SHARED_TENSOR_ROLE=spawn in its environment, and ``serve run app:app``.
+Needs ``pip install shared-rpc 'ray[serve]'``. On a real cluster, start Ray on every machine with SHARED_TENSOR_ROLE=spawn in
+its environment, and use ``serve run app:app``; the machines use the default base path.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 REPLICAS = 4
-#: Seconds for all replicas to have answered.
+#: Seconds within which all replicas must answer.
 PATIENCE = 240.0
 
 
 def main() -> None:
-    """Start the nodes, ask all replicas, and check what they say."""
-    # Ray's workers have the environment of their node: there they are to share, and each node has a base path of its own.
+    """Start the nodes, query all replicas, and check their answers."""
+    # Ray's workers inherit the environment of their node: the role here, and below a base path for each node.
     os.environ["SHARED_TENSOR_ROLE"] = "spawn"
     os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
     sys.path.insert(0, str(HERE))
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def asked(bases: list[str]) -> list[dict[str, Any]]:
-    """Run the deployment on two nodes; return what each replica says of itself, and what each node's server has."""
+    """Run the deployment on two nodes; print the objects of each server, and return the answer of each replica."""
     import ray
     from ray import serve
     from ray.cluster_utils import Cluster
@@ -73,7 +73,7 @@ def asked(bases: list[str]) -> list[dict[str, Any]]:
 
 
 def describe(base: str) -> None:
-    """Say what the server of a node has, and who holds it."""
+    """Print the objects of a node's server, and the number of holders."""
     from shared_rpc import Client
 
     with Client(base) as client:
@@ -83,7 +83,7 @@ def describe(base: str) -> None:
 
 
 def check(replicas: list[dict[str, Any]]) -> None:
-    """Check that replicas of one node have one object, and that all answer alike."""
+    """Check that the replicas of a node share one object, and that all answers are equal."""
     by_node: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for replica in replicas:
         by_node[replica["node"]].append(replica)
@@ -94,7 +94,7 @@ def check(replicas: list[dict[str, Any]]) -> None:
     for node, there in by_node.items():
         objects = {(replica["server"], replica["object"]) for replica in there}
         assert len(objects) == 1, f"node {node} has {len(objects)} copies of the model"
-    assert len({replica["server"] for replica in replicas}) == 2, "the nodes have a server each"
+    assert len({replica["server"] for replica in replicas}) == 2, "the nodes share a server"
     assert {replica["role"] for replica in replicas} == {"spawn"}
     answers = {replica["answer"] for replica in replicas}
     assert len(answers) == 1, f"the replicas disagree: {answers}"
@@ -102,7 +102,7 @@ def check(replicas: list[dict[str, Any]]) -> None:
 
 
 def stop(base: str) -> None:
-    """End a node's server, which would otherwise end an hour after its last use."""
+    """Stop a node's server, which would otherwise exit an hour after its last use."""
     words = [sys.executable, "-m", "shared_rpc.cli", "stop", "--base-path", base]
     subprocess.run(words, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 

@@ -1,7 +1,7 @@
 """A small LLaMA, whole or one rank's part of it; ``python model.py DIRECTORY`` writes random weights to DIRECTORY/model.pt.
 
-A rank computes its own heads and its own part of the MLP. Two sums over all ranks in every layer, after the attention and after
-the MLP, give what the whole model computes.
+A rank computes its own heads and its own part of the MLP. Each layer sums over all ranks after the attention and after
+the MLP, so the result is that of the whole model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Config:
     kv_heads: int = 4  # grouped-query attention: each serves two heads
 
     def of_rank(self, world: int) -> Config:
-        """Return the sizes of the part that one of ``world`` ranks has."""
+        """Return the sizes of the part of one of ``world`` ranks."""
         return replace(
             self,
             vocabulary=self.vocabulary // world,
@@ -39,7 +39,7 @@ CONFIG = Config()
 
 
 def alone(part: Tensor) -> Tensor:
-    """Exchange with the other ranks, of which there are none."""
+    """Return the part itself: the exchange between ranks if there is only one."""
     return part
 
 
@@ -53,7 +53,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.heads * config.head_width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what this rank's heads add to the output."""
+        """Return the contribution of this rank's heads to the output."""
         batch, length, _ = x.shape
         q, k, v = (
             project(x).view(batch, length, -1, self.head_width).transpose(1, 2)
@@ -83,7 +83,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what this rank's part of SwiGLU adds to the output."""
+        """Return the contribution of this rank's part of SwiGLU to the output."""
         return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 

@@ -14,9 +14,9 @@ from shared_rpc import Client
 
 @torch.inference_mode()
 def forward(ranks: Sequence[Transformer], tokens: Tensor) -> Tensor:
-    """Return the logits of the whole model, on the first rank's device. Every rank computes where its part lies.
+    """Return the logits of the whole model, on the first rank's device. Each part is computed on its own device.
 
-    What separate processes exchange is here a sum or a concatenation.
+    Sums and concatenations replace the collectives of separate processes.
     """
     devices = [rank.lm_head.weight.device for rank in ranks]
 

@@ -16,7 +16,7 @@ from shared_rpc import Client
 
 
 def device_of(rank: int) -> str:
-    """Return where a rank's part lies: on a GPU of its own if there are enough; on the host without any."""
+    """Return the device of a rank's part: its own GPU if there are enough, a shared one otherwise, the host without any."""
     return f"cuda:{rank % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
 
 
@@ -28,18 +28,18 @@ class Collectives:
         self.backend = "nccl" if torch.cuda.is_available() and torch.cuda.device_count() >= world else "gloo"
         # All ranks are on this host, so no socket listens on its other interfaces.
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
-        # They find each other through a file, so no port must be chosen.
+        # The ranks rendezvous through a file, so no port must be chosen.
         wait = timedelta(seconds=60)
         dist.init_process_group(self.backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=wait)
 
     def total(self, part: Tensor) -> Tensor:
-        """Return the sum of all ranks' tensors."""
+        """Return the sum of the tensors of all ranks."""
         buffer = self._staged(part)
         dist.all_reduce(buffer)
         return buffer.to(part.device)
 
     def joined(self, part: Tensor) -> Tensor:
-        """Return all ranks' tensors, concatenated."""
+        """Return the concatenated tensors of all ranks."""
         buffer = self._staged(part)
         parts = [torch.empty_like(buffer) for _ in range(self.world)]
         dist.all_gather(parts, buffer)

@@ -1,4 +1,4 @@
-"""The app that the server of each rank runs: it serves that rank's part of a model. All commands, for two ranks::
+"""The app of each rank's server, which serves that rank's part of a model. All commands, for two ranks::
 
     mkdir -m 700 /tmp/tp && python model.py /tmp/tp                  # random weights
     shared-rpc serve shards.py --base-path /tmp/tp/rank0 &           # with GPUs: --device cuda:0
@@ -6,7 +6,7 @@
     python one_client.py /tmp/tp                                     # one process computes with all parts,
     python rank.py /tmp/tp 1 & python rank.py /tmp/tp 0              # or one process for each rank
 
-Without a GPU all runs on the host; if there are fewer GPUs than ranks, ranks share them.
+Without a GPU everything runs on the host; if there are fewer GPUs than ranks, ranks share them.
 """
 
 import torch
@@ -16,14 +16,14 @@ from shared_rpc import Provider
 from shared_rpc.extras.sharding import Replicate, Rules, Shard, shard_state_dict
 
 RULES: Rules = {
-    # Column-parallel: a rank has some of the outputs. Heads are not cut; with more ranks than key and value heads several ranks
-    # have the same one.
+    # Column-parallel: a rank has a part of the outputs. Heads are not split; with more ranks than key and value heads, several
+    # ranks have the same head.
     "*.q_proj.weight": Shard(0, blocks=CONFIG.heads),
     "*.[kv]_proj.weight": Shard(0, blocks=CONFIG.kv_heads, repeat=True),
     "*.gate_proj.weight": Shard(0),
     "*.up_proj.weight": Shard(0),
     "lm_head.weight": Shard(0),
-    # Row-parallel: a rank has the inputs that it has computed, and the outputs are summed over the ranks.
+    # Row-parallel: a rank has a part of the inputs, which it has computed, and the outputs are summed over the ranks.
     "*.o_proj.weight": Shard(1, blocks=CONFIG.heads),
     "*.down_proj.weight": Shard(1),
     "*norm.weight": Replicate(),
@@ -33,7 +33,7 @@ RULES: Rules = {
 provider = Provider()
 
 
-# The caller names the rank, so that a server cannot have the part of another one.
+# The caller passes the rank, so that a misconfigured server cannot return the part of another rank.
 @provider.share(managed=True)
 def load_shard(checkpoint: str, rank: int, world: int) -> Transformer:
     """Load one rank's part of the model; only that part of the file is read."""

@@ -1,10 +1,10 @@
 """Swap a model's version under load::
 
     python deploy.py resnet18 v2                  # load v2 while v1 is served, then serve v2
-    python deploy.py resnet18 v1                  # and back, at once, while v1 is loaded
+    python deploy.py resnet18 v1                  # roll back immediately, if v1 is still loaded
     python deploy.py resnet18 v2 --release v1     # swap, and release v1's memory
 
-This process loads no weights and maps none.
+This process neither loads nor maps weights.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from shared_rpc import Client, Generation, Progress, TaskInfo, TaskStatus
 
 
 def deploy(client: Client, name: str, version: str, report: Callable[[Progress], object]) -> Generation:
-    """Load a version, then swap to it in one step. If it cannot be loaded, raise the error; nothing has changed then."""
+    """Load a version, then swap to it in one step. If loading fails, raise the error and leave the served version unchanged."""
 
     def changed(info: TaskInfo) -> None:
         if info.progress is not None:
@@ -25,12 +25,12 @@ def deploy(client: Client, name: str, version: str, report: Callable[[Progress],
 
     task_id = client.submit("load", name, version)
     if client.watch_task(task_id, callback=changed).status is not TaskStatus.COMPLETED:
-        client.get_task_result(task_id)  # raises what the manager raised
+        client.get_task_result(task_id)  # raises the manager's exception
     return client.refresh("serving", name, version)
 
 
 def release(client: Client, name: str, version: str) -> int:
-    """Release a version; return how many leases are left, whose memory is freed when the last worker releases it."""
+    """Release a version; return the number of remaining leases, whose memory is freed when the last worker releases it."""
     client.invalidate_call_cache("load", name, version)
     return sum(info["leases"] for info in client.list_objects() if not info["current"])
 

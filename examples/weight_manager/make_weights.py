@@ -16,7 +16,7 @@ VERSIONS = ("v1", "v2")
 
 
 def write(folder: Path, name: str, version: str, width: int) -> Path:
-    """Write one version to a draft and rename it, so that no process loads half of one."""
+    """Write a version to a temporary file and rename it, so that no process loads an incomplete one."""
     torch.manual_seed(sum(map(ord, name + version)))
     config = {"blocks": MODELS[name], "width": width}
     weights = ResNet(**config).state_dict()

@@ -1,9 +1,9 @@
-"""The weight manager: it loads versions of models, and serves one of each. All commands::
+"""The weight manager: it loads versions of models, and serves one version of each. All commands::
 
     python make_weights.py weights
     shared-rpc serve --result-ttl 10 manager.py &
     python deploy.py resnet18 v1
-    python worker.py resnet18                     # in as many terminals as you like; type a number and Enter
+    python worker.py resnet18                     # in any number of terminals; type a number and Enter
     python deploy.py resnet18 v2 --release v1     # while workers answer
 
 Loading and serving are two endpoints, because loading takes minutes and may fail, and a swap must do neither.

@@ -1,4 +1,4 @@
-"""A residual network, whose BatchNorm has buffers besides parameters. Nothing here knows that weights are shared."""
+"""A residual network, whose BatchNorm has buffers besides parameters. This code does not depend on sharing."""
 
 from collections.abc import Sequence
 
@@ -48,5 +48,5 @@ class ResNet(nn.Module):
 
 
 def image(seed: int) -> Tensor:
-    """Return a random image, which is the same in every process."""
+    """Return a random image, equal in every process."""
     return torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(seed))

@@ -1,4 +1,4 @@
-"""A worker: it attaches to the served version of a model, answers requests, and follows when another version is served.
+"""A worker: it attaches to the served version of a model, answers requests, and switches when another version is served.
 
 Each line on standard input is the seed of an image. Each answer is a line of JSON: the generation of the weights, and a digest
 of the logits. manager.py has the commands.
@@ -19,12 +19,12 @@ from model import image
 from shared_rpc import Client
 from shared_rpc.errors import SharedRPCError
 
-#: Seconds after which a worker without requests checks whether its weights are still the served ones.
+#: Seconds after which an idle worker checks whether its weights are still the served ones.
 IDLE = 0.2
 
 
 def lines() -> Iterator[str]:
-    """Yield the lines of standard input, and an empty text after some time without any."""
+    """Yield the lines of standard input, and an empty string when it has been idle for some time."""
     queue: SimpleQueue[str | None] = SimpleQueue()
 
     def read() -> None:
@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("model")
     options = parser.parse_args()
     torch.set_num_threads(1)  # several workers share the cores
-    with Client(connect_timeout=0) as client:  # a worker does not wait for a manager that is away
+    with Client(connect_timeout=0) as client:  # fail at once if no manager runs
         handle = client.call("serving", options.model)
         print(f"serving {options.model}, generation {handle.generation}", file=sys.stderr, flush=True)
         for line in lines():
