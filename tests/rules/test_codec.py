@@ -131,14 +131,6 @@ class _CudaArray:
         }
 
 
-def test_requires_grad_round_trips(device: str, rebuilt: Rebuilt) -> None:
-    """Of leaves; gradients themselves stay in their process."""
-    leaf = torch.ones(2, device=device, requires_grad=True)
-    leaf.sum().backward()
-    result, plain = rebuilt([leaf, torch.ones(2, device=device)])
-    assert (result.requires_grad, result.is_leaf, result.grad, plain.requires_grad) == (True, True, None, False)
-
-
 def _with_attribute(device: str) -> torch.Tensor:
     tensor = torch.ones(2, 2, device=device)
     tensor.made_by = "a loader"

@@ -95,14 +95,6 @@ def test_an_unknown_code_is_the_root_class() -> None:
     assert str(error) == "the moon is full"
 
 
-@pytest.mark.parametrize("kind", TREE)
-def test_additional_detail_is_ignored(kind: type[SharedRPCError]) -> None:
-    """Such as the request's id, or fields of another release."""
-    code, text, detail = to_wire(specimen(kind))
-    again = from_wire(code, text, {**detail, "request_id": "5e55-1-7", "later": "what it likes"})
-    assert to_wire(again) == (code, text, detail)
-
-
 def test_other_errors_name_their_type() -> None:
     """A defect of the library arrives as such, and not as the caller's error."""
     assert str(travelled(KeyError("table"))) == "KeyError: 'table'"

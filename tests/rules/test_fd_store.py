@@ -205,18 +205,6 @@ def test_failed_writes_of_the_state_are_retried(
     assert len(moving.entries) == 6
 
 
-def test_unstorable_objects_are_removed(moving: Moving, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An earlier description would be out of date; the next change is stored."""
-    moving.put("device", 0)
-    with monkeypatch.context() as patch:
-        patch.setattr("shared_rpc.broker.fd_store._name_of", Mock(side_effect=OSError(errno.EBADF, "bad descriptor")))
-        moving.put("host", 1)
-    assert [name for name, _ in moving.entries] == ["state"]
-    moving.put("device", 2)
-    assert moving.recovered() == [CONTENTS] * 3
-    assert len(moving.entries) == 6
-
-
 def test_the_last_complete_write_counts() -> None:
     """A half with a wrong digest is ignored, whichever it is; a file without a valid one has no data."""
     file = StateFile()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import socket
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared_rpc.errors import ProtocolError
-from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.catalogue import VERSION
 from shared_rpc.protocol.frames import (
     FDS_PER_MESSAGE,
@@ -25,7 +23,6 @@ from shared_rpc.protocol.frames import (
     Limits,
     encode_frame,
 )
-from shared_rpc.protocol.socket import FrameSocket
 from tests.kit.descriptors import new_fd, nothing_leaks
 
 
@@ -95,34 +92,6 @@ def test_any_chunking_gives_the_same_frames(sent: list[Plan], data: st.DataObjec
         for frame in frames:
             frame.close()
         decoder.close()
-
-
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=4), st.lists(st.integers(1, 40), min_size=1, max_size=8))
-def test_a_unix_socket_delivers_what_was_queued(counts: list[int], sizes: list[int]) -> None:
-    """The decoder handles the kernel's delivery of descriptors, for reads of any size."""
-    with nothing_leaks():
-        ours, theirs = socket.socketpair()
-        sender, decoder, frames, files = FrameSocket(ours), FrameDecoder(), [], []
-        for number, count in enumerate(counts):
-            fds = [new_fd() for _ in range(count)]
-            files.append([file_of(fd) for fd in fds])
-            sender.queue(m.Release(["x" * number]), number, b"payload" * number, fds)
-            for fd in fds:
-                os.close(fd)
-        sender.flush()
-        turn = 0
-        while len(frames) < len(counts):
-            data, fds, _, _ = socket.recv_fds(theirs, sizes[turn % len(sizes)], 8)
-            turn += 1
-            decoder.feed(data, fds)
-            while (frame := decoder.next_frame()) is not None:
-                frames.append(frame)
-        assert [frame.request_id for frame in frames] == list(range(len(counts)))
-        assert [[file_of(fd) for fd in frame.fds] for frame in frames] == files
-        for frame in frames:
-            frame.close()
-        sender.close()
-        theirs.close()
 
 
 @pytest.mark.parametrize("cut", range(HEADER_SIZE + 5 + 3))

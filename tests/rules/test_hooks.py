@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import closing
@@ -93,17 +92,6 @@ def test_received_ids_are_not_reused(rebuilt_module: Rebuilt, counted: Callable[
     ids = list(hooks(result))
     register(result, doubled)
     assert list(hooks(result))[:-1] == ids
-
-
-def test_ids_above_the_servers_counter_are_handled(rebuilt_module: Rebuilt, counted: Callable[[int], None]) -> None:
-    """A model that the server unpickled has such ids, left by torch's pickle."""
-    counted(500)
-    module = nn.Sequential(nn.LSTM(2, 2))
-    module[0].register_forward_hook(same_state)
-    module = pickle.loads(pickle.dumps(module))
-    counted(0)
-    result = rebuilt_module(module)
-    assert result[0].register_forward_hook(doubled).id == 501
 
 
 def test_hooks_of_an_argument_arrive(device: str, no_leaks: None, counted: Callable[[int], None]) -> None:

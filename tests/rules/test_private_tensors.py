@@ -20,7 +20,7 @@ from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.records import Record
 from shared_rpc.protocol.records import StorageEntry
 from tests.kit.interpreter import bits
-from tests.kit.models import Everything, Labelled, Scaled, Slotted, State, Tied
+from tests.kit.models import Everything, Labelled, Scaled, State, Tied
 
 Published = Callable[..., Record]
 #: The tensors of a value, by the names of their places.
@@ -41,24 +41,6 @@ class Wide(nn.Parameter):
     """A parameter subclass without further state."""
 
 
-class Opaque(torch.Tensor):
-    """A wrapper subclass that does not declare its inner tensors."""
-
-    @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> Opaque:
-        """Wrap a tensor."""
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
-
-    def __init__(self, inner: torch.Tensor) -> None:
-        self.held = {"inner": inner}
-
-    @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Support detaching only."""
-        assert function is torch.ops.aten.detach.default
-        return Opaque(args[0].held["inner"])
-
-
 def everything(device: str) -> tuple[Any, Callable[[Any], Tensors], set[str]]:
     """A value with tensors in every place, one of them a parameter."""
     return Everything(device), Everything.tensors, {"parameter"}
@@ -74,25 +56,6 @@ def tied(device: str) -> tuple[Any, Callable[[Any], Tensors], set[str]]:
         lambda one: {"embed": one.embed.weight, "head": one.head.weight, "row": one.row, "mean": one.mean},
         {"embed", "head", "row"},
     )
-
-
-def containers(device: str) -> tuple[Any, Callable[[Any], Tensors], set[str]]:
-    """Parameters outside of modules."""
-
-    def pair(value: float) -> list[torch.Tensor]:
-        return [nn.Parameter(torch.full((3,), value, device=device)), torch.full((3,), -value, device=device)]
-
-    def tensors_of(one: Any) -> Tensors:
-        slots = [slotted.tensor for slotted in one["slots"]]
-        found = {"a list": one["list"], "a dataclass": one["state"].moments["pair"], "slots": slots}
-        return {
-            f"{kind} in {place}": tensors[number]
-            for place, tensors in found.items()
-            for number, kind in enumerate(("parameter", "tensor"))
-        }
-
-    value = {"list": pair(1.0), "state": State(1, {"pair": pair(2.0)}), "slots": [Slotted(tensor) for tensor in pair(3.0)]}
-    return value, tensors_of, {"parameter in a list", "parameter in a dataclass", "parameter in slots"}
 
 
 def subclasses(device: str) -> tuple[Any, Callable[[Any], Tensors], set[str]]:
@@ -119,8 +82,6 @@ def wrappers(device: str) -> tuple[Any, Callable[[Any], Tensors], set[str]]:
     model.weight = nn.Parameter(scaled(1), requires_grad=False)
     model.nested = nn.Parameter(Scaled(scaled(2), torch.ones(3, device=device)), requires_grad=False)
     model.register_buffer("scale", scaled(3))
-    model.opaque = nn.Parameter(Opaque(torch.full((3,), 4.0, device=device)), requires_grad=False)
-    model.register_buffer("closed", Opaque(torch.full((3,), 5.0, device=device)))
     return (
         model,
         lambda one: {
@@ -129,10 +90,8 @@ def wrappers(device: str) -> tuple[Any, Callable[[Any], Tensors], set[str]]:
             "nested": one.nested.values_.values_,
             "buffer values": one.scale.values_,
             "buffer scale": one.scale.scale,
-            "opaque": one.opaque.held["inner"],
-            "opaque buffer": one.closed.held["inner"],
         },
-        {"values", "scale", "nested", "opaque"},
+        {"values", "scale", "nested"},
     )
 
 
@@ -167,7 +126,7 @@ def overlapping(device: str) -> tuple[Any, Callable[[Any], Tensors], set[str]]:
     )
 
 
-CASES = [everything, tied, containers, subclasses, wrappers, sparse, overlapping]
+CASES = [everything, tied, subclasses, wrappers, sparse, overlapping]
 
 
 @pytest.mark.parametrize("case", CASES)

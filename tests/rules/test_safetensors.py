@@ -127,10 +127,9 @@ def test_damage_is_named(tmp_path: Path, no_leaks: None, header: object, body: b
     assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize("size", [5, 60])
-def test_headers_cut_off_are_reported(file: Path, size: int) -> None:
+def test_headers_cut_off_are_reported(file: Path) -> None:
     """Distinct from missing tensors."""
-    os.truncate(file, size)
+    os.truncate(file, 60)
     with pytest.raises(CheckpointError, match="truncated, or no safetensors file"):
         load(file, "cpu")
 

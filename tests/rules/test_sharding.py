@@ -108,16 +108,6 @@ def test_a_part_owns_its_memory() -> None:
     assert not any(tensor.any() for tensor in state.values())
 
 
-@pytest.mark.parametrize("placement", [Shard(0), Replicate()])
-def test_the_whole_owns_its_memory(placement: Placement) -> None:
-    """Even with a single rank, so that writes do not reach a server's memory."""
-    parts = [{"x": torch.zeros(4)}]
-
-    gather_state_dict(parts, {"x": placement})["x"].fill_(1)
-
-    assert not parts[0]["x"].any()
-
-
 def test_tied_weights_stay_tied() -> None:
     """One part for both names if both have the same placement; else each has its own."""
     weight = torch.randn(4, 4)
@@ -202,20 +192,6 @@ def test_ranks_with_different_values_are_refused() -> None:
     parts[1]["norm"][0] = 0
     with pytest.raises(ConfigurationError, match=r"^norm: ranks 0 and 1 must have the same values"):
         gather_state_dict(parts, rules)
-
-
-@pytest.mark.gpu
-def test_parts_can_be_on_a_gpu() -> None:
-    """Cut from host memory onto the GPU, and gathered there, or on the host."""
-    state = {"x": torch.randn(8, 6), "norm": torch.randn(6)}
-    rules: dict[str, Placement] = {"x": Shard(1), "norm": Replicate()}
-
-    parts = [shard_state_dict(state, rules, rank, 2, device="cuda") for rank in range(2)]
-
-    assert {tensor.device.type for part in parts for tensor in part.values()} == {"cuda"}
-    assert gather_state_dict(parts, rules)["x"].is_cuda
-    for name, tensor in gather_state_dict(parts, rules, device="cpu").items():
-        assert torch.equal(tensor, state[name])
 
 
 @pytest.mark.parametrize("rule", [Shard, Replicate, 0, None, "0"], ids=str)

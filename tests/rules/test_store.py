@@ -189,15 +189,6 @@ def opened(calls: RunTable[Any], endpoint: str, key: str | None, waiter: object,
     return run
 
 
-def test_a_run_is_closed_once() -> None:
-    """Waiters are notified once."""
-    calls: RunTable[str] = RunTable()
-    run = opened(calls, "f", "f(1)", "first")
-    assert calls.close(run) == ["first"]
-    assert calls.close(run) == []
-    assert run not in calls
-
-
 def test_leaving_a_run_that_ended_drops_nothing() -> None:
     """Its place may be another run's by then."""
     calls: RunTable[str] = RunTable()
@@ -527,15 +518,3 @@ def test_generations_continue_while_an_object_is_held(shelf: Shelf, monkeypatch:
     for key in ("f(2)", "f(3)", "f(4)"):
         shelf.add(key)
     assert shelf.add("f(1)").generation == 1
-
-
-def test_objects_are_paged(shelf: Shelf) -> None:
-    """In order of insertion; objects removed between two pages affect no others."""
-    objects = [shelf.add(f"f({number})") for number in range(5)]
-    first, after = shelf.store.page(0, 2)
-    assert first == objects[:2] and after is not None
-    shelf.store.invalidate(key="f(1)")
-    shelf.store.invalidate(key="f(3)")
-    assert shelf.store.page(after, 2) == ([objects[2], objects[4]], None)
-    assert shelf.store.page(after, 1) == ([objects[2]], objects[2].number)
-    assert shelf.store.page(objects[4].number, 2) == ([], None)

@@ -190,20 +190,6 @@ def test_memory_used_by_another_object_stays_mapped(table: MappingTable, make: M
     assert text(mapping, 4) == b"both"
 
 
-def test_memory_of_two_objects_is_unmapped_when_both_are_suspended(table: MappingTable, make: Make, use: Use) -> None:
-    """And mapped again when the first of them is resumed."""
-    segment = make(b"both")
-    users = [use([segment], name) for name in "ab"]
-    mapping = users[0][1][0]
-    table.suspend("a")
-    assert not mapping.vacated
-    table.suspend("b")
-    assert mapping.vacated
-    table.resume("b", [segment])
-    assert text(mapping, 4) == b"both"
-    table.resume("a", [segment])
-
-
 def test_private_pages_stay(table: MappingTable, make: Make, use: Use) -> None:
     """Pages that the process has written to are nowhere else."""
     shared, private = make(b"shared"), make(b"before", access="copy")

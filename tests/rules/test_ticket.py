@@ -118,15 +118,6 @@ def test_fields_of_another_type(path: Path, changes: dict[str, Any]) -> None:
     assert caught.value.reason == "malformed"
 
 
-def test_a_huge_file_is_not_read(path: Path) -> None:
-    """Its size is enough: a sparse terabyte is refused at once."""
-    path.touch(0o600)
-    os.truncate(path, 1 << 40)
-    with pytest.raises(TicketError, match="1099511627776 bytes, but a ticket has at most") as caught:
-        Ticket.read(path)
-    assert caught.value.reason == "malformed"
-
-
 def test_missing_files_are_reported(path: Path) -> None:
     """And other kinds of files, without waiting for a pipe."""
     with pytest.raises(TicketError, match="cannot read the ticket") as caught:
