@@ -57,7 +57,6 @@ class FramedStream:
     ) -> None:
         sock.setblocking(False)
         self._socket = FrameSocket(sock, limits)
-        self.limit_frames = self._socket.limit_frames
         self._on_held = on_held
         #: True if the last turn ended with an incomplete frame.
         self._holds = False
@@ -101,12 +100,12 @@ class FramedStream:
     @property
     def held_fds(self) -> int:
         """The number of descriptors of incomplete frames and of unsent messages."""
-        return self._socket.held_fds
+        return len(self._socket.fds) + self._socket.queued_fds
 
     @property
     def newest_fd(self) -> int:
         """The last descriptor of an incomplete frame, or -1."""
-        return self._socket.newest_fd
+        return self._socket.fds[-1] if self._socket.fds else -1
 
     def send(
         self,
@@ -132,6 +131,10 @@ class FramedStream:
             if (at_once or not self._gathering) and not self.congested:
                 self._flush()
 
+    def limit_frames(self, limits: Limits) -> None:
+        """Set the limits of later frames."""
+        self._socket.limits = limits
+
     def stop_reading(self) -> None:
         """Stop reading; the stream must be closed soon."""
         self._paused = True
@@ -143,7 +146,7 @@ class FramedStream:
             self.closed = True
             self._loop.remove_reader(self._socket.fileno())
             self._loop.remove_writer(self._socket.fileno())
-            CLOSER.discard(self._socket.take_fds())
+            CLOSER.discard(self._socket.detach_fds())
             self._socket.close()
             # The callbacks refer to this object: without them, both are freed at once.
             del self._on_frame, self._on_end, self._on_drained, self._on_held

@@ -97,16 +97,11 @@ class FdOwner(Protocol):
     number: int
 
 
-class FrameBuffers:
+class FrameBuffers(FrameDecoder):
     """Received frames until a receiver takes them, and frames to be sent, with their descriptors. No I/O."""
 
     def __init__(self, limits: Limits | None = None) -> None:
-        self._decoder = FrameDecoder(limits)
-        #: Complete frames that the receiver has not taken; the bytes that may contain more; and see :meth:`FrameDecoder.ready`.
-        self.frames = self._decoder.frames
-        self.partial = self._decoder.partial
-        self.ready = self._decoder.ready
-        self.next_frame = self._decoder.next_frame
+        super().__init__(limits)
         #: Received bytes and descriptors, until the decoder has them.
         self._arrived: list[tuple[bytes | memoryview, list[int]]] = []
         #: Bytes and their descriptors: duplicates, or owners.
@@ -124,29 +119,6 @@ class FrameBuffers:
     def unsent(self) -> int:
         """The number of bytes still to be written."""
         return self.queued - self.written
-
-    def feed(self, data: bytes | memoryview, fds: Iterable[int] = ()) -> None:
-        """Add received bytes and their descriptors, which the buffers own from now on."""
-        self._arrived += ((data, list(fds)),)
-        self._decoder.consume(self._arrived)
-
-    def take_fds(self) -> list[int]:
-        """Return the descriptors of all frames not yet taken, with ownership."""
-        return self._decoder.detach_fds()
-
-    def limit_frames(self, limits: Limits) -> None:
-        """Set the limits of later frames."""
-        self._decoder.limits = limits
-
-    @property
-    def newest_fd(self) -> int:
-        """The last received descriptor of an incomplete frame, -1 for none."""
-        return self._decoder.fds[-1] if self._decoder.fds else -1
-
-    @property
-    def held_fds(self) -> int:
-        """The number of descriptors of incomplete frames, and of unsent frames."""
-        return len(self._decoder.fds) + self.queued_fds
 
     def queue(
         self,
@@ -233,7 +205,7 @@ class FrameBuffers:
         """Close every received and every queued descriptor."""
         for fds in (*(fds for _, fds in self._arrived), *(fds for _, fds in self._outbox), self._duplicates):
             _drop(fds)
-        self._decoder.close()
+        super().close()
         self._outbox.clear()
         self.queued = self.written
 
@@ -292,15 +264,15 @@ class FrameSocket(FrameBuffers):
         :raises ProtocolError: if descriptors were lost, because this process has too many open or they were too many.
         """
         while self._arrived:  # a signal handler has raised here before
-            self._decoder.consume(self._arrived)
+            self.consume(self._arrived)
         while self._read:
             data, ancillary, flags, _ = self._read[0]
             if ancillary:
                 self._sort()
                 _, fds = self._arrived[0]
                 fds = [*fds]
-                self._decoder.consume(self._arrived)
-                _refuse_strange(fds, self._decoder.limits.files)
+                self.consume(self._arrived)
+                _refuse_strange(fds, self.limits.files)
             else:
                 self.partial += data
                 del self._read[0]
