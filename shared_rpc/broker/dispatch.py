@@ -172,9 +172,9 @@ class Dispatcher:
         arguments, transfer = place.arguments, place.transfer
         # Chunks are not returned to a session that has ended.
         lent = transfer is not None
-        arenas = arguments.arenas if lent and arguments.chunks else ()
-        known = worker.arenas.get(place.session, ())
-        kept = [number for number in arenas if arguments.segments[number].info.id in known]
+        infos = [segment.info for segment in arguments.segments]
+        known = worker.arenas.get(place.session, ()) if lent else ()
+        kept = [number for number, info in enumerate(infos) if info.arena and info.id in known]
         message = w.StartRun(
             run.spec.name,
             **arguments.body(kept, lent=lent),
@@ -196,9 +196,8 @@ class Dispatcher:
             refusal = CapabilityError(f"cannot send the call of {run.spec.name!r} to worker {worker.pid}: {error}")
             self._end(run, Failure.of(refusal))
             return
-        if arenas:
-            known = worker.arenas.setdefault(place.session, set())
-            known.update([arguments.segments[number].info.id for number in arenas])
+        if lent and (arenas := [info.id for info in infos if info.arena]):
+            worker.arenas.setdefault(place.session, set()).update(arenas)
         place.worker = worker
         worker.runs.add(run)
         self._sent.add(run)
@@ -364,7 +363,6 @@ def _outcome(message: w.RunFinished | w.RunFailed, frame: Frame, transfer: Forwa
             message.nbytes,
             message.device,
             message.chunks,
-            frozenset(message.arenas),
             private_nbytes=message.private_nbytes,
         ),
         None,

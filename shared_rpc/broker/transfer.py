@@ -58,9 +58,8 @@ class ForwardedTransfer(SessionTransfer):
     def made(self, worker: Worker, record: Record) -> None:
         """Record that a result lies in chunks of a worker's pool."""
         self._results.update(dict.fromkeys(record.chunks, worker))
-        for number in record.arenas:
-            segment = record.segments[number]
-            if segment.info.id not in self._segments:
+        for segment in record.segments:
+            if segment.info.arena and segment.info.id not in self._segments:
                 self._segments[segment.info.id] = segment.duplicate(), worker
 
     def lost(self, worker: Worker) -> None:

@@ -127,13 +127,13 @@ class Exchanges:
         if number is None:
             number = next(self._ids) % LAST_ID + 1
         exchange = Exchange(number, request)
-        message, fds = request.addressed(self._sent) if request.arenas else (request.message, request.fds)
+        message, fds = request.addressed(self._sent) if request.segments else (request.message, request.fds)
         request.begin, request.unwritten = self._buffers.queued, False
         self._buffers.queue(message, number, request.payload, fds)
         request.sent = True
         request.end = self._buffers.queued
-        if request.arenas:
-            self._sent.update([segment.info.id for segment in request.arenas.values()])
+        if request.segments:
+            self._sent.update([segment.info.id for segment in request.segments if segment.info.arena])
         self.pending[number] = exchange
         return exchange
 
@@ -229,7 +229,7 @@ class Exchanges:
             answer = decode_message(frame)
         except ProtocolError as error:
             return str(error)
-        if frame.fds and isinstance(answer, m.Result) and answer.arenas and exchange.request.transfer is not None:
+        if frame.fds and isinstance(answer, m.Result) and exchange.request.transfer is not None:
             with suppress(OSError):  # if no file can be opened, the answer itself reports that
                 exchange.request.transfer.learn(answer, frame)
         return answer

@@ -56,7 +56,7 @@ def result_of(what: str, reply: Reply, transfer: ClientTransfer | None = None) -
         return ReceivedResult(what, message, frame.payload, Segment.received(message.segments, frame.fds))
     if message.freed:
         transfer.arguments.release(message.freed)
-    segments = transfer.segments(message.segments, message.kept, message.arenas, frame.fds)
+    segments = transfer.segments(message.segments, message.kept, frame.fds)
     if transfer.closed and any(segment.descriptor is None for segment in segments):
         for segment in segments:
             segment.close()
@@ -75,7 +75,7 @@ def rebuild(result: ReceivedResult, values: MutableMapping[str, Any]) -> Any:
         message = result.message
         label = f"object {message.object_id} of {result.what}" if message.object_id else f"the result of {result.what}"
         # In a list that is emptied: an error retained by the object's own code refers to this frame.
-        origin = message.owner, result.pooled, message.arenas, label, message.object_id
+        origin = message.owner, result.pooled, label, message.object_id
         value = [decode_result(result.skeleton, message.table, result.segments, *origin)]
         for segment in result.segments:
             if segment.info.slab:

@@ -80,22 +80,8 @@ def _request(
         table = _NO_TENSORS if arguments.table == EMPTY_TABLE else msgspec.Raw(arguments.table)
         message = kind(endpoint, arguments.args, arguments.kwargs, table, freed=freed, pooled=pooled, chain=chain)
         return Request(message, what, transfer=transfer)
-    message = kind(
-        endpoint,
-        **arguments.body([number for number, segment in enumerate(arguments.segments) if segment.descriptor is None]),
-        freed=freed,
-        pooled=pooled,
-        chain=chain,
-    )
-    arenas = {number: arguments.segments[number] for number in arguments.arenas}
-    fds = tuple(
-        [
-            segment.descriptor.number
-            for number, segment in enumerate(arguments.segments)
-            if segment.descriptor is not None and number not in arenas
-        ]
-    )
-    return Request(message, what, b"".join(arguments.skeletons), fds, arenas=arenas, transfer=transfer)
+    message = kind(endpoint, **arguments.body([]), freed=freed, pooled=pooled, chain=chain)
+    return Request(message, what, b"".join(arguments.skeletons), segments=arguments.segments, transfer=transfer)
 
 
 class _HasMemory(Exception):

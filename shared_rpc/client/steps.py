@@ -42,8 +42,8 @@ class Request(msgspec.Struct):
     ``what`` names the operation in errors. ``on_event`` is called with the updates before the reply; its error ends the
     operation. ``at_once``: the server answers at once, and the answer is used even after the caller's deadline.
 
-    ``arenas`` are segments by their numbers in the message, whose descriptors are sent once per connection; ``fds`` are those
-    of the others. ``transfer`` receives the server's news of memory.
+    ``segments`` are those of a call, in the order of the message: the descriptors of arenas are sent once per connection.
+    ``fds`` are the descriptors of other messages. ``transfer`` receives the server's news of memory.
     """
 
     message: m.Message
@@ -52,7 +52,7 @@ class Request(msgspec.Struct):
     fds: tuple[int, ...] = ()
     on_event: Callable[[TaskInfo], object] | None = None
     at_once: bool = False
-    arenas: dict[int, Segment] = msgspec.field(default_factory=dict)
+    segments: Sequence[Segment] = ()
     transfer: ClientTransfer | None = None
     #: True if the result is needed as memory even by a process that has the value itself.
     bare: bool = False
@@ -92,22 +92,14 @@ class Request(msgspec.Struct):
         return Request(self.message, self.what, transfer=self.transfer)
 
     def addressed(self, sent: set[str]) -> tuple[m.Message, tuple[int, ...]]:
-        """Return the message and its descriptors, for a connection that has the descriptors of the segments ``sent``."""
-        message = self.message
-        if not isinstance(message, m.Call):
-            return message, self.fds
-        new = {number: segment for number, segment in self.arenas.items() if segment.info.id not in sent}
-        if len(new) < len(self.arenas):
-            message = msgspec.structs.replace(message, kept=[*message.kept, *(self.arenas.keys() - new.keys())])
-        # In the order of their numbers.
-        others = iter(self.fds)
-        kept = set(message.kept)
-        fds = tuple(
-            new[number].fileno() if number in new else next(others)
-            for number in range(len(message.segments))
-            if number not in kept
-        )
-        return message, fds
+        """Return the message of a call and its descriptors, for a connection that has those of the arenas ``sent``."""
+        kept = [
+            number
+            for number, segment in enumerate(self.segments)
+            if segment.descriptor is None or (segment.info.arena and segment.info.id in sent)
+        ]
+        fds = tuple([segment.fileno() for number, segment in enumerate(self.segments) if number not in kept])
+        return msgspec.structs.replace(self.message, kept=kept), fds
 
 
 class Reply(msgspec.Struct):

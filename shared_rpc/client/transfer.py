@@ -68,11 +68,11 @@ class ClientTransfer:
         fds = iter(frame.fds)
         for number, info in enumerate(message.segments):
             fd = next(fds) if number not in message.kept else -1
-            if fd >= 0 and number in message.arenas and info.id not in self._spare:
+            if fd >= 0 and info.arena and info.id not in self._spare:
                 self._keep_spare(Segment.owning(info, os.dup(fd)))
 
     def _keep_spare(self, arena: Segment) -> None:
-        """Own an arena, unless another thread's connection has delivered it too, or the session has ended."""
+        """Own an arena, unless another thread has kept it too, or the session has ended."""
         if self._spare.setdefault(arena.info.id, arena) is not arena:
             arena.close()
         elif self.closed:
@@ -83,9 +83,7 @@ class ClientTransfer:
         if segment is not None:  # no other thread does it
             segment.close()
 
-    def segments(
-        self, infos: Sequence[SegmentInfo], kept: Sequence[int], arenas: Sequence[int], fds: list[int]
-    ) -> list[Segment]:
+    def segments(self, infos: Sequence[SegmentInfo], kept: Sequence[int], fds: list[int]) -> list[Segment]:
         """Make a reply's segments, which own the descriptors of the list, except kept segments, which arrived before.
 
         A segment of an ended session has no descriptor.
@@ -95,7 +93,7 @@ class ClientTransfer:
             if number not in kept:
                 found.append(Segment(info))
                 found[-1].adopt(fds)
-                if number in arenas and info.id not in self._spare:
+                if info.arena and info.id not in self._spare:
                     self._keep_spare(found[-1].duplicate())
             else:
                 spare = self._spare.get(info.id)
@@ -106,7 +104,7 @@ class ClientTransfer:
         """Process the memory of an abandoned reply."""
         if not isinstance(message, m.Result) or len(message.segments) != len(frame.fds) + len(message.kept):
             return
-        for segment in self.segments(message.segments, message.kept, message.arenas, frame.fds):
+        for segment in self.segments(message.segments, message.kept, frame.fds):
             segment.close()
         self.arguments.release(message.freed)
         self.references.release(message.chunks)

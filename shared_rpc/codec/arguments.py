@@ -71,7 +71,6 @@ def encode_arguments(
         placed.table(),
         skeletons,
         placed.segments,
-        placed.arenas,
         placed.chunks,
     )
 
@@ -93,7 +92,7 @@ def _encode_single(args: Sequence[Any], kwargs: dict[str, Any], kind: str, pool:
     if copied is None:
         return None
     copied.wait()
-    return Arguments(*written, copied.table, [], [copied.segment], (0,), (copied.chunk.number,))
+    return Arguments(*written, copied.table, [], [copied.segment], (copied.chunk.number,))
 
 
 def lower_arguments(args: Sequence[Any], kwargs: dict[str, Any], kind: str) -> tuple[list[Any], dict[str, Any]]:
@@ -123,14 +122,12 @@ def decode_arguments(arguments: Arguments) -> tuple[list[Any], dict[str, Any]]:
     if arguments.table == EMPTY_TABLE:
         return _lifted(arguments, [], [])
     if len(arguments.pooled) == 1 and not arguments.skeletons:
-        single = rebuild_single(
-            arguments.table, arguments.segments, cast("dict[int, ChunkReferences]", arguments.pooled), arguments.arenas
-        )
+        single = rebuild_single(arguments.table, arguments.segments, cast("dict[int, ChunkReferences]", arguments.pooled))
         if single is not None and arguments.args == _ALONE[0] and arguments.kwargs == NO_KWARGS:
             return [single], {}
         if single is not None:
             return _lifted(arguments, [single], [])
-    with MAPPINGS.attach(arguments.segments, keep=True, pooled=arguments.arenas) as mappings:
+    with MAPPINGS.attach(arguments.segments, keep=True) as mappings:
         tensors = tensors_of(
             read_table(arguments.table), mappings, cast("dict[int, ChunkReferences]", arguments.detach_pooled())
         )

@@ -57,8 +57,7 @@ class Placement:
         #: Bytes that readers map in place, and bytes that each reader copies or converts.
         self.nbytes = 0
         self.private_nbytes = 0
-        #: Numbers of the segments that are arenas of the pool, and of its used chunks.
-        self.arenas: set[int] = set()
+        #: Numbers of the used chunks of the pool.
         self.chunks: list[int] = []
         self._numbers: dict[str, int] = {}
         for span in found:
@@ -237,7 +236,6 @@ def _copy_into(pool: Pool, placement: Placement, rest: list[Block], device: torc
         placement.chunks.append(chunk.number)
         mapping = chunk.arena.mapping
         number = placement.segment(mapping, "read_write")
-        placement.arenas.add(number)
         placement.put(block, number, chunk.offset, chunk.number)
         _copy(block, mapping, chunk.offset)
     return True

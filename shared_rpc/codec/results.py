@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -138,7 +138,6 @@ def _record(skeleton: bytes, placed: Placement, device: str) -> Record:
         placed.nbytes,
         where,
         placed.chunks,
-        placed.arenas,
         private_nbytes=private,
     )
 
@@ -150,7 +149,6 @@ def decode_result(
     segments: Sequence[Segment],
     owner: str = "",
     pooled: dict[int, ChunkReferences] | None = None,
-    arenas: Collection[int] = (),
     label: str = "",
     object_id: str = "",
 ) -> Any:
@@ -159,7 +157,6 @@ def decode_result(
     :param owner: the id of the server that keeps the result, if any: its memory is not sent to that server again.
     :param pooled: the chunks of the server's pool that it lies in, and to whom they are given back; emptied, but if the memory
         cannot be mapped.
-    :param arenas: the numbers of the pool's segments.
     :param label: a description of the result, for messages.
     :param object_id: the id by which the server keeps the result, so that it can be suspended here; ``""`` if it does not.
     :raises CapabilityError: if this process cannot map the memory, or is to copy some of it and has none, or captures a graph.
@@ -168,7 +165,7 @@ def decode_result(
     if not segments and bytes(table) == EMPTY_TABLE:
         return _load(skeleton, [], [], []) if skeleton != _NONE else None
     if skeleton == ONE_TENSOR and segments and (pooled or segments[0].info.slab):
-        single = rebuild_single(table, segments, pooled or {}, arenas, owner, trusted=True, label=label, object_id=object_id)
+        single = rebuild_single(table, segments, pooled or {}, owner, trusted=True, label=label, object_id=object_id)
         if single is not None:
             _drain()
             return single
@@ -176,7 +173,7 @@ def decode_result(
     quick = len(table) + len(skeleton) < _FEW
     found = read_table(table)
     hidden = {entry.segment for entry in found.buffers}
-    attached = MAPPINGS.attach(segments, owner=owner, pooled=arenas, hidden=hidden, label=label)
+    attached = MAPPINGS.attach(segments, owner=owner, hidden=hidden, label=label)
     with attached as mappings, nullcontext() if quick else collector.paused():
         chunks = pooled if pooled is not None else {}
         tensors, storages = tensors_of(found, mappings, chunks, trusted=True, object_id=object_id)

@@ -5,7 +5,7 @@ What is not so plain goes the general way, which gives the same record: its read
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -59,7 +59,7 @@ class Copied(msgspec.Struct):
     def record(self) -> Record:
         """Return the record of the completed copy."""
         segments, device, chunks = (self.segment,), self.segment.info.device, (self.chunk.number,)
-        return Record(ONE_TENSOR, self.table, segments, self.nbytes, device, chunks, (0,))
+        return Record(ONE_TENSOR, self.table, segments, self.nbytes, device, chunks)
 
 
 def _plain(tensor: torch.Tensor) -> bool:
@@ -118,7 +118,6 @@ def rebuild_single(
     table: bytes | msgspec.Raw,
     segments: Sequence[Segment],
     pooled: dict[int, ChunkReferences],
-    arenas: Collection[int],
     owner: str = "",
     *,
     trusted: bool = False,
@@ -150,7 +149,7 @@ def rebuild_single(
 
     if pooled:
         references = pooled.get(place.chunk)
-        hold = references.holds.get(info.id) if references is not None and 0 in arenas else None
+        hold = references.holds.get(info.id) if references is not None else None
         if references is None or hold is None or info.nbytes > hold.mapping.info.nbytes:
             return None
         storage = storage_over(hold.mapping)

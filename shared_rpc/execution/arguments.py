@@ -30,23 +30,22 @@ def read_arguments(
         sends a descriptor of every segment except arenas.
     """
     transfer = transfers.find(session)
-    if transfer is None and (message.freed or message.arenas or message.chunks):
+    if transfer is None and (message.freed or message.chunks or any(info.arena for info in message.segments)):
         transfer = transfers.of(session)
     if transfer is not None and message.freed:
         transfer.release_results(message.freed)
-    memory = message.segments or message.skeletons or message.kept or message.arenas or message.chunks
+    memory = message.segments or message.skeletons or message.kept or message.chunks
     if not (memory or frame.fds or frame.payload):
         return Arguments(message.args, message.kwargs, bytes(message.table), nbytes=len(frame.body))
     numbers, kept = range(len(message.segments)), set(message.kept)
     if (
         len(numbers) != len(frame.fds) + len(kept)
-        or not kept.union(message.arenas).issubset(numbers)
+        or not kept.issubset(numbers)
         or sum(message.skeletons) != len(frame.payload)
         or min(message.skeletons, default=0) < 0
     ):
         raise ProtocolError("the descriptors or skeletons of a call do not match its message")
-    arguments = Arguments(message.args, message.kwargs, bytes(message.table), arenas=frozenset(message.arenas))
-    arguments.chunks = message.chunks
+    arguments = Arguments(message.args, message.kwargs, bytes(message.table), chunks=message.chunks)
     arguments.nbytes = len(frame.body) + len(frame.payload)
     arguments.session = session
     #: None for segments still to be looked up by their ids.
@@ -57,11 +56,8 @@ def read_arguments(
         if frame.fds:
             # The sent segments first: the client sends an arena only once, even if this call fails.
             _take_sent(segments, frame, message, transfer, trusted=segment_of is None)
-        if not kept.issubset(message.arenas):
-            _find_kept(segments, message, segment_of)
-        for number in message.kept:
-            if segments[number] is None and transfer is not None:
-                segments[number] = transfer.arena(message.segments[number].id)
+        if kept:
+            _find_kept(segments, message, transfer, segment_of)
         start = 0
         for size in message.skeletons:
             arguments.skeletons.append(frame.payload[start : start + size])
@@ -80,13 +76,13 @@ def _take_sent(
     segments: list[Segment | None], frame: Frame, message: m.Call, transfer: SessionTransfer | None, *, trusted: bool
 ) -> None:
     """Take ownership of the segments whose descriptors arrived with the call."""
-    kept, arenas = frozenset(message.kept), frozenset(message.arenas)
+    kept = frozenset(message.kept)
     sent = deque(frame.detach_fds())
     try:
         for number, info in enumerate(message.segments):
             if number in kept:
                 continue
-            if number in arenas and transfer is not None:
+            if info.arena and transfer is not None:
                 segments[number] = transfer.add_arena(info, sent.popleft())
             else:
                 segments[number] = Segment.owning(info if trusted else _renamed(info), sent.popleft(), foreign=not trusted)
@@ -99,15 +95,20 @@ def _renamed(info: SegmentInfo) -> SegmentInfo:
     return msgspec.structs.replace(info, id=new_segment_id())
 
 
-def _find_kept(segments: list[Segment | None], message: m.Call, segment_of: SegmentOf | None) -> None:
-    """Duplicate the segments of the server's objects, which are named by their ids."""
+def _find_kept(
+    segments: list[Segment | None], message: m.Call, transfer: SessionTransfer | None, segment_of: SegmentOf | None
+) -> None:
+    """Duplicate the segments named by their ids: the session's arenas, and segments of the server's objects."""
     unknown = []
-    for number in set(message.kept) - set(message.arenas):
-        segment_id = message.segments[number].id
-        found = segment_of(segment_id) if segment_of is not None else None
+    for number in set(message.kept):
+        info = message.segments[number]
+        if info.arena and transfer is not None:
+            segments[number] = transfer.arena(info.id)
+            continue
+        found = segment_of(info.id) if segment_of is not None else None
         if found is None:
-            unknown.append(segment_id[:100])
-        elif segments[number] is None:
+            unknown.append(info.id[:100])
+        else:
             # Mapped for writing, like the existing mapping; restored memory is mapped as it is shared, since it may be sealed.
             segments[number] = found.duplicate("read_write" if found.info.id == found.info.name else None)
     if unknown:

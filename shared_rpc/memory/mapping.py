@@ -61,8 +61,6 @@ class Mapping(msgspec.Struct, eq=False):
     gone: bool = False
     #: The id of the server that keeps the segment under its id; ``""`` for none.
     owner: str = ""
-    #: True if the bytes are reused after their reader has released them, so that they may not be shared again.
-    pooled: bool = False
     #: True if this process made the segment; True until it has published it.
     made: bool = False
     fresh: bool = False
@@ -86,6 +84,11 @@ class Mapping(msgspec.Struct, eq=False):
     def __str__(self) -> str:
         labels = "; ".join(self.labels)
         return f"segment {self.info.id} of {self.info.nbytes} bytes{f', with {labels}' if labels else ''}"
+
+    @property
+    def pooled(self) -> bool:
+        """True if the bytes are reused after their reader has released them, so that they may not be shared again."""
+        return self.info.arena
 
     @property
     def segment(self) -> Segment | None:
@@ -235,15 +238,15 @@ class MappingTable:
         self.homes: set[str] = set()
 
     @contextmanager
-    def create(self, nbytes: int, device: str, *, slab: bool = False) -> Iterator[Mapping]:
+    def create(self, nbytes: int, device: str, *, slab: bool = False, arena: bool = False) -> Iterator[Mapping]:
         """Make memory that is mapped for writing; it stays mapped while the block runs and then while it is in use.
 
-        :param slab: True if unrelated results share the segment.
+        :param slab: True if unrelated results share the segment. ``arena``: True if it belongs to a pool.
         """
         backend = backend_for(device)
         segment = backend.create(nbytes)
-        if slab:
-            segment.info = msgspec.structs.replace(segment.info, slab=True)
+        if slab or arena:
+            segment.info = msgspec.structs.replace(segment.info, slab=slab, arena=arena)
         mappings: list[Mapping] = []
         try:
             self._add(mappings, segment.info, backend, segment, keep=True)
@@ -261,7 +264,6 @@ class MappingTable:
         *,
         keep: bool = False,
         owner: str = "",
-        pooled: Collection[int] = (),
         hidden: Collection[int] = (),
         label: str = "",
     ) -> Iterator[list[Mapping]]:
@@ -272,7 +274,6 @@ class MappingTable:
 
         :param keep: keep a descriptor in any case, so that this process can publish the memory again.
         :param owner: the id of the server that keeps the segments.
-        :param pooled: the numbers of the segments that are arenas.
         :param hidden: the numbers of segments not found by :meth:`find`, as copy-on-write ones are not.
         :param label: a description of the contents, for messages.
         """
@@ -293,7 +294,6 @@ class MappingTable:
                         mappings += (known,)
                     mapping = mappings[-1]
                     mapping.owner = owner or mapping.owner
-                    mapping.pooled = mapping.pooled or number in pooled
                     mapping.label(label)
                     if not (mapping.pooled or mapping.hidden):
                         self._keep(mapping, segment, publishes=keep or self.keeps)

@@ -116,8 +116,7 @@ class Pool:
         size = min(max(nbytes, total, self.options.initial), self.options.limit - total)
         if size < nbytes:
             return None
-        with MAPPINGS.create(size, device) as mapping:
-            mapping.pooled = True
+        with MAPPINGS.create(size, device, arena=True) as mapping:
             mapping.publish("read_write")
             arena = Arena(MAPPINGS.hold(mapping), mapping, Extents(mapping.info.nbytes))
         arenas.append(arena)

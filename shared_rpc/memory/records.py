@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -27,7 +27,6 @@ class Record(msgspec.Struct, eq=False):
     :param nbytes: shared bytes: of all distinct storages and of buffers.
     :param device: the id of their device; by default that of the first segment, or the host.
     :param chunks: the numbers of its chunks in a pool; such a record is for one reader, which returns them.
-    :param arenas: the numbers of the segments that belong to the pool.
     :param private_nbytes: bytes copied by every process that rebuilds the value; by default those of the skeleton.
     """
 
@@ -37,7 +36,6 @@ class Record(msgspec.Struct, eq=False):
     nbytes: int
     device: str = ""
     chunks: Sequence[int] = ()
-    arenas: Collection[int] = ()
     private_nbytes: int = -1
 
     def __post_init__(self) -> None:
@@ -56,8 +54,7 @@ class Record(msgspec.Struct, eq=False):
         return {
             "table": msgspec.Raw(self.table),
             "segments": infos,
-            "kept": [number for number in self.arenas if infos[number].id in known],
-            "arenas": list(self.arenas),
+            "kept": [number for number, info in enumerate(infos) if info.arena and info.id in known],
             "chunks": list(self.chunks),
         }
 
@@ -73,9 +70,8 @@ class Arguments(msgspec.Struct):
     ``args`` and ``kwargs`` are plain data in MessagePack, see :func:`shared_rpc.protocol.values.encode_call`: a process that
     forwards a call does not decode them.
 
-    This object owns the segments' descriptors. Those with the numbers ``arenas`` are of the caller's pool, of which the
-    arguments use the chunks ``chunks``. In the reading process, ``pooled`` has the sink that takes back each chunk: a
-    :class:`ChunkReferences` if that maps them.
+    This object owns the segments' descriptors. ``chunks`` are those of the caller's pool. In the reading process, ``pooled``
+    has the sink that takes back each chunk: a :class:`ChunkReferences` if that maps them.
 
     ``session``: the owner of the memory, which differs from the run's if the call became a task. ``nbytes``: bytes of the
     message that carried them, without the memory.
@@ -86,7 +82,6 @@ class Arguments(msgspec.Struct):
     table: bytes = EMPTY_TABLE
     skeletons: list[bytes] = msgspec.field(default_factory=list)
     segments: list[Segment] = msgspec.field(default_factory=list)
-    arenas: Collection[int] = ()
     chunks: Sequence[int] = ()
     session: str = ""
     pooled: dict[int, ChunkSink] = msgspec.field(default_factory=dict)
@@ -98,14 +93,14 @@ class Arguments(msgspec.Struct):
         :param kept: the numbers of segments that the reader has by id.
         :param lent: False if there is no session to which chunks would be returned.
         """
+        infos = [segment.info for segment in self.segments]
         return {
             "args": self.args,
             "kwargs": self.kwargs,
             "table": msgspec.Raw(self.table),
-            "segments": [segment.info for segment in self.segments],
+            "segments": infos if lent else [msgspec.structs.replace(info, arena=False) for info in infos],
             "skeletons": [len(skeleton) for skeleton in self.skeletons],
             "kept": kept,
-            "arenas": list(self.arenas) if lent and self.chunks else [],
             "chunks": list(self.chunks) if lent else [],
         }
 

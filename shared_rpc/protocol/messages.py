@@ -108,9 +108,8 @@ class Call(Message):
     table over ``segments``. Their descriptors are in the frame, except those of the numbers ``kept``, which the server has by
     id. The payload has one skeleton of each size in ``skeletons``.
 
-    The segments with the numbers ``arenas`` belong to the caller's pool, which the server keeps mapped for the session; the
-    call uses its chunks ``chunks``. ``freed`` are chunks of the server's pool that it returns. ``pooled`` allows the result
-    in that pool.
+    The call uses the chunks ``chunks`` of the caller's pool, whose arenas the server keeps mapped for the session. ``freed``
+    are chunks of the server's pool that it returns. ``pooled`` allows the result in that pool.
 
     ``chain`` is set if an endpoint of the same server makes the call, see :attr:`shared_rpc.context.RunContext.chain`.
     """
@@ -122,7 +121,6 @@ class Call(Message):
     segments: Segments = []
     skeletons: Numbers = []
     kept: Numbers = []
-    arenas: Numbers = []
     chunks: Chunks = []
     freed: Chunks = []
     pooled: bool = False
@@ -132,15 +130,14 @@ class Call(Message):
 class RecordBody(Message):
     """Record sent from a worker to its broker, or from a server to a client. The payload is its skeleton.
 
-    The segments with the numbers ``arenas`` belong to the pool of results of this session; the descriptors of those also in
-    ``kept`` were sent before in this session, the others are in the frame. The result uses the pool's chunks ``chunks``.
-    ``freed`` are returned chunks of the client's pool.
+    The descriptors of the segments are in the frame, except those of the numbers ``kept``: arenas of the pool of results of
+    this session, which were sent before. The result uses the pool's chunks ``chunks``. ``freed`` are returned chunks of the
+    client's pool.
     """
 
     table: msgspec.Raw
     segments: list[SegmentInfo]
     kept: list[int] = []
-    arenas: list[int] = []
     chunks: list[int] = []
     freed: list[int] = []
 

@@ -28,8 +28,8 @@ class SegmentInfo(msgspec.Struct, frozen=True, array_like=True):
 
     ``id`` is unique on the host, ``nbytes`` the size of its mapping (a multiple of the backend's granularity), ``device``
     ``"cpu"`` or the GPU's UUID (``"GPU-…"``), ``access`` the access mode of consumers, ``mechanism`` how it is made and opened.
-    ``slab``: True if it contains unrelated results, see
-    :mod:`shared_rpc.memory.slabs`.
+    ``slab``: True if it contains unrelated results, see :mod:`shared_rpc.memory.slabs`. ``arena``: True if it belongs to a
+    session's pool, whose reader keeps it mapped.
 
     New memory with the bytes of an ended segment has the same :attr:`name`, but its own id: an incarnation.
     """
@@ -40,6 +40,7 @@ class SegmentInfo(msgspec.Struct, frozen=True, array_like=True):
     access: Access = "read_write"
     mechanism: Mechanism = "memfd"
     slab: bool = False
+    arena: bool = False
 
     @property
     def name(self) -> str:

@@ -328,7 +328,7 @@ class RemoteCaller(msgspec.Struct, eq=False):
         )
         owners = tuple([segment.owner for number, segment in enumerate(record.segments) if number not in message.kept])
         if self.reply(message, record.skeleton, owners):
-            sent.update(message.segments[number].id for number in message.arenas)
+            sent.update([info.id for info in message.segments if info.arena])
             return True
         if transfer is not None:
             transfer.release_results(record.chunks)

@@ -314,7 +314,7 @@ class WorkerHost:
         fds = tuple([segment.fileno() for number, segment in enumerate(record.segments) if number not in message.kept])
         try:
             self._stream.send(message, run.number, record.skeleton, fds)
-            sent.update([message.segments[number].id for number in message.arenas])
+            sent.update([info.id for info in message.segments if info.arena])
         except Exception as error:
             if transfer is not None:
                 transfer.release_results(record.chunks)

@@ -305,7 +305,7 @@ def chunk_call(endpoint: str = "doubled", arena: str = "mine", **fields: Any) ->
     """Return a call with four floats in a chunk of an arena."""
     table = TensorTable(("cpu",), (StorageEntry(0, 0, 16, 0, 1),), (TensorEntry(0, "float32", 0, (4,), (1,)),))
     raw = msgspec.Raw(msgspec.msgpack.encode(table))
-    return m.Call(endpoint, [encode(TensorRef(0))], table=raw, segments=[SegmentInfo(arena, 4096, "cpu")], **fields)
+    return m.Call(endpoint, [encode(TensorRef(0))], table=raw, segments=[SegmentInfo(arena, 4096, "cpu", arena=True)], **fields)
 
 
 def returned(raw: Raw, count: int, *answers: m.Message) -> list[int]:
@@ -344,11 +344,11 @@ class TestHostile:
     def test_arenas_are_sent_once(self, server: Server, client: Client, arena: int) -> None:
         """Later messages of the session name them by id, which is valid only there."""
         with Raw(server.socket_path) as raw:
-            first = raw.ask(chunk_call(arenas=[0], chunks=[1]), fds=[arena])
-            again = raw.ask(chunk_call(arenas=[0], kept=[0], chunks=[1]))
+            first = raw.ask(chunk_call(chunks=[1]), fds=[arena])
+            again = raw.ask(chunk_call(kept=[0], chunks=[1]))
             assert returned(raw, 2, first, again) == [1, 1]
             with Raw(server.socket_path) as stranger:
-                error = stranger.ask(chunk_call(arenas=[0], kept=[0], chunks=[1]))
+                error = stranger.ask(chunk_call(kept=[0], chunks=[1]))
                 assert isinstance(error, m.Error)
                 assert error.code == "segment-not-found"
 
@@ -356,7 +356,7 @@ class TestHostile:
         """A client cannot fill the server's table of descriptors with them."""
         fds = open_fds()
         with Raw(server.socket_path) as raw:
-            calls = [chunk_call(arena=f"arena-{number}", arenas=[0], chunks=[number]) for number in range(80)]
+            calls = [chunk_call(arena=f"arena-{number}", chunks=[number]) for number in range(80)]
             answers = [raw.ask(call, fds=[arena]) for call in calls]
             assert [type(answer) for answer in answers] == [m.Result] * 64 + [m.Error] * 16
         eventually(lambda: open_fds() <= fds + 1)
@@ -364,7 +364,7 @@ class TestHostile:
     def test_refused_calls_return_their_chunks(self, server: Server, client: Client, arena: int) -> None:
         """Whatever the reason."""
         with Raw(server.socket_path) as raw:
-            message = chunk_call("nothing_of_that_name", arenas=[0], chunks=[41, 42])
+            message = chunk_call("nothing_of_that_name", chunks=[41, 42])
             assert isinstance(raw.ask(message, fds=[arena]), m.Error)
             message.args = [["no such tag"]]
             raw.ask(message, fds=[arena])
@@ -377,10 +377,10 @@ class TestHostile:
             result = raw.ask(m.Call("cached"))
             assert isinstance(result, m.Result)
             claim = chunk_call(kept=[0], chunks=[1])
-            claim.segments = result.segments
-            error = raw.ask(claim)
-            assert isinstance(error, m.Error)
-            assert (error.code, "belongs to no pool" in error.text) == ("codec", True)
+            for arena, why in ((False, "belongs to no pool"), (True, "the session has no arena")):
+                claim.segments = [msgspec.structs.replace(info, arena=arena) for info in result.segments]
+                error = raw.ask(claim)
+                assert isinstance(error, m.Error) and why in error.text
         found = MAPPINGS.find(mine.data_ptr())
         assert found is not None
         assert not found[0].pooled

@@ -351,7 +351,6 @@ MISMATCHED = (tensor_call(segments=2), tensor_call(segments=0), tensor_call(skel
 MISPLACED = (
     *(tensor_call(kept=kept) for kept in ([-1], [0, 1])),
     tensor_call(segments=2, kept=[0, 0]),
-    *(tensor_call(kept=[0], arenas=[place]) for place in (5, -1)),
 )
 #: Tensors beyond the memory that was sent. For all rules of tables see `rules/test_records.py`.
 UNFIT = (

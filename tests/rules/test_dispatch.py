@@ -116,10 +116,8 @@ def ran() -> Callable[..., tuple[w.RunFinished, list[int]]]:
 
     def make(chunks: list[int], returned: list[int]) -> tuple[w.RunFinished, list[int]]:
         with HOST.create(4096) as segment:
-            info, number = segment.info, os.dup(segment.fileno())
-        message = w.RunFinished(
-            msgspec.Raw(EMPTY_TABLE), [info], arenas=[0], chunks=chunks, freed=returned, nbytes=4096, private_nbytes=0
-        )
+            info, number = msgspec.structs.replace(segment.info, arena=True), os.dup(segment.fileno())
+        message = w.RunFinished(msgspec.Raw(EMPTY_TABLE), [info], chunks=chunks, freed=returned, nbytes=4096, private_nbytes=0)
         return message, [number]
 
     return make

@@ -130,7 +130,7 @@ def test_short_lived_results_are_copied_as_arguments(no_leaks: None, alone: bool
     with closing(Pool(options)) as theirs, closing(Pool(options)) as mine:
         with closing(publish(torch.ones(3), "cpu", "read_write", "f", theirs)) as record:
             pooled = dict.fromkeys(record.chunks, references)
-            result = decode_result(record.skeleton, record.table, record.segments, "server", pooled, record.arenas)
+            result = decode_result(record.skeleton, record.table, record.segments, "server", pooled)
         with closing(encode_arguments([result] if alone else [result, result[1:]], {}, "cpu", "server", mine)) as arguments:
             assert len(arguments.chunks) == mine.used == 1
             assert [segment.info.id for segment in arguments.segments] != ids(record)

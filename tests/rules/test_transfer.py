@@ -22,7 +22,7 @@ from shared_rpc.errors import ConnectionClosed
 from shared_rpc.execution import transfer as server_module
 from shared_rpc.memory import chunk_references
 from shared_rpc.memory.backends.choice import backend_for
-from shared_rpc.memory.backends.host import HOST, MemfdBackend
+from shared_rpc.memory.backends.host import MemfdBackend
 from shared_rpc.memory.chunk_references import ChunkReferences
 from shared_rpc.memory.devices import device_id
 from shared_rpc.memory.pool import Pool, PoolOptions
@@ -186,12 +186,13 @@ def test_few_chunks_are_marked_after_a_second_of_requests(idle: Idle) -> None:
 def arena() -> Iterator[Segment]:
     """An arena, as the server has it."""
     with MemfdBackend().create(4096) as segment:
+        segment.info = msgspec.structs.replace(segment.info, arena=True)
         yield segment
 
 
 def answer(arena: Segment) -> tuple[m.Result, Frame]:
     """Return a reply with an arena's descriptor, like the first one of each connection."""
-    message = m.Result(msgspec.Raw(b""), [arena.info], arenas=[0])
+    message = m.Result(msgspec.Raw(b""), [arena.info])
     return message, Frame(0, 1, b"", fds=[os.dup(arena.fileno())])
 
 
@@ -223,7 +224,7 @@ def test_an_arena_that_comes_while_another_thread_works(
     assert not work
     gc.collect()
     assert descriptors(arena) == before + (not transfer.closed)
-    with transfer.segments(message.segments, [0], [0], [])[0] as kept:
+    with transfer.segments(message.segments, [0], [])[0] as kept:
         assert kept.closed == transfer.closed
     transfer.close()
     assert descriptors(arena) == before
@@ -232,18 +233,17 @@ def test_an_arena_that_comes_while_another_thread_works(
 
 
 @pytest.mark.usefixtures("no_leaks")
-def test_results_of_an_ended_session_are_refused() -> None:
+def test_results_of_an_ended_session_are_refused(arena: Segment) -> None:
     """The memory was given by name, and another request has met the next server meanwhile."""
     transfer = ClientTransfer(PoolOptions(), lambda numbers: None)
-    with HOST.create(4096) as segment:
-        message = m.Result(msgspec.Raw(EMPTY_TABLE), [segment.info], [0], [0], owner="server")
-        for taken in transfer.segments([segment.info], [], [0], [os.dup(segment.fileno())]):
-            taken.close()
-        with result_of("echo()", Reply(message, Frame(9, 1, b"", b"", [])), transfer) as result:
-            assert os.path.sameopenfile(result.segments[0].fileno(), segment.fileno())
-        transfer.close()
-        with pytest.raises(ConnectionClosed, match=r"before the result of echo\(\) was mapped"):
-            result_of("echo()", Reply(message, Frame(9, 1, b"", b"", [])), transfer)
+    message = m.Result(msgspec.Raw(EMPTY_TABLE), [arena.info], [0])
+    for taken in transfer.segments([arena.info], [], [os.dup(arena.fileno())]):
+        taken.close()
+    with result_of("echo()", Reply(message, Frame(9, 1, b"", b"", [])), transfer) as result:
+        assert os.path.sameopenfile(result.segments[0].fileno(), arena.fileno())
+    transfer.close()
+    with pytest.raises(ConnectionClosed, match=r"before the result of echo\(\) was mapped"):
+        result_of("echo()", Reply(message, Frame(9, 1, b"", b"", [])), transfer)
 
 
 @pytest.mark.gpu
