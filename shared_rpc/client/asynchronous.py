@@ -7,7 +7,6 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
@@ -19,14 +18,15 @@ from shared_rpc.client.async_link import AsyncLink
 from shared_rpc.client.base import OWN_TIMEOUT, BaseClient, Turn
 from shared_rpc.client.exchange import PROMPT
 from shared_rpc.client.handle import Lease
-from shared_rpc.client.link import Link
-from shared_rpc.client.replies import too_late
-from shared_rpc.client.session import RENEWAL, Renewal, Search, renewing, takeover
+from shared_rpc.client.session import RENEWAL
 from shared_rpc.client.steps import (
+    Ask,
     CoroutineMethods,
     Lend,
     Notify,
+    Open,
     Operation,
+    Pause,
     Reach,
     Reply,
     Request,
@@ -39,7 +39,6 @@ from shared_rpc.client.steps import (
 from shared_rpc.client.suspension import renewed
 from shared_rpc.client.transfer import TransferClosed
 from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
-from shared_rpc.lifecycle.finalizer import Job
 
 T = TypeVar("T")
 
@@ -50,28 +49,11 @@ _QUICK = 2048
 class CoroutineDriver(BaseClient, CoroutineMethods):
     """The driver of :class:`shared_rpc.AsyncClient`: all operations share one connection, concurrently."""
 
-    def _begin(self) -> None:
-        self._closed = False
-        self._new_transfer = self._transfers()
-        self._disconnected()
-
-    def _end_job(self) -> Job | None:
-        # No coroutine waits any more, since it would refer to the client: the link can end without the loop.
-        link = getattr(self, "_link", None)
-        return functools.partial(_leave, link) if link is not None else None
-
-    def _after_fork(self) -> None:
-        super()._after_fork()
-        self._disconnected()
+    _link: AsyncLink | None
 
     def _disconnected(self) -> None:
-        #: The session; None before the first one, and after :meth:`close`.
-        self._link: AsyncLink | None = None
+        super()._disconnected()
         self._connecting = anyio.Lock()
-
-    def _links(self) -> list[AsyncLink]:
-        link = self._link
-        return [link] if link is not None else []
 
     async def close(self) -> None:
         """Close the connection and release the leases. Tensors stay valid; every later operation fails."""
@@ -93,15 +75,7 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
         with anyio.CancelScope(shield=True):
             await self.close()
 
-    # Requests of handles.
-
-    def _has_lease(self, handle: Lease[Any]) -> bool:
-        return handle.in_session(self._link)
-
     # Driving of operations.
-
-    def _known(self) -> AsyncLink | None:
-        return self._link
 
     async def _run(self, operation: Operation[T], *, patience: float | None = None, timeout: float | None = OWN_TIMEOUT) -> T:
         """Drive an operation like :func:`shared_rpc.client.steps.drive`."""
@@ -141,7 +115,13 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
                 result = step.callback(step.info)
                 return await result if inspect.isawaitable(result) else None
             case Reach():
-                return await self._connected(turn)
+                return await self._connected(turn, turn.deadline)
+            case Open():
+                return await AsyncLink.open(step.path, step.seconds)
+            case Ask():
+                return await step.link.exchange(step.request, anyio.current_time() + PROMPT)
+            case Pause():
+                await anyio.sleep(step.seconds)
             case Within():
                 turn.deadline = step.deadline(anyio.current_time())
             case Tell():
@@ -156,11 +136,7 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
         while True:
             link = self._link
             if link is None or not link.usable:  # else without a scope, which takes longer than all else here
-                link = None
-                with anyio.CancelScope(deadline=deadline):
-                    link = await self._connected(turn)
-                if link is None:
-                    raise too_late(request.what)
+                link = await self._connected(turn, deadline)
             if request.transfer is not None and request.transfer is not link.transfer:
                 raise TransferClosed
             turn.link = link
@@ -173,72 +149,23 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
                 if self._closed or not self._repeats(request, link, error) or anyio.current_time() > deadline:
                     raise
 
-    async def _connected(self, turn: Turn) -> AsyncLink:
-        link = self._link
-        if link is not None and link.usable:
-            return link
-        renewal: Renewal | None = None
-        async with self._connecting:
-            if self._closed:
-                raise ConnectionClosed("this client is closed")
-            if self._link is None or not self._link.usable:
-                link, renewal = await self._connect(turn, self._link)
-            else:
+    async def _connected(self, turn: Turn, deadline: float) -> AsyncLink:
+        """Return the link; if there is none, one operation at a time connects."""
+        link: AsyncLink | None = None
+        outdated: list[Lease[Any]] = []
+        with anyio.CancelScope(deadline=deadline):
+            async with self._connecting:
+                if not self._closed and (self._link is None or not self._link.usable):
+                    session = self._new_session(turn.patience, deadline - anyio.current_time())
+                    outdated = await self._run(session, timeout=None)
                 link = self._link
-        outdated = renewal.outdated() if renewal is not None else []
-        if outdated:
-            await self._run(renewed(self, outdated), timeout=RENEWAL)
+            if outdated:
+                await self._run(renewed(self, outdated), timeout=RENEWAL)
+        if self._closed:
+            raise ConnectionClosed("this client is closed")
+        if link is None:
+            raise ConnectError(f"cannot connect to {self.socket_path} in time")
         return link
-
-    async def _connect(self, turn: Turn, earlier: AsyncLink | None) -> tuple[AsyncLink, Renewal | None]:
-        """Begin a session, which takes over the leases of the previous one."""
-        search = Search(self.socket_path, turn.patience)
-        while True:
-            try:
-                link, renewal = await self._reach(search.path, earlier)
-                break
-            except ConnectError as error:
-                await anyio.sleep(search.failed(error))
-        try:
-            if earlier is not None:
-                earlier.close("the server closed the connection")
-                await anyio.to_thread.run_sync(earlier.transfer.close)
-            if self._closed:
-                raise ConnectionClosed("this client is closed")
-        except BaseException:
-            link.close()
-            raise
-        # No await from here on: a cancelled operation has either the session or its resources.
-        link.transfer = self._new_transfer()
-        self._link = link
-        if renewal is not None:
-            renewal.move(link)
-            with suppress(SharedRPCError):
-                for message in renewal.corrections():
-                    link.post(message)
-        return link, renewal
-
-    async def _reach(self, path: str, earlier: AsyncLink | None) -> tuple[AsyncLink, Renewal | None]:
-        """Open a link, and request the leases of the previous session.
-
-        :raises ConnectError: if there is no server, or it disconnects at once.
-        """
-        link = await AsyncLink.open(path, self._timeout if self._timeout is not None else 3600.0)
-        try:
-            renewal = takeover(self._leases, earlier, link)
-            if renewal is not None:
-                with renewing(path):
-                    renewal.granted(await link.exchange(renewal.request, anyio.current_time() + PROMPT))
-        except BaseException:
-            link.close()
-            raise
-        return link, renewal
-
-
-def _leave(link: Link) -> None:
-    link.ended = True
-    link.close()
-    link.transfer.close()
 
 
 class ShieldedThreadJob:

@@ -7,8 +7,9 @@ import importlib
 import math
 import os
 import sys
+import threading
+import time
 import weakref
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Self
@@ -19,14 +20,14 @@ from shared_rpc.client.exchange import PROMPT, release_for
 from shared_rpc.client.handle import Lease
 from shared_rpc.client.link import BlockingLink, Link
 from shared_rpc.client.sending import send
-from shared_rpc.client.session import LeaseBook
+from shared_rpc.client.session import LeaseBook, Search, connected
 from shared_rpc.client.steps import Known, Lend, Operation, Reply, Request, Step, Tell, Work, drive
 from shared_rpc.client.subscriptions import LinkSource, Subscriptions
 from shared_rpc.client.suspension import Context, Suspensions, released
 from shared_rpc.client.transfer import ClientTransfer, TransferClosed
 from shared_rpc.errors import ConnectionClosed, SharedRPCError
 from shared_rpc.forks import after_fork
-from shared_rpc.lifecycle.finalizer import FINALIZER, Job, weakly
+from shared_rpc.lifecycle.finalizer import FINALIZER, weakly
 from shared_rpc.memory.devices import device_id, device_tag
 from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.protocol import messages as m
@@ -106,7 +107,9 @@ class BaseClient(Context):
         self._leases = LeaseBook()
         self._suspensions = Suspensions(self._leases)
         self._watch = Subscriptions(weakly(self._news_source))
-        self._begin()
+        self._closed = False
+        self._new_transfer = self._transfers()
+        self._disconnected()
         preload_codec()
         after_fork(self._after_fork)
 
@@ -120,11 +123,14 @@ class BaseClient(Context):
         """
         return cls(socket_path=read_ticket(ticket).socket_path, **options)
 
-    _closed: bool
+    #: Starts a server if none listens: called with the socket's path, the seconds for the start, and the deadline.
+    _summon: Callable[[str, float, float], None] | None = None
 
-    @abstractmethod
-    def _begin(self) -> None:
-        """Prepare to connect."""
+    def _disconnected(self) -> None:
+        """Begin without a session."""
+        self._lock = threading.RLock()
+        #: The session; None before the first one, and after :meth:`close`.
+        self._link: Any = None
 
     def _transfers(self) -> Callable[[], ClientTransfer]:
         """Return a function that creates the pools of a new session."""
@@ -136,9 +142,10 @@ class BaseClient(Context):
 
         return new_transfer
 
-    @abstractmethod
     def _links(self) -> Sequence[Link]:
         """Return the active sessions."""
+        link = self._link
+        return [link] if link is not None else []
 
     def _return_chunks(self, transfer: ClientTransfer, chunks: list[int]) -> None:
         """Return chunks of the server's pool, in their session; from another thread.
@@ -156,20 +163,14 @@ class BaseClient(Context):
         self._watch = Subscriptions(weakly(self._news_source))
         self._leases = LeaseBook()
         self._suspensions = Suspensions(self._leases)
-
-    @abstractmethod
-    def _end_job(self) -> Job | None:
-        """Return a job that ends the session and does not refer to the client; None if there is no session.
-
-        Called in a finaliser: it must neither block nor lock.
-        """
+        self._disconnected()
 
     def __del__(self) -> None:
         """End the session of a client that was collected without being closed."""
-        job = self._end_job()
-        if job is None or sys.is_finalizing():
+        link = getattr(self, "_link", None)  # a client whose constructor failed has none
+        if link is None or sys.is_finalizing():
             return  # the kernel closes the connections when the process ends
-        FINALIZER.submit(job)
+        FINALIZER.submit(functools.partial(end, link))  # the job must not refer to the client
         FINALIZER.submit(self._watch.close)
 
     @property
@@ -179,9 +180,43 @@ class BaseClient(Context):
             self._socket_path = socket_path(resolve_base_path(self._base_path), device_tag(device_id(self._device)))
         return self._socket_path
 
-    @abstractmethod
     def _known(self) -> Link | None:
         """Return the current session, if any."""
+        return self._link if not self._closed else None
+
+    def _has_lease(self, handle: Lease[Any]) -> bool:
+        return handle.in_session(self._link)
+
+    def _new_session(self, patience: float, seconds: float) -> Operation[list[Lease[Any]]]:
+        """Wait for a server, and begin a session, which takes over the leases of the previous one.
+
+        :param patience: seconds to wait for a server to listen; ``seconds``: those until the operation's deadline.
+        :returns: the active handles whose memory the server has replaced.
+        """
+        earlier, deadline = self._link, time.monotonic() + seconds
+        search = Search(self.socket_path, patience, deadline, self._summon)
+        link, renewal = yield from connected(search, self._leases, earlier, deadline)
+        try:
+            with self._lock:
+                if self._closed or self._link is not earlier:
+                    link.close()
+                    return []
+                link.transfer = self._new_transfer()
+                self._link = link
+                if renewal is not None:
+                    renewal.move(link)
+            if earlier is not None:
+                earlier.close("another connection has replaced this one")
+                yield Work(earlier.transfer.close)  # for a GPU this waits for the device
+            if renewal is None:
+                return []
+            for message in renewal.corrections():
+                with suppress(SharedRPCError):
+                    link.post(message)
+            return renewal.outdated()
+        except BaseException:
+            link.doubtful = True
+            raise
 
     def _lend(self, step: Lend, turn: Turn) -> Lease[Any]:
         """Return the handle of a value that arrived with a lease."""
@@ -261,3 +296,10 @@ class BaseClient(Context):
 
     def _unwatch(self) -> None:
         self._watch.close()
+
+
+def end(link: Link) -> None:
+    """End a session."""
+    link.ended = True
+    link.close()
+    link.transfer.close()

@@ -5,21 +5,22 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from shared_rpc.client.base import OWN_TIMEOUT, BaseClient, Turn
+from shared_rpc.client.base import OWN_TIMEOUT, BaseClient, Turn, end
 from shared_rpc.client.exchange import PROMPT
 from shared_rpc.client.handle import Lease
-from shared_rpc.client.link import BlockingLink, Link
-from shared_rpc.client.session import RENEWAL, RETRY, Renewal, Search, renewing, takeover
+from shared_rpc.client.link import BlockingLink
+from shared_rpc.client.session import RENEWAL, RETRY
 from shared_rpc.client.steps import (
+    Ask,
     BlockingMethods,
     Lend,
     Notify,
+    Open,
     Operation,
+    Pause,
     Reach,
     Reply,
     Request,
@@ -32,7 +33,6 @@ from shared_rpc.client.steps import (
 from shared_rpc.client.suspension import renewed
 from shared_rpc.client.transfer import TransferClosed
 from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
-from shared_rpc.lifecycle.finalizer import Job
 from shared_rpc.memory.mapping import MAPPINGS
 
 T = TypeVar("T")
@@ -57,31 +57,11 @@ class BlockingDriver(BaseClient, BlockingMethods):
     chunk of a pool, and recording it. Unrecorded resources are released with the session.
     """
 
-    #: Starts a server if none listens: called with the socket's path, the seconds for the start, and the deadline.
-    _summon: Callable[[str, float, float], None] | None = None
-
-    def _begin(self) -> None:
-        self._closed = False
-        self._new_transfer = self._transfers()
-        self._disconnected()
+    _link: BlockingLink | None
 
     def _disconnected(self) -> None:
-        self._lock = threading.RLock()
+        super()._disconnected()
         self._opening: _Opening | None = None
-        #: The session; None before the first one, and after :meth:`close`.
-        self._link: BlockingLink | None = None
-
-    def _end_job(self) -> Job | None:
-        link = getattr(self, "_link", None)  # a client whose constructor failed has none
-        return functools.partial(_end, link) if link is not None else None
-
-    def _after_fork(self) -> None:
-        super()._after_fork()
-        self._disconnected()
-
-    def _links(self) -> list[BlockingLink]:
-        link = self._link
-        return [link] if link is not None else []
 
     def close(self) -> None:
         """Close the connection and release the leases. Tensors stay valid; every later operation fails."""
@@ -90,7 +70,7 @@ class BlockingDriver(BaseClient, BlockingMethods):
             self._closed = True
             link = self._link
         if link is not None:  # also one whose end was interrupted
-            _end(link)
+            end(link)
             self._link = None
 
     def __enter__(self) -> Self:
@@ -105,13 +85,7 @@ class BlockingDriver(BaseClient, BlockingMethods):
         super()._end_lease_soon(object_id, session)
         MAPPINGS.drain()
 
-    def _has_lease(self, handle: Lease[Any]) -> bool:
-        return handle.in_session(self._link)
-
     # Driving of operations.
-
-    def _known(self) -> BlockingLink | None:
-        return self._link if not self._closed else None
 
     def _run(self, operation: Operation[T], *, patience: float | None = None, timeout: float | None = OWN_TIMEOUT) -> T:
         turn = Turn(self._connect_timeout if patience is None else patience)
@@ -134,6 +108,12 @@ class BlockingDriver(BaseClient, BlockingMethods):
                 return step.callback(step.info)
             case Reach():
                 return self._connected(turn, turn.deadline)
+            case Open():
+                return BlockingLink.open(step.path, step.seconds)
+            case Ask():
+                return step.link.exchange(step.request, time.monotonic() + PROMPT)
+            case Pause():
+                time.sleep(step.seconds)
             case Within():
                 turn.deadline = step.deadline(time.monotonic())
             case Tell():
@@ -174,6 +154,7 @@ class BlockingDriver(BaseClient, BlockingMethods):
             if link is not None and link.ready and not self._closed:
                 return link
             opening: _Opening | None = None
+            outdated: list[Lease[Any]] = []
             try:
                 with self._lock:
                     if self._closed:
@@ -185,7 +166,8 @@ class BlockingDriver(BaseClient, BlockingMethods):
                         opening = self._opening = _Opening(turn)
                 # The thread that connects may be this one, interrupted by the present signal handler.
                 if opening.turn is turn or opening.thread == threading.get_ident():
-                    self._connect(turn, deadline)
+                    session = self._new_session(turn.patience, deadline - time.monotonic())
+                    outdated = drive(session, functools.partial(self._perform, turn))
                 elif time.monotonic() > until:
                     raise ConnectError(f"cannot connect to {self.socket_path}: another thread waits for its server still")
                 else:
@@ -194,61 +176,6 @@ class BlockingDriver(BaseClient, BlockingMethods):
                 if opening is not None and opening.turn is turn and self._opening is opening:
                     self._opening = None
                     opening.ended.set()
-
-    def _connect(self, turn: Turn, deadline: float) -> None:
-        """Wait for a server, and begin a session, which takes over the leases of the previous one."""
-        earlier = self._link
-        link, renewal = self._reach(turn, deadline, earlier)
-        try:
-            with self._lock:
-                if self._closed or self._link is not earlier:
-                    link.close()
-                    return
-                link.transfer = self._new_transfer()
-                self._link = turn.link = link
-                if renewal is not None:
-                    renewal.move(link)
-            if earlier is not None:
-                _end(earlier)
-            if renewal is not None:
-                self._correct(renewal, link, min(RENEWAL, max(deadline - time.monotonic(), 0.0)))
-        except BaseException:
-            link.doubtful = True
-            raise
-
-    def _reach(self, turn: Turn, deadline: float, earlier: Link | None) -> tuple[BlockingLink, Renewal | None]:
-        search = Search(self.socket_path, turn.patience, deadline, self._summon)
-        while True:
-            link: BlockingLink | None = None
-            try:
-                link = BlockingLink.open(search.path, max(deadline - time.monotonic(), RETRY))
-                renewal = takeover(self._leases, earlier, link)
-                if renewal is not None:
-                    with renewing(search.path):
-                        renewal.granted(link.exchange(renewal.request, time.monotonic() + PROMPT))
-                return link, renewal
-            except ConnectError as error:
-                if link is not None:
-                    link.close()
-                time.sleep(search.failed(error))
-            except BaseException:
-                if link is not None:
-                    link.close()
-                raise
-
-    def _correct(self, renewal: Renewal, link: BlockingLink, seconds: float) -> None:
-        """Correct the leases that a session has taken over, and renew replaced memory."""
-        for message in renewal.corrections():
-            with suppress(SharedRPCError):
-                link.post(message)
-        if outdated := renewal.outdated():
-            self._renew(outdated, seconds)
-
-    def _renew(self, handles: Sequence[Lease[Any]], seconds: float) -> None:
-        self._run(renewed(self, handles), patience=0, timeout=seconds)
-
-
-def _end(link: Link) -> None:
-    link.ended = True
-    link.close()
-    link.transfer.close()
+            if outdated:
+                seconds = min(RENEWAL, max(deadline - time.monotonic(), 0.0))
+                self._run(renewed(self, outdated), patience=0, timeout=seconds)

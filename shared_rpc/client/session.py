@@ -9,13 +9,12 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from shared_rpc.client.handle import Lease
 from shared_rpc.client.link import Link, Stranger, no_listener
-from shared_rpc.client.steps import Reply, Request, message_of
+from shared_rpc.client.steps import Ask, Open, Operation, Pause, Reply, Request, message_of
 from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.protocol import messages as m
@@ -111,22 +110,35 @@ class Renewal:
         return [handle for handle in self._moved if handle.object_id in self._inactive and not handle.suspended]
 
 
-def takeover(leases: LeaseBook, earlier: Link | None, link: Link) -> Renewal | None:
-    """Return the leases that a new session takes over from an ended one; None if there are none."""
-    if earlier is None:
-        return None
-    earlier.ended = True  # before the search for handles: later ones are not included
-    handles = leases.of_server(link.server_id)
-    return Renewal(leases, handles) if handles else None
+def connected(
+    search: Search, leases: LeaseBook, earlier: Link | None, deadline: float
+) -> Operation[tuple[Any, Renewal | None]]:
+    """Return a link to the server, and the leases that it has taken over from an ended one, if there are any.
 
-
-@contextmanager
-def renewing(path: str) -> Iterator[None]:
-    """Turn errors of the request for leases into :class:`ConnectError`: a server that disconnects at once counts as absent."""
-    try:
-        yield
-    except (ConnectionClosed, DeadlineExceeded) as error:
-        raise ConnectError(f"the server at {path} hung up during the handshake: {error}") from error
+    :param deadline: of the search (time.monotonic()).
+    :raises ConnectError: if there is no server until then, or it disconnects at once.
+    """
+    while True:
+        link: Link | None = None
+        renewal: Renewal | None = None
+        try:
+            link = yield Open(search.path, max(deadline - time.monotonic(), RETRY))
+            if earlier is not None:
+                earlier.ended = True  # before the search for handles: later ones are not included
+                if handles := leases.of_server(link.server_id):
+                    renewal = Renewal(leases, handles)
+                    renewal.granted((yield Ask(link, renewal.request)))
+            return link, renewal
+        except (ConnectError, ConnectionClosed, DeadlineExceeded) as error:
+            if link is not None:
+                link.close()
+            hung_up = ConnectError(f"the server at {search.path} hung up during the handshake: {error}")
+            pause = search.failed(error if isinstance(error, ConnectError) else hung_up)
+        except BaseException:
+            if link is not None:
+                link.close()
+            raise
+        yield Pause(pause)
 
 
 class Search:

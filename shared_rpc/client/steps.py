@@ -2,9 +2,10 @@
 
 An operation is a generator. It yields a :class:`Request` and is sent the :class:`Reply`, a :class:`Work` and is sent its
 result, a :class:`Notify`, a :class:`Tell` or a :class:`Within` and is sent None, a :class:`Reach` and is sent the
-:class:`Known` server, a :class:`Lend` and is sent a handle; it returns the caller's result. It does no I/O, so that blocking
-and asynchronous clients drive the same code. An error of the library is thrown into the operation; an endpoint's own exception
-is raised by the driver, see :func:`goes_to_operation`.
+:class:`Known` server, a :class:`Lend` and is sent a handle; it returns the caller's result. Connecting is an operation too, of
+:class:`Open`, :class:`Ask` and :class:`Pause`. Operations do no I/O, so that blocking and asynchronous clients drive the same
+code. An error of the library is thrown into the operation; an endpoint's own exception is raised by the driver, see
+:func:`goes_to_operation`.
 """
 
 from __future__ import annotations
@@ -158,6 +159,26 @@ class Reach(msgspec.Struct):
     """A request for the server, which is not connected yet."""
 
 
+class Open(msgspec.Struct):
+    """A request for a new connection to the server at a path, within some seconds."""
+
+    path: str
+    seconds: float
+
+
+class Ask(msgspec.Struct):
+    """A request over a connection that is not the client's session yet, which the server answers at once."""
+
+    link: Any
+    request: Request
+
+
+class Pause(msgspec.Struct):
+    """A wait of some seconds."""
+
+    seconds: float
+
+
 class Within(msgspec.Struct):
     """The operation's remaining seconds, None for no limit, instead of the client's timeout."""
 
@@ -175,7 +196,7 @@ class Lend(msgspec.Struct):
     value: Any
 
 
-Step = Request | Work | Notify | Tell | Reach | Within | Lend
+Step = Request | Work | Notify | Tell | Reach | Open | Ask | Pause | Within | Lend
 Operation = Generator[Step, Any, T]
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -16,6 +18,7 @@ import shared_rpc
 from shared_rpc import AsyncClient, AsyncHandle, Client, Provider, Server, TaskInfo
 from shared_rpc.client.exchange import Exchange
 from shared_rpc.errors import (
+    ConnectError,
     ConnectionClosed,
     DeadlineExceeded,
     EndpointNotFound,
@@ -72,6 +75,21 @@ async def client(server: Server) -> AsyncIterator[AsyncClient]:
 async def until(condition: Callable[[], bool]) -> None:
     """Wait for another thread while the loop runs."""
     await anyio.to_thread.run_sync(eventually, condition)
+
+
+async def test_the_timeout_includes_connecting(tmp_path: Path) -> None:
+    """Also for a coroutine that waits until another one has connected."""
+    begin = time.monotonic()
+    async with AsyncClient(socket_path=tmp_path / "none", timeout=0.3, connect_timeout=60) as client:
+
+        async def refused() -> None:
+            with pytest.raises(ConnectError):
+                await client.ping()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(refused)
+            tasks.start_soon(refused)
+    assert time.monotonic() - begin < 30
 
 
 async def test_handles_are_async_context_managers(client: AsyncClient, server: Server) -> None:
