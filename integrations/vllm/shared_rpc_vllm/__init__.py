@@ -1,4 +1,4 @@
-"""The load format ``shared_rpc`` of vLLM: engines attach to one copy of the weights, which the first of them has loaded."""
+"""The load format ``shared_rpc`` of vLLM: engines attach to one copy of the weights, loaded for the first of them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ def register() -> None:
         from vllm.model_executor.model_loader import register_model_loader
 
         from shared_rpc_vllm.loader import SharedRpcLoader
-    except ImportError as error:  # of a later vLLM, whose engines do without
+    except ImportError as error:  # a later vLLM, whose engines then run without this load format
         logging.getLogger("vllm").warning("there is no --load-format %s with this release of vLLM: %s", LOAD_FORMAT, error)
     else:
         register_model_loader(LOAD_FORMAT)(SharedRpcLoader)
-        # An earlier vLLM has no such hook, and the loader refuses --enable-sleep-mode; a name that is known is an error.
+        # ImportError: an earlier vLLM without this hook, for which the loader refuses --enable-sleep-mode. ValueError: a name
+        # that is registered already.
         with suppress(ImportError, ValueError):
             from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
 

@@ -1,4 +1,4 @@
-"""The command ``shared-rpc-vllm``: weights are loaded before an engine asks for them."""
+"""The command ``shared-rpc-vllm``, which loads weights before an engine needs them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import sys
 _USAGE = """\
 usage: shared-rpc-vllm {preload,refresh} MODEL [options of vllm serve]
 
-preload   load the weights that an engine with these options attaches to, unless the server has them
-refresh   load them again: engines that start afterwards attach to the new copy, those that run keep theirs
+preload   load the weights for an engine with these options, unless the server has them
+refresh   load them again: engines that start afterwards attach to the new copy, running engines keep theirs
 """
 
 

@@ -1,4 +1,4 @@
-"""The app of the server, for ``shared-rpc serve shared_rpc_vllm.app`` too: one endpoint, for the weights of any model."""
+"""The app of the server, also for ``shared-rpc serve shared_rpc_vllm.app``: one endpoint, for the weights of any model."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from shared_rpc_vllm.errors import NotShareable
 from shared_rpc_vllm.options import base_path
 from shared_rpc_vllm.request import label as label_of
 
-#: The number is that of what is asked and answered: an engine does not find the endpoint of a server that knows another.
+#: The number is the version of request and result, so that an engine does not call a server with another version.
 ENDPOINT = "vllm_weights_2"
 
-#: Seconds after which weights that no engine has are dropped; a server ends after as long without any.
+#: Seconds after which unused weights are dropped; an idle server exits after the same time.
 _UNUSED = 3600.0
 
 _is_set = any(os.environ.get(name) for name in ("SHARED_TENSOR_ROLE", "SHARED_TENSOR_ENABLED"))
 provider = Provider(
     base_path(),
     execution_mode="auto" if _is_set else "spawn",
-    timeout=None,  # loading may take long, and an engine has nothing else to do
+    timeout=None,  # loading may take long, and an engine cannot start without the weights
     server_startup_timeout=120.0,
 )
 
 if provider.execution_mode == "server":
-    # It imports vLLM when it starts, at the same time as engines that start with it, and its workers may be forks that have it.
+    # Imports vLLM at the start, concurrently with engines that start at the same time; later workers are forks that have it.
     import shared_rpc_vllm.build  # noqa: F401
 
 
@@ -36,15 +36,15 @@ if provider.execution_mode == "server":
     ENDPOINT,
     managed=True,
     access="read",
-    tensors="parameters",  # what else a model has, engines write to
+    tensors="parameters",  # engines write to other tensors of a model
     concurrency="serialized",  # vLLM has one configuration and one set of groups in a process
     cache_format_key="{label}",
     idle_ttl=_UNUSED,
 )
 def weights(label: str, request: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Load what a request describes; ``label`` names it, see :func:`shared_rpc_vllm.request.label`.
+    """Load the weights of a request; ``label`` is its cache key, see :func:`shared_rpc_vllm.request.label`.
 
-    :raises NotShareable: for the label of another request, whose engines would get these weights.
+    :raises NotShareable: if the label does not match the request, because other engines would get these weights.
     """
     if label != label_of(request):
         raise NotShareable(f"the weights of {label_of(request)} were requested as {label}: use the label of the request")

@@ -1,4 +1,4 @@
-"""Binding: a model that was made without weights gets tensors that are there already."""
+"""Binding of existing tensors to a model that was built without weights."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from shared_rpc_vllm.errors import NotShareable
 
 
 class WithoutWeights(TorchFunctionMode):
-    """A mode in which ``torch.empty`` makes tensors on the meta device: what is about to be loaded takes no memory.
+    """A mode in which ``torch.empty`` creates tensors on the meta device, so that parameters take no memory.
 
-    What code computes when it makes a model, such as tables of rotations or of the experts of a rank, is computed as ever.
-    Memory that is requested on a device by its name, such as a workspace, is there too.
+    Other tensors that the constructor computes, such as rotary tables or the experts of a rank, are not affected, nor is memory
+    requested on an explicit device, such as a workspace.
     """
 
     def __torch_function__(
@@ -30,9 +30,9 @@ class WithoutWeights(TorchFunctionMode):
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and buffers by every name that they have: parameters as plain ones, with nothing else of the model.
+    """Return parameters and buffers by all of their names. Parameters are plain ones, without references to the model.
 
-    A tensor that has several names is one object under all of them.
+    A tensor with several names is one object under all of them.
     """
     plain: dict[int, nn.Parameter] = {}
     found: dict[str, torch.Tensor] = {}
@@ -43,12 +43,12 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def bind(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Give a model these tensors as its parameters and buffers.
+    """Set the parameters and buffers of a model to these tensors.
 
-    A tensor that the model has becomes the given one, so that whatever else refers to it, such as an attention layer to another
-    layer's parameter, has the new one too. What the model does not have is added; what is not given, and has no value, removed.
+    An existing tensor is replaced in place, so that other references to it, such as those of an attention layer to another
+    layer's parameter, follow. Missing ones are added; tensors without a value that are not given are removed.
 
-    :raises NotShareable: if a tensor belongs to a module that there is not, or a buffer has another shape here.
+    :raises NotShareable: if the model lacks the module of a tensor, or a buffer has another shape.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, tensor in tensors.items():
@@ -74,13 +74,13 @@ def bind(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _kinds(module: nn.Module, tensor: torch.Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return those of a module's tensors that are what this one is, parameters or buffers, and the others."""
+    """Return the dicts of a module's parameters and buffers, with the kind of the given tensor first."""
     kinds: tuple[dict[str, Any], dict[str, Any]] = (module._parameters, module._buffers)
     return kinds if isinstance(tensor, nn.Parameter) else kinds[::-1]
 
 
 def _become(present: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Make a tensor be another one. Its class and its attributes stay, such as vLLM's loaders of weights."""
+    """Replace a tensor in place by another one, keeping its class and its attributes, such as vLLM's weight loaders."""
     if present.device == tensor.device and present.data_ptr() == tensor.data_ptr() and present.shape == tensor.shape:
         return
     twin: Any = torch.Tensor._make_subclass(type(present), tensor.detach(), False)
@@ -89,9 +89,9 @@ def _become(present: torch.Tensor, tensor: torch.Tensor) -> None:
 
 
 def refuse_meta(model: nn.Module) -> None:
-    """Look for tensors that have no value still.
+    """Check that all tensors have values.
 
-    :raises NotShareable: if there is one, with its name.
+    :raises NotShareable: with the name of a tensor that has none.
     """
     for name, module in model.named_modules():
         for attribute, tensor in _tensors_in(module):
@@ -103,7 +103,7 @@ def refuse_meta(model: nn.Module) -> None:
 
 
 def _tensors_in(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a module, and of the objects that are its attributes, such as a method or an implementation."""
+    """Yield the tensors of a module and of its attributes, such as a quantisation method."""
     for attribute, value in [*module._parameters.items(), *module._buffers.items(), *vars(module).items()]:
         inner = {} if isinstance(value, nn.Module | type) else getattr(value, "__dict__", {})
         if isinstance(value, torch.Tensor):

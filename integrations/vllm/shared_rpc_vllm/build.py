@@ -1,4 +1,4 @@
-"""The server's part: weights are loaded by vLLM's own loader, once for all engines that ask for them."""
+"""The server's part, which loads weights with vLLM's own loader, once for all engines."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from shared_rpc_vllm.state import State, recorded
 
 
 def build(request: Mapping[str, Any], device: torch.device) -> tuple[dict[str, torch.Tensor], State]:
-    """Load the weights that a request describes; return them in the order of vLLM's kernels, and what else those need to know.
+    """Load the weights of a request; return them in the layout of vLLM's kernels, with the state that the kernels need.
 
-    :raises NotShareable: if they cannot be shared, before they are loaded.
+    :raises NotShareable: if they cannot be shared; before they are loaded.
     """
     same_release(request["versions"])
     warn_of_version()
@@ -37,7 +37,7 @@ def build(request: Mapping[str, Any], device: torch.device) -> tuple[dict[str, t
             **arguments,
             skip_tokenizer_init=True,
             enforce_eager=True,
-            # Nothing is started by it; without it vLLM looks for as many devices as there are ranks.
+            # Starts nothing, but without it vLLM requires as many devices as there are ranks.
             distributed_executor_backend="mp" if ranks > 1 else None,
         ).create_engine_config()
         config.parallel_config.data_parallel_rank = request["layout"].get("_DP", (0, 1))[0]
@@ -53,7 +53,7 @@ def build(request: Mapping[str, Any], device: torch.device) -> tuple[dict[str, t
 
 
 def _loaded(config: Any, device: torch.device) -> tuple[dict[str, torch.Tensor], State]:
-    """Load a model, and return its tensors, and the state that goes with them."""
+    """Load a model; return its tensors and their state."""
     loader, model_config = get_model_loader(config.load_config), config.model_config
     with set_default_torch_dtype(model_config.dtype), device:
         model = loader.create_model(config, model_config)
@@ -65,7 +65,7 @@ def _loaded(config: Any, device: torch.device) -> tuple[dict[str, torch.Tensor],
 
 
 def _prepare(device: torch.device) -> None:
-    """Do what a worker of an engine does before it makes a model."""
+    """Initialise the device and the workspace, like a worker of an engine."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     with suppress(ImportError):
@@ -77,7 +77,7 @@ def _prepare(device: torch.device) -> None:
 
 @contextmanager
 def _variables(wanted: Mapping[str, str]) -> Iterator[None]:
-    """Set vLLM's variables as they are in the engine that asks: this process has those of the engine that started it."""
+    """Set vLLM's variables to those of the requesting engine, because this process inherited those of another one."""
     before = deciding_variables()
     _set(before, wanted)
     try:

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class NotShareable(RuntimeError):
-    """A model, or an engine's option, with which the weights cannot be one copy for several engines. The message names it."""
+    """The weights cannot be shared because of a model or an option of an engine, which the message names."""

@@ -1,4 +1,4 @@
-"""The loader of an engine: it attaches to weights that the server has, or has loaded when the first engine asks for them."""
+"""The loader of an engine, which attaches to the server's weights; the server loads them for the first engine."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from shared_rpc_vllm.state import State, restore
 
 _log = init_logger(f"vllm.{__name__}")
 
-#: The weights, and what else the kernels need to know of them.
+#: The weights, and the state that the kernels need.
 Weights = Handle[tuple[dict[str, torch.Tensor], State]]
 
-#: By label, what this process has attached to, and no model has yet, with the seconds that it took: vLLM makes one loader to
-#: ask for the size of the weights, and another one to load them.
+#: By label, attached weights that no model uses yet, with the seconds of the attach: vLLM creates one loader to get the size of
+#: the weights, and another one to load them.
 _waiting: dict[str, tuple[Weights, float]] = {}
 
-#: The handles of this process that a model was made of; they live as long as their model.
+#: The handles of this process whose weights are in a model, which keeps them alive.
 attached: weakref.WeakSet[Weights] = weakref.WeakSet()
 
 
@@ -51,26 +51,26 @@ class SharedRpcLoader(BaseModelLoader):
         self.options = LoaderOptions.of(load_config.model_loader_extra_config or {})
 
     def download_model(self, model_config: Any) -> None:
-        """Do nothing: the server downloads what it loads."""
+        """Do nothing: the server downloads the model."""
 
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
-        """Refuse to write into weights.
+        """Refuse to write to weights.
 
         :raises NotShareable: always.
         """
         _refuse_to_load()
 
     def get_all_weights(self, model_config: Any, model: nn.Module) -> NoReturn:
-        """Refuse to reload weights from disk: ``reload_weights`` of a worker asks for them here.
+        """Refuse to reload weights from disk; called by ``reload_weights`` of a worker.
 
         :raises NotShareable: always.
         """
         _refuse_to_load()
 
     def get_external_weight_memory(self, vllm_config: Any) -> int:
-        """Return the bytes of the weights, which count as this engine's and are in none of its allocators.
+        """Return the bytes of the weights, which count for this engine but are in none of its allocators.
 
-        They are in memory when this returns: vLLM looks at what is free next.
+        The weights are in memory when this returns, because vLLM measures the free memory next.
         """
         if current_platform.is_cpu() or _loads_itself() or _is_trained(vllm_config):
             return 0
@@ -78,13 +78,13 @@ class SharedRpcLoader(BaseModelLoader):
             name, handle, seconds = self._attach(vllm_config, vllm_config.model_config)
         except Exception:
             if self.options.fallback:
-                return 0  # load_model() says why
+                return 0  # load_model() logs the reason
             raise
         _waiting[name] = handle, seconds
         return handle.get_object_info()["nbytes"]
 
     def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
-        """Return a model around the server's weights, for which no weight is read or copied in this process.
+        """Return a model around the server's weights, without reading or copying weights in this process.
 
         :raises NotShareable: if the weights cannot be shared, and the option ``fallback`` is not set.
         """
@@ -110,7 +110,7 @@ class SharedRpcLoader(BaseModelLoader):
             if not self.options.fallback:
                 raise
             _log.warning_once("the weights are loaded for this engine alone (fallback): %s: %s", type(error).__name__, error)
-            # The layers of the model that came to nothing have the names of those to come.
+            # Layers of the abandoned model are registered under the names of the new one.
             layers.clear()
             layers.update(before)
             return self._load_here(vllm_config, model_config, prefix)
@@ -125,25 +125,25 @@ class SharedRpcLoader(BaseModelLoader):
         return model
 
     def preload(self, vllm_config: Any) -> str:
-        """Have the server load what an engine of this configuration attaches to, unless it has that; return the label."""
+        """Have the server load the weights for an engine with this configuration, unless it has them; return the label."""
         return self._attach(vllm_config, _alone(vllm_config))[0]
 
     def refresh(self, vllm_config: Any) -> str:
-        """Have the server load it again, for engines that start afterwards; return the label, and the copy's number."""
+        """Have the server load the weights again, for engines that start afterwards; return the label and the generation."""
         name, request = self._request(vllm_config, _alone(vllm_config))
         with _explained(self.options) as weights:
             return f"{name}, generation {weights.refresh(name, request).generation}"
 
     def _request(self, vllm_config: Any, model_config: Any) -> tuple[str, dict[str, Any]]:
-        """Return label and description of the weights that this process needs."""
+        """Return label and description of the weights of this process."""
         refuse_engine(vllm_config, model_config)
         request = request_of(vllm_config, layout_of_this_process(), self.options.load_format)
         return label(request), request
 
     def _attach(self, vllm_config: Any, model_config: Any) -> tuple[str, Weights, float]:
-        """Return label and handle of the weights, and the seconds until they were there.
+        """Return label and handle of the weights, and the seconds of the attach.
 
-        The server loads them first if no engine has asked for them before, and is started if there is none.
+        The server is started if none runs, and loads the weights if it does not have them.
         """
         name, request = self._request(vllm_config, model_config)
         if name in _waiting:
@@ -161,7 +161,7 @@ class SharedRpcLoader(BaseModelLoader):
 
 
 def _loads_itself() -> bool:
-    """Return whether the role of this process is ``local``, in which nothing is shared.
+    """Return True in the role ``local``, in which nothing is shared.
 
     :raises ConfigurationError: in the role ``server``, which an engine cannot have.
     """
@@ -176,9 +176,9 @@ def _loads_itself() -> bool:
 
 
 def _alone(vllm_config: Any) -> Any:
-    """Return the model's configuration of an engine that has one rank.
+    """Return the model configuration of an engine with one rank.
 
-    :raises NotShareable: for one that has several: which part of the weights each needs, only they know.
+    :raises NotShareable: for several ranks, because only they know their parts of the weights.
     """
     if vllm_config.parallel_config.world_size > 1:
         raise NotShareable("weights of several ranks are loaded when they ask for them: start an engine")
@@ -187,9 +187,9 @@ def _alone(vllm_config: Any) -> Any:
 
 @contextmanager
 def _explained(options: LoaderOptions) -> Iterator[SharedFunction[[str, dict[str, Any]], Weights]]:
-    """Yield the endpoint at the server that the options name.
+    """Yield the endpoint of the server selected by the options.
 
-    :raises NotShareable: if there is no such endpoint, with what that means.
+    :raises NotShareable: if the server has no such endpoint, with the probable cause.
     """
     from shared_rpc_vllm.app import ENDPOINT, provider, weights
 
@@ -207,12 +207,12 @@ def _explained(options: LoaderOptions) -> Iterator[SharedFunction[[str, dict[str
 
 
 def _is_trained(vllm_config: Any) -> bool:
-    """Return whether weights are written while the engine runs: it has a copy of its own then."""
+    """Return True if the engine receives weights from a trainer, and therefore needs a private copy."""
     return getattr(vllm_config, "weight_transfer_config", None) is not None
 
 
 def _copied(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return copies of tensors; one with several names has them still."""
+    """Return copies of tensors; a tensor with several names is copied once."""
     copies: dict[int, torch.Tensor] = {}
     for tensor in tensors.values():
         if id(tensor) not in copies:
@@ -224,10 +224,10 @@ def _copied(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def _built(
     tensors: dict[str, torch.Tensor], state: State, vllm_config: Any, model_config: Any, prefix: str, packed: bool = False
 ) -> nn.Module:
-    """Make an engine's model around tensors.
+    """Build an engine's model around tensors.
 
-    :param state: what the server's model had apart from them.
-    :param packed: whether kernels may pack weights into memory of their own.
+    :param state: recorded in the server, see :mod:`shared_rpc_vllm.state`.
+    :param packed: whether kernels may pack weights into private memory.
     """
     device = torch.device(vllm_config.device_config.device)
     with set_default_torch_dtype(model_config.dtype):
@@ -244,7 +244,7 @@ def _reload_of(model: nn.Module, handle: Weights) -> Callable[..., NoReturn]:
     """Return the ``load_weights`` of an attached model."""
 
     def load_weights(*_: object, **__: object) -> NoReturn:
-        # vLLM has put tensors on the meta device in their place, to be loaded into.
+        # vLLM has replaced the tensors by ones on the meta device, as targets of the load.
         bind(model, handle.value[0])
         _refuse_to_load()
 

@@ -1,4 +1,4 @@
-"""Models of vLLM, as its engines and the server make them: which can be shared, and how their weights are processed."""
+"""Models of vLLM: checks whether they can be shared, and post-load processing of their weights, in engines and the server."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from shared_rpc_vllm.errors import NotShareable
 
 _log = init_logger(f"vllm.{__name__}")
 
-#: Releases of vLLM with which the tests are run.
+#: Tested releases of vLLM.
 _TESTED = ("0.32.",)
 
 
 def warn_of_version() -> None:
-    """Warn once of a release of vLLM that is not among the tested ones. What it can do is looked at, whatever its number is."""
+    """Warn once about an untested release of vLLM. Features are detected independently of the release."""
     if not vllm.__version__.startswith(_TESTED):
         tested = ", ".join(f"{version}*" for version in _TESTED)
         _log.warning_once("--load-format shared_rpc is tested with vLLM %s; this is %s", tested, vllm.__version__)
 
 
-#: Options with which weights change or move, and where they stand in an engine's configuration.
+#: Options with which weights change or move, and their paths in an engine's configuration.
 _REFUSED = {
     "--enable-eplb: experts move between the ranks": "parallel_config.enable_eplb",
     "--enable-elastic-ep: experts move between the ranks": "parallel_config.enable_elastic_ep",
@@ -47,9 +47,9 @@ _REFUSED = {
 
 
 def refuse_engine(vllm_config: Any, model_config: Any) -> None:
-    """Look for options of an engine with which it writes to its weights, or wants them at a place of its own.
+    """Refuse options with which an engine would write to its weights, or needs them on a certain device.
 
-    :raises NotShareable: if there is one, by its name, before anything is loaded.
+    :raises NotShareable: with the name of the option.
     """
     for reason, path in _REFUSED.items():
         found = vllm_config
@@ -66,9 +66,9 @@ def refuse_engine(vllm_config: Any, model_config: Any) -> None:
 
 
 def _refuse_sleep_mode(model_config: Any) -> None:
-    """Look for a sleep mode by which an engine would give away the weights of all.
+    """Refuse sleep modes with which an engine would free the weights of all engines.
 
-    :raises NotShareable: for a backend that the user has chosen, and for a vLLM that has none to choose.
+    :raises NotShareable: for another backend that the user has chosen, and for a vLLM without a choice of backends.
     """
     if getattr(model_config, "enable_sleep_mode", False):
         backend = getattr(model_config, "sleep_mode_backend", None)
@@ -79,18 +79,18 @@ def _refuse_sleep_mode(model_config: Any) -> None:
 
 
 def choose_sleep_mode(model_config: Any) -> None:
-    """Have an engine with shared weights sleep by our backend; vLLM looks at the name when the engine sleeps first."""
+    """Select our sleep-mode backend for an engine with shared weights; vLLM reads the name at the first sleep."""
     if getattr(model_config, "sleep_mode_backend", None) is not None:
         model_config.sleep_mode_backend = LOAD_FORMAT
         if getattr(model_config, "sleep_mode_offload_cudagraph", False):
-            # vLLM asks for its own backend by its name when it captures them.
+            # vLLM compares the name with that of its own backend when it captures graphs.
             _log.warning_once("--sleep-mode-offload-cudagraph has no effect with shared weights: CUDA graphs stay in memory")
 
 
 def refuse_methods(model: nn.Module) -> None:
-    """Look for layers whose weights each engine processes for itself.
+    """Refuse models with layers whose weights each engine must process itself.
 
-    :raises NotShareable: for the first such layer, with the name of its method.
+    :raises NotShareable: with the name of the first such layer and of its method.
     """
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
@@ -101,28 +101,28 @@ def refuse_methods(model: nn.Module) -> None:
             )
 
 
-#: Methods for weights that are as the checkpoint has them. vLLM gives those of the first two, on a CPU alone, to oneDNN, which
-#: packs them into memory of its own (dispatch_cpu_unquantized_gemm, 0.11 to 0.32).
+#: Methods for unquantised weights. On a CPU, vLLM passes weights of the first two to oneDNN, which packs them into private
+#: memory (dispatch_cpu_unquantized_gemm, 0.11 to 0.32).
 _PACKED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 _PLAIN = (*_PACKED, UnquantizedFusedMoEMethod)
 
 
 def _is_shareable(method: QuantizeMethodBase) -> bool:
     if current_platform.is_cpu():
-        # Kernels for quantised weights pack them there, and nothing says which do.
+        # Some kernels for quantised weights pack them, and do not declare it.
         return isinstance(method, _PLAIN)
     if type(method).process_weights_after_loading is QuantizeMethodBase.process_weights_after_loading:
-        return True  # which does nothing
+        return True  # the inherited method does nothing
     return bool(getattr(method, "supports_pre_processed_weights", False))
 
 
 def process(model: nn.Module, model_config: Any, device: torch.device, *, again: bool, packed: bool = False) -> None:
-    """Have vLLM bring loaded weights into the order of its kernels, as far as that leaves them in the model's own memory.
+    """Have vLLM convert loaded weights to the layout of its kernels, without moving them out of the model's memory.
 
-    :param again: whether the weights are in that order already, and only the rest of the model's state is to be made.
-    :param packed: whether kernels may pack weights into memory of their own.
+    :param again: whether the weights have that layout already, and only the other state of the model is created.
+    :param packed: whether kernels may pack weights into private memory.
     """
-    # Heads that repeat the embeddings are tied by the server; an engine gets them as one tensor. The comparison would read all
+    # The server ties heads that repeat the embeddings, and engines get one tensor. In an engine the comparison would read all
     # weights, which :func:`_unpacked` hides.
     if getattr(model_config, "word_embeddings_untied_by_checkpoint", False):
         if not again:
@@ -147,7 +147,7 @@ def _processed(again: bool) -> Iterator[None]:
 
 @contextmanager
 def _unpacked(model: nn.Module) -> Iterator[None]:
-    """Hide plain weights from vLLM's packing for the CPU: for layers on the meta device it takes torch's own product."""
+    """Hide plain weights from vLLM's packing for the CPU: for layers on the meta device it uses torch's matrix product."""
     modules = [module for module in model.modules() if isinstance(getattr(module, "quant_method", None), _PACKED)]
     held = [(module, dict(module._parameters)) for module in modules if current_platform.is_cpu()]
     for module, parameters in held:

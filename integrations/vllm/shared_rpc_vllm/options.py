@@ -1,4 +1,4 @@
-"""Options of the load format, as ``--model-loader-extra-config`` has them."""
+"""Options of the load format, given by ``--model-loader-extra-config``."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from shared_rpc_vllm import LOAD_FORMAT
 class LoaderOptions(NamedTuple):
     """Options of one engine's loader.
 
-    :param base_path: the beginning of the server's socket path; by default :func:`base_path`.
-    :param fallback: whether weights that cannot be shared are loaded for the engine alone, with a warning.
-    :param load_format: the load format of vLLM by which the server loads.
+    :param base_path: prefix of the server's socket path; by default :func:`base_path`.
+    :param fallback: whether weights that cannot be shared are loaded privately, with a warning.
+    :param load_format: vLLM's load format in the server.
     """
 
     base_path: str | None = None
@@ -27,7 +27,7 @@ class LoaderOptions(NamedTuple):
     def of(cls, values: Mapping[str, Any]) -> LoaderOptions:
         """Read the options of ``--model-loader-extra-config``.
 
-        :raises ConfigurationError: for an option that there is not, or a value that is of another type.
+        :raises ConfigurationError: for an unknown option, or a value of the wrong type.
         """
         unknown = sorted(set(values) - set(cls._fields))
         if unknown:
@@ -46,9 +46,9 @@ class LoaderOptions(NamedTuple):
 
 
 def base_path(environ: Mapping[str, str] | None = None) -> str:
-    """Return the base path of engines and their server: not that of the user's own servers, which have other apps.
+    """Return the base path of engines and their server, which differs from that of the user's other servers.
 
-    ``SHARED_TENSOR_BASE_PATH`` is taken as it is.
+    ``SHARED_TENSOR_BASE_PATH`` is used unchanged.
     """
     environ = os.environ if environ is None else environ
     found = resolve_base_path(None, environ)

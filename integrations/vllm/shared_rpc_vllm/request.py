@@ -1,4 +1,4 @@
-"""Requests of engines: the weights of one rank, described as plain data that any process can load them by."""
+"""Requests of engines: a description of the weights of one rank, as plain data from which any process can load them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from shared_rpc.integrations.keys import Checkpoint, Unshareable, source_of
 from shared_rpc_vllm import __version__
 from shared_rpc_vllm.errors import NotShareable
 
-#: Fields of ``ModelConfig`` that weights do not depend on. All others count, also those that a later vLLM may have: at worst
-#: two engines have a copy each.
+#: Fields of ``ModelConfig`` that do not affect weights. All others are part of the request, including fields of later releases
+#: of vLLM: at worst two engines have separate copies.
 _NO_WEIGHTS = {
     "allowed_local_media_path", "allowed_media_domains", "disable_cascade_attn", "dtype", "enable_cumem_allocator",
     "enable_nccl_comm_suspend", "enable_prompt_embeds", "enable_return_routed_experts", "enable_sleep_mode",
@@ -29,7 +29,7 @@ _NO_WEIGHTS = {
     "tokenizer_mode", "tokenizer_revision", "use_fp64_gumbel",
 }  # fmt: skip
 
-#: Fields of other parts of a ``VllmConfig`` that shape weights, and what ``EngineArgs`` calls them.
+#: Fields of other parts of a ``VllmConfig`` that affect weights, with their names in ``EngineArgs``; empty if equal.
 _ELSEWHERE = {
     "multimodal_config": {"language_model_only": "", "mm_encoder_only": "", "mm_encoder_tp_mode": ""},
     "parallel_config": {
@@ -44,9 +44,9 @@ _ELSEWHERE = {
 
 
 def request_of(vllm_config: Any, layout: Mapping[str, tuple[int, int]], load_format: str) -> dict[str, Any]:
-    """Describe the weights that an engine's rank needs.
+    """Describe the weights of an engine's rank.
 
-    :param layout: rank and size of each group of parallel processes that has more than one.
+    :param layout: rank and size of each parallel group with more than one process.
     :raises NotShareable: for an option that cannot be described, such as a function.
     """
     from vllm.engine.arg_utils import EngineArgs
@@ -61,14 +61,14 @@ def request_of(vllm_config: Any, layout: Mapping[str, tuple[int, int]], load_for
             if value is not None and (called or name) in known:
                 arguments[called or name] = plain(value, f"{part}.{name}")
     for name in ("model", "hf_config_path", "download_dir"):
-        # The server's working directory is that of the process that started it.
+        # The server may have another working directory.
         if os.path.exists(arguments.get(name, "")):
             arguments[name] = os.path.abspath(arguments[name])
     arguments["dtype"] = str(model_config.dtype).removeprefix("torch.")
     arguments["revision"] = commit_of(model_config.model, model_config.revision)
     arguments["load_format"] = load_format
     if vllm_config.lora_config is not None and getattr(model_config, "is_moe", True):
-        # Adapters of experts decide about the experts' kernels, and with them about the order of their weights.
+        # Adapters of experts determine the experts' kernels, and thereby the layout of their weights.
         arguments["enable_lora"] = True
     return {
         "arguments": arguments,
@@ -89,9 +89,9 @@ def _checkpoint(model: str, commit: str | None) -> Checkpoint:
 
 
 def commit_of(model: str, revision: str | None) -> str | None:
-    """Return the commit that a revision of a model on the Hugging Face hub stands for; the revision where it is not cached.
+    """Resolve a revision of a model on the Hugging Face hub to its commit, or return the revision if it is not cached.
 
-    An engine has read the model's configuration before it loads weights, so that it is in the cache.
+    Usually it is cached, because an engine reads the model's configuration before it loads weights.
     """
     if os.path.exists(model):
         return revision
@@ -109,10 +109,10 @@ def _model_fields(model_config: Any) -> dict[str, str]:
 
 
 def deciding_variables() -> dict[str, str]:
-    """Return the variables of vLLM that are set and, in its own judgement, decide about what is computed."""
+    """Return the set environment variables of vLLM that affect computations, as vLLM declares."""
     from vllm import envs
 
-    # vLLM leaves these out, because compiled code does not depend on them. The layout of weights does.
+    # vLLM does not declare these, because compiled code does not depend on them, but the layout of weights does.
     deciding = {*envs.compile_factors(), "VLLM_CPU_MOE_PREPACK", "VLLM_ZENTORCH_WEIGHT_PREPACK"}
     return {name: os.environ[name] for name in sorted(deciding) if name.startswith("VLLM_") and name in os.environ}
 
@@ -120,7 +120,7 @@ def deciding_variables() -> dict[str, str]:
 def plain(value: Any, name: str) -> Any:
     """Return an option's value as plain data.
 
-    :raises NotShareable: if it is none, by its name.
+    :raises NotShareable: with the name of an option that has no plain value.
     """
     if isinstance(value, enum.Enum):
         return plain(value.value, name)
@@ -140,7 +140,7 @@ def plain(value: Any, name: str) -> Any:
 
 
 def label(request: Mapping[str, Any]) -> str:
-    """Return a name for the weights of a request: readable, and of another digest for other weights."""
+    """Return a readable name for the weights of a request, with a digest of the request."""
     digest = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
     rank, size = request["layout"].get("_WORLD", (0, 1))
     return f"{os.path.basename(os.path.normpath(request['arguments']['model']))} {rank + 1}/{size} {digest[:16]}"
@@ -153,9 +153,9 @@ def _versions() -> dict[str, str]:
 
 
 def same_release(versions: Mapping[str, str]) -> None:
-    """Check that a request is of this server's releases.
+    """Check that a request comes from the same releases as the server's.
 
-    :raises NotShareable: if it is not, with what to do.
+    :raises NotShareable: if not, with a remedy.
     """
     here = _versions()
     others = {name: version for name, version in versions.items() if here.get(name) != version}

@@ -1,4 +1,4 @@
-"""The sleep mode of engines with shared weights: an engine that sleeps lets go of them, and has them again where they were."""
+"""The sleep mode of engines with shared weights: a sleeping engine unmaps them, and maps them again at the same addresses."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ _log = init_logger(f"vllm.{__name__}")
 
 
 class SharedRpcSleepMode(SleepModeBackend):
-    """Sleep-mode backend ``shared_rpc``, which the loader of this name chooses: weights are suspended, all else is vLLM's own.
+    """Sleep-mode backend ``shared_rpc``, selected by the loader of this name: weights are suspended, all else is left to vLLM.
 
-    The weights of an engine that sleeps are not mapped, at level 2 neither: they are kept once for all engines, and nothing is
-    loaded again. Their memory is free for others as soon as no engine that is awake has them. Waking maps them at the address
-    that they had, so that captured graphs are good again. Key-value cache, graphs and tensors of the engine's own are with
-    vLLM's allocator (``cumem``).
+    A sleeping engine has its weights unmapped at levels 1 and 2; one copy is kept for all engines, and nothing is
+    loaded again. Their memory is free as soon as no awake engine uses them. Waking maps them at the same addresses, so that
+    captured graphs stay valid. Key-value cache, graphs and private tensors are managed by vLLM's allocator (``cumem``).
     """
 
     def __init__(self) -> None:
@@ -30,16 +29,16 @@ class SharedRpcSleepMode(SleepModeBackend):
         self._own = None if current_platform.is_cpu() else CuMemBackend()
 
     def suspend(self, level: int = 1) -> None:
-        """Let go of the weights, and have vLLM's allocator do so with the key-value cache.
+        """Suspend the weights, and have vLLM's allocator discard the key-value cache.
 
-        :raises shared_rpc.errors.CapabilityError: where the weights cannot be unmapped and mapped again; nothing has changed.
+        :raises shared_rpc.errors.CapabilityError: if the weights cannot be remapped; nothing has changed.
         """
         active = [handle for handle in attached if not handle.suspended]
         try:
-            for handle in attached:  # also of those that a lost session has suspended: their memory is mapped
+            for handle in attached:  # including handles suspended by a lost session, whose memory is still mapped
                 handle.suspend()
             if self._own is not None:
-                # Tensors of the engine's own among the weights are in no checkpoint, so that there is no level 2 of them.
+                # Always level 1, because private tensors among the weights are in no checkpoint.
                 self._own.suspend(1)
         except BaseException:
             for handle in active:
@@ -50,7 +49,7 @@ class SharedRpcSleepMode(SleepModeBackend):
             _evict(handle)
 
     def resume(self, tags: list[str] | None = None) -> None:
-        """Restore the weights, when their device has capacity for them, and what else is requested."""
+        """Restore the weights, when their device has capacity for them, and the other tags."""
         self._state = "RESUMING"
         if tags is None or "weights" in tags:
             for handle in attached:
@@ -60,24 +59,24 @@ class SharedRpcSleepMode(SleepModeBackend):
         self._state = "RUNNING"
 
     def discard(self, tags: tuple[str, ...]) -> None:
-        """Have vLLM's allocator give away memory without keeping its contents. Weights that are shared are kept."""
+        """Have vLLM's allocator free memory without keeping its contents. Shared weights are kept."""
         if self._own is not None:
             self._own.discard(tuple(tag for tag in tags if tag != "weights"))
         self._state = "SUSPENDED"
 
     @classmethod
     def preserves_communicators(cls) -> bool:
-        """Return that communicators between ranks stay as they are."""
+        """Return True: communicators between ranks are unchanged."""
         return True
 
     @classmethod
     def preserves_compiled_artifacts(cls) -> bool:
-        """Return that compiled code stays as it is: it has the addresses of weights that come back to them."""
+        """Return True: the weights return to the addresses in compiled code."""
         return True
 
 
 def _evict(handle: Handle[Any]) -> None:
-    """Have the server keep weights in a lower tier, if no engine has them active."""
+    """Evict weights to a lower tier, if no engine has them active."""
     from shared_rpc_vllm.app import provider
 
     try:

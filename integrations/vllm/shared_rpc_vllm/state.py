@@ -1,7 +1,7 @@
-"""What processing leaves outside tensors: the server records it while it processes weights, and engines are given it.
+"""State outside tensors that the processing of weights creates: recorded in the server, and restored in engines.
 
-An engine whose weights are processed already has vLLM skip that. Methods of vLLM 0.32 then skip too what their kernels note
-about the weights, as the width of an output before it was padded (``CutlassFP8ScaledMMLinearKernel.logical_output_size``).
+vLLM skips the processing in an engine whose weights are processed already. Methods of vLLM 0.32 then also skip values that
+their kernels derive, such as the width of an output before padding (``CutlassFP8ScaledMMLinearKernel.logical_output_size``).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 
 from shared_rpc_vllm.errors import NotShareable
 
-#: By part and attribute, the value before the processing and after it: each in a tuple, which is empty where there is no value,
-#: or one that cannot be passed to another process.
+#: By part and attribute, the value before and after the processing, each in a tuple, which is empty without a value or if the
+#: value cannot be passed to another process.
 State = dict[str, dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]]]
 
 
 def _parts_of(model: nn.Module) -> dict[str, Any]:
-    """Return the layers that have a method, the methods, and the kernels of these, by path."""
+    """Return the layers with a method, their methods, and the kernels of these, by path."""
     parts: dict[str, Any] = {}
     for name, layer in model.named_modules():
         method = getattr(layer, "quant_method", None)
@@ -40,9 +40,9 @@ def _plain(values: dict[str, Any], attribute: str) -> tuple[Any, ...]:
 
 @contextmanager
 def recorded(model: nn.Module) -> Iterator[State]:
-    """Record the attributes that are set in the meantime; the yielded dict has them at the end.
+    """Record attributes that the block sets, in the yielded dict at its end.
 
-    Plain values count, tensors, and whatever else a method or a kernel has. Other objects of a layer are for vLLM's warm-up.
+    These are plain values, tensors, and any objects of methods and kernels. Other objects of a layer are for vLLM's warm-up.
     """
     before = [(path, part, dict(vars(part))) for path, part in _parts_of(model).items()]
     state: State = {}
@@ -56,9 +56,9 @@ def recorded(model: nn.Module) -> Iterator[State]:
 
 
 def restore(model: nn.Module, state: State) -> None:
-    """Set the recorded attributes in an engine's model, where its own processing has not set them.
+    """Set the recorded attributes in an engine's model, unless its own processing has set them.
 
-    :raises NotShareable: for what cannot be passed from the server, and is not there.
+    :raises NotShareable: for a missing attribute that could not be passed from the server.
     """
     parts = _parts_of(model)
     for path, attributes in state.items():

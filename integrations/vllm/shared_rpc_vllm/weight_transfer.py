@@ -1,7 +1,7 @@
-"""Weight transfer: a trainer sends weights to engines that run, through a channel of the server.
+"""Weight transfer: a trainer sends weights to running engines through a channel of the server.
 
-One ``update_weights`` of an engine receives the announced number of messages of the channel, each with some of the weights, by
-the names that the checkpoint has for them. vLLM loads them as it loads a checkpoint, layer by layer.
+Each ``update_weights`` of an engine receives the announced number of messages from the channel. Each message has some of the
+weights, under their names in the checkpoint. vLLM loads them like a checkpoint, layer by layer.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ __all__ = ["SharedRpcTrainer", "SharedRpcTrainerInfo", "SharedRpcWeightTransfer"
 
 @dataclass
 class ChannelInfo(WeightTransferInitInfo):
-    """The place of the channel, for an engine.
+    """The address of the channel, for an engine.
 
     :param channel: its name.
-    :param socket_path: the socket of the server that has it.
+    :param socket_path: the socket of its server.
     :param timeout: seconds to wait for each slot.
     """
 
@@ -50,13 +50,13 @@ class ChannelInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """The number of messages of the channel that an update receives."""
+    """The number of messages that an update receives from the channel."""
 
     messages: int = 1
 
 
 class SharedRpcWeightTransfer(WeightTransferEngine[ChannelInfo, UpdateInfo]):
-    """The weight-transfer engine ``shared_rpc``, of each rank of an engine: a reader of the trainer's channel."""
+    """The weight-transfer engine ``shared_rpc`` of each rank of an engine: a reader of the trainer's channel."""
 
     init_info_cls = ChannelInfo
     update_info_cls = UpdateInfo
@@ -66,21 +66,21 @@ class SharedRpcWeightTransfer(WeightTransferEngine[ChannelInfo, UpdateInfo]):
     _channel: TensorChannel | None = None
 
     def init_transfer_engine(self, init_info: ChannelInfo) -> None:
-        """Open the channel, in place of an earlier one."""
+        """Open the channel, replacing an earlier one."""
         self.shutdown()
         self._info = init_info
         self._client = Client(socket_path=init_info.socket_path, connect_timeout=10.0)
         self._channel = self._client.open_channel(init_info.channel, timeout=10.0)
 
     def start_weight_update(self) -> None:
-        """Have vLLM load into the layers again."""
+        """Prepare vLLM to load into the layers again."""
         initialize_layerwise_reload(self.model)
 
     def finish_weight_update(self) -> None:
-        """Have vLLM process what was not processed with its layer."""
+        """Have vLLM process the weights that were not processed with their layer."""
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
-            # vLLM packs heads for the CPU, and packs one again only if weights came by its own name: not if it is tied.
+            # vLLM packs heads for the CPU, but repacks one only if weights arrive under its own name, not if it is tied.
             for module in self.model.modules():
                 if isinstance(method := getattr(module, "quant_method", None), UnquantizedEmbeddingMethod):
                     method.process_weights_after_loading(module)
@@ -88,15 +88,15 @@ class SharedRpcWeightTransfer(WeightTransferEngine[ChannelInfo, UpdateInfo]):
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive some of the weights, and load them."""
         self.receive_weights(self.parse_update_info(update_info))
-        if self.device.type != "cpu":  # without accelerators there is nothing to wait for, and torch raises
+        if self.device.type != "cpu":  # torch raises without an accelerator
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Receive some of the weights, and load them. If that fails, layers that have not got all of theirs are as before.
+        """Receive some of the weights, and load them. If that fails, incomplete layers keep their previous weights.
 
-        :raises ConfigurationError: before :meth:`init_transfer_engine`, and after an update that failed.
-        :raises ChannelClosed: if the trainer has ended, or given up.
-        :raises DeadlineExceeded: if the trainer has not sent anything in time.
+        :raises ConfigurationError: before :meth:`init_transfer_engine`, and after a failed update.
+        :raises ChannelClosed: if the trainer has ended or abandoned the message.
+        :raises DeadlineExceeded: if the trainer has sent nothing in time.
         """
         if self._channel is None:
             raise ConfigurationError("this engine has no channel: call init_weight_transfer_engine, also after a failed update")
@@ -106,7 +106,7 @@ class SharedRpcWeightTransfer(WeightTransferEngine[ChannelInfo, UpdateInfo]):
         except BaseException:
             self.shutdown()  # so that the trainer does not wait for this reader
             for module in self.model.modules():
-                # vLLM would load these weights together with the next ones.
+                # Otherwise vLLM would load these weights together with the next ones.
                 layer = get_layerwise_info(module)
                 layer.loaded_weights.clear()
                 layer.load_numel = 0
@@ -117,11 +117,11 @@ class SharedRpcWeightTransfer(WeightTransferEngine[ChannelInfo, UpdateInfo]):
         for _ in range(messages):
             with channel.receive(timeout=self._info.timeout) as message:
                 for name, tensor in message:
-                    # vLLM keeps what it has of a layer until it has all of it, and the slot is the next message's by then.
+                    # A copy, because vLLM keeps tensors until their layer is complete, and the slot is reused before.
                     yield name, tensor.to(self.device, copy=True)
 
     def shutdown(self) -> None:
-        """Leave the channel."""
+        """Close the channel."""
         if self._channel is not None:
             self._channel.close()
             self._channel = None
@@ -134,11 +134,11 @@ class SharedRpcWeightTransfer(WeightTransferEngine[ChannelInfo, UpdateInfo]):
 class SharedRpcTrainerInfo(TrainerInitInfo):
     """Options of a trainer.
 
-    :param readers: how many ranks there are in all engines: each receives everything, and takes its part.
-    :param nbytes: bytes of each of the two slots; some layers of the model are a good size.
-    :param base_path: the beginning of the server's socket path; by default that of engines.
-    :param device: where the slots are, by default on the trainer's GPU, or on the host where it has none.
-    :param timeout: seconds that trainer and engines wait for each other, for each slot.
+    :param readers: total number of ranks of all engines: each receives all weights, and keeps its part.
+    :param nbytes: bytes of each of the two slots; a good size is that of some layers of the model.
+    :param base_path: prefix of the server's socket path; by default that of engines.
+    :param device: of the slots; by default the trainer's GPU, or the host without one.
+    :param timeout: seconds that trainer and engines wait for each slot.
     """
 
     backend: ClassVar[str] = LOAD_FORMAT
@@ -152,8 +152,8 @@ class SharedRpcTrainerInfo(TrainerInitInfo):
 class SharedRpcTrainer(TrainerWeightTransferEngine[SharedRpcTrainerInfo]):
     """The trainer's side of the weight-transfer engine ``shared_rpc``.
 
-    Every rank of the trainer makes one, and calls :meth:`send_weights`: rank 0 sends, and the others take part in gathering.
-    Each message has the weights of a layer, so that only those are gathered at once.
+    Every rank of the trainer creates one and calls :meth:`send_weights`: rank 0 sends, and the others take part in gathering.
+    Each message has the weights of one layer, so that only those are gathered at a time.
     """
 
     init_info_cls = SharedRpcTrainerInfo
@@ -168,9 +168,9 @@ class SharedRpcTrainer(TrainerWeightTransferEngine[SharedRpcTrainerInfo]):
     def trainer_init(
         cls, init_info: SharedRpcTrainerInfo, *, client: VLLMWeightSyncClient, source: WeightSource | None = None
     ) -> Self:
-        """Make a channel, and have the engines open it.
+        """Create a channel, and have the engines open it.
 
-        :raises ConfigurationError: without a source, and for one whose ranks have parts of the model.
+        :raises ConfigurationError: without a source, and for a source whose ranks hold parts of the model.
         """
         if source is None or source.held_names() is not None:
             raise ConfigurationError(f"weight transfer by {LOAD_FORMAT} needs a source that has all weights on rank 0")
@@ -188,20 +188,20 @@ class SharedRpcTrainer(TrainerWeightTransferEngine[SharedRpcTrainerInfo]):
         provider.device = info.device or ("cuda" if torch.cuda.is_available() else "cpu")
         name = f"weights-{uuid.uuid4()}"
         self._channel = channel = provider.create_channel(name, info.nbytes, readers=info.readers)
-        channel.flush()  # this process is the sender from here on, so that engines see its end
+        channel.flush()  # makes this process the sender, so that engines detect its exit
         self.client.init_weight_transfer_engine(
             {"channel": name, "socket_path": provider.get_runtime_info()["socket_path"], "timeout": info.timeout}
         )
         return channel
 
     def send_weights(self) -> None:
-        """Send all weights to the engines, which have them when this returns.
+        """Send all weights to the engines, and wait until they have them.
 
-        :raises Exception: what the engines' client raises if one of them fails; the next call connects to them again.
+        :raises Exception: of the engines' client if an engine fails; the next call reconnects.
         """
         groups = self._weights.iter_groups()
         if not self.is_sender:
-            for _ in groups:  # gathering takes all ranks
+            for _ in groups:  # gathering is a collective operation
                 pass
             return
         channel = self._channel or self._open()
@@ -223,13 +223,13 @@ class SharedRpcTrainer(TrainerWeightTransferEngine[SharedRpcTrainerInfo]):
             raise
 
     def shutdown(self) -> None:
-        """Leave the channel. The next :meth:`send_weights` makes another one."""
+        """Close the channel. The next :meth:`send_weights` creates another one."""
         if self._channel is not None:
             self._channel.close()
             self._channel = None
 
 
 def _explain(update: Future[None], error: BaseException) -> None:
-    """Raise what an engine failed with, if that is why it has left the channel."""
+    """Raise the engine's exception, if that is the reason for which it closed the channel."""
     if isinstance(error, ChannelClosed) and (reason := update.exception()) is not None:
         raise reason from error
