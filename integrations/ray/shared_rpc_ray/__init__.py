@@ -1,4 +1,4 @@
-"""Clusters of shared_rpc on Ray: one build for all nodes, whose bytes Ray brings to each, and a tensor transport for actors.
+"""Clusters of shared_rpc on Ray: one build for all nodes, transferred by Ray, and a tensor transport for actors.
 
 :class:`Cluster` is for any process on a node of the Ray cluster::
 
@@ -8,7 +8,7 @@
         for change in cluster.refresh("load_model", "llama"):
             print(change.version, change.nodes, change.left_out)
 
-Importing this package imports no Ray.
+Importing this package does not import Ray.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The agent of a node: it answers the misses of its broker as the directory decides, and transfers records between brokers.
 
-It is an actor of Ray, and the broker is no child of it: either can be killed, and the other goes on. It runs no code of users,
-unpickles nothing of theirs, and needs no torch for host memory. Ray repeats the calls that a lost agent or directory has not
-answered, so every order can be repeated: what runs already is joined, what is done already is left as it is.
+It is a Ray actor, and not the parent of the broker: if one of them is killed, the other continues. It runs no user code,
+unpickles no user data, and needs no torch for host memory. Ray repeats the calls that a lost agent or directory has not
+answered, so every order is idempotent: it joins the same order if that is running, and does nothing if it is done.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ from shared_rpc_ray.transfer import Sending, in_turn, parts_of, take
 
 _log = logging.getLogger("shared_rpc_ray")
 
-#: Seconds to wait for the broker: it ran when the agent was created, and its end is to be noticed soon.
+#: Seconds to wait for the broker, which ran when the agent was created; short, to detect its exit soon.
 _CONNECT = 1.0
-#: Seconds between two reports to the directory, at most.
+#: Maximum number of seconds between two reports to the directory.
 _LOOK = 2.0
-#: Parts that a receiver has under way or writes at a time.
+#: Parts that a receiver requests or writes at a time.
 _AT_ONCE = 3
-#: Seconds in which a source answers for a part, and Ray brings it.
+#: Timeout for a part, in seconds: the source's answer and the transfer by Ray.
 _ANSWER = 60.0
 #: Seconds between two attempts to find a lost directory, or the result of an earlier agent's build.
 _PAUSE = 0.2
 
 
 def order(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """Have a call of a method join one with the same key and version that still runs."""
+    """Make calls of a method join a running call with the same key and version."""
 
     @functools.wraps(method)
     async def joined(self: NodeAgent, key: Key, version: Version | int, *arguments: Any) -> Any:
@@ -78,7 +78,7 @@ def order(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]
 class NodeAgent:
     """The agent of a node. All methods are coroutines of one loop; bytes are copied in threads.
 
-    :param environ: variables of the joiner's environment that this process needs, with their values.
+    :param environ: environment variables to take over from the joiner.
     """
 
     async def __init__(self, place: Place, environ: dict[str, str | None]) -> None:  # type: ignore[misc]  # Ray awaits it
@@ -94,9 +94,9 @@ class NodeAgent:
         self._candidates: dict[Key, tuple[str, AsyncHandle[Generation]]] = {}
         #: The latest miss of each key, until it has an answer.
         self._misses: dict[Key, Miss] = {}
-        #: Orders that are being carried out, by method, key and version.
+        #: Running orders, by method, key and version.
         self._running: dict[tuple[str, Key, Version | int], asyncio.Task[Any]] = {}
-        #: Records that are being sent, by version, size of parts and mover.
+        #: Open records for receivers, by version, size of parts and mover.
         self._sendings: dict[tuple[Version, int, str], Sending] = {}
         self._exporting = asyncio.Lock()
         self._received_nbytes = self._sent_nbytes = self._nodes = 0
@@ -112,11 +112,11 @@ class NodeAgent:
     # Methods for the directory, and for the joiner.
 
     async def hold(self) -> str:
-        """Wait for this agent to end by itself, and return the reason. A call fails when the agent is lost for good."""
+        """Wait until this agent ends by itself, and return the reason. The call fails when the agent is permanently lost."""
         return await asyncio.shield(self._serving)
 
     async def state(self) -> Statement:
-        """State where this agent is, what its broker holds, and which builds run here."""
+        """Return the place of this agent, the objects of its broker, and the running builds."""
         known = {held.object_id: held.version for held in self._held.values()}
         self._held = {
             key: Held(known.get(object_id, Version(0, object_id, nbytes)), object_id)
@@ -127,7 +127,7 @@ class NodeAgent:
 
     @order
     async def build(self, key: Key, number: int) -> Version:
-        """Build the object of a miss in the broker, or wait for the run that an earlier agent began; return the version."""
+        """Build the object of a miss in the broker, or wait for the run that an earlier agent started; return the version."""
         while True:
             miss = self._misses.pop(key, None)
             if miss is not None:
@@ -160,7 +160,7 @@ class NodeAgent:
         """Receive a version from another node's agent as a candidate."""
         if self._candidates.get(key, ("", None))[0] == version.origin:
             return
-        await self.discard(key, version)  # that of a directory that was lost
+        await self.discard(key, version)  # a candidate of a lost directory
         async with await self._received(key, version, transfer, agent) as record:
             self._candidates[key] = version.origin, await self._client.adopt_candidate(record)
 
@@ -183,7 +183,7 @@ class NodeAgent:
             raise ClusterError(f"version {version.number} of {key.cache_key} is neither a candidate nor current")
 
     async def discard(self, key: Key, wanted: Version | None = None) -> None:
-        """Release the candidate of a key, and cancel the receipt of any, except that of a ``wanted`` version."""
+        """Release the candidate of a key, and cancel the receipt of candidates other than the ``wanted`` version."""
         for what, task in self._running.items():
             if what[:2] == ("receive_candidate", key) and what[2] != wanted:
                 task.cancel()
@@ -198,7 +198,7 @@ class NodeAgent:
                 await self._client.invalidate_object(object_id)
 
     async def key_of(self, endpoint: str, call: Call | None) -> Key:
-        """Return the key of a call, whose arguments are as they travel; without one, a key that is no call's.
+        """Return the key of a call with encoded arguments; for None, a key of the endpoint alone.
 
         :raises EndpointNotFound: if the broker has no such endpoint.
         :raises ConfigurationError: if the call is not cached.
@@ -221,7 +221,7 @@ class NodeAgent:
     # Methods for other agents.
 
     async def offer(self, key: Key, version: Version, transfer: Transfer) -> tuple[bytes, int]:
-        """Get ready to send a version; return its header, and the number of the part with which the receiver is to begin."""
+        """Prepare to send a version; return its header, and the number of the receiver's first part."""
         sending = await self._sending(key, version, transfer)
         if transfer.again:
             sending.drop()
@@ -252,7 +252,7 @@ class NodeAgent:
     # Lifecycle.
 
     async def _serve(self) -> str:
-        """Serve until the broker ends, or has another source; return why this agent ends."""
+        """Serve until the broker ends or has another source; return the reason for which this agent ends."""
         reason = ""
         try:
             async with self._source, asyncio.TaskGroup() as tasks:
@@ -262,7 +262,7 @@ class NodeAgent:
             reason = ", ".join(sorted({f"{type(error).__name__}: {error}" for error in group.exceptions}))
             _log.warning("the agent of %s ends: %s", self._place.socket, reason)
         end = functools.partial(ray.kill, ray.get_runtime_context().current_actor, no_restart=True)
-        asyncio.get_running_loop().call_later(_PAUSE, end)  # the answer is sent before
+        asyncio.get_running_loop().call_later(_PAUSE, end)  # after the reply of hold()
         return reason
 
     async def _listen(self) -> None:
@@ -273,7 +273,7 @@ class NodeAgent:
         raise ClusterError("the broker has another source of records, or none", reason="replaced")
 
     async def _answer(self, key: Key, miss: Miss) -> None:
-        """Request a missing object from the directory until it is current here, which answers the miss, or failed."""
+        """Request a missing object from the directory until it is current here, which answers the miss, or it fails."""
         self._held.pop(key, None)
         while True:
             await self._joined.wait()
@@ -284,14 +284,14 @@ class NodeAgent:
                 self._joined.clear()
                 self._changed.set()
             except Exception as error:
-                with contextlib.suppress(ClusterError):  # it has an answer
+                with contextlib.suppress(ClusterError):  # the miss is answered already
                     await self._source.fail(miss, error if isinstance(error, SharedRPCError) else ClusterError(str(error)))
                 break
         if self._misses.get(key) is miss:
             del self._misses[key]
 
     async def _report_regularly(self) -> None:
-        """Stay registered, report what the broker has dropped or replaced by itself, and publish the status."""
+        """Stay registered, report objects that the broker has dropped or replaced, and publish the status."""
         while True:
             self._changed.clear()
             try:
@@ -302,7 +302,7 @@ class NodeAgent:
             except (Lost, RayError) as error:
                 _log.info("the directory is lost: %s", error)
                 self._joined.clear()
-            with contextlib.suppress(SharedRPCError):  # if the broker has ended, the iteration notices it
+            with contextlib.suppress(SharedRPCError):  # the iteration over misses detects the end of the broker
                 await self._source.report(self._status())
             for what, sending in list(self._sendings.items()):
                 if sending.idle():
@@ -313,12 +313,12 @@ class NodeAgent:
                     await asyncio.sleep(_PAUSE * random.random())
                 else:
                     await asyncio.wait_for(self._changed.wait(), _LOOK)
-                    await asyncio.sleep(_PAUSE)  # callers attach first, and one report covers several orders
+                    await asyncio.sleep(_PAUSE)  # lets callers attach first, and combines reports of several orders
 
     async def _join(self) -> None:
-        """Register with the directory, which is created where there is none. Ray restarts it; it finds its agents then.
+        """Register with the directory, and create it if there is none. A directory restarted by Ray finds its agents itself.
 
-        :raises Lost: if it is gone for good: the next attempt creates another one.
+        :raises Lost: if it is permanently lost: the next attempt creates another one.
         """
         name = actor_name(self._place.cluster, "directory")
         directory = find_or_create(Directory, name, self._place.ray_node, self._place.cluster, soft=True)
@@ -327,7 +327,7 @@ class NodeAgent:
         self._joined.set()
 
     async def _dropped(self) -> dict[Key, Version]:
-        """Forget what the broker has dropped or replaced by itself since the last time, and return it."""
+        """Remove and return the objects that the broker has dropped or replaced since the last call."""
         known = dict(self._held)
         listed = {key: object_id for key, object_id, _ in await self._listed()}
         busy = {key for _, key, _ in self._running}
@@ -371,7 +371,7 @@ class NodeAgent:
         return version
 
     async def _received(self, key: Key, version: Version, transfer: Transfer, agent: Any) -> AsyncExportedRecord:
-        """Return a record with the bytes of a version, in memory of the broker; several parts are under way at a time.
+        """Receive a version into memory of the broker, several parts at a time; return the record.
 
         :raises SourceFailed: if the source could not send it, or a digest differs.
         """
@@ -386,7 +386,7 @@ class NodeAgent:
                 write = functools.partial(take, given, await room, parts[number], transfer.mover)
                 if digest != await asyncio.get_running_loop().run_in_executor(writers, write):
                     raise SourceFailed(f"the digests do not fit: what arrived from {transfer.source} is damaged")
-                del given, write  # Ray frees the part
+                del given, write  # so that Ray frees the part
                 self._received_nbytes += parts[number].nbytes
 
         try:
@@ -401,7 +401,7 @@ class NodeAgent:
                     tasks.create_task(receive(room))
             return room.result()
         except BaseException as problem:
-            await asyncio.to_thread(writers.shutdown)  # none writes any more
+            await asyncio.to_thread(writers.shutdown)  # wait for running writes
             if room is not None and not room.cancelled() and room.exception() is None:
                 await room.result().close()
             error = problem.exceptions[0] if isinstance(problem, BaseExceptionGroup) else problem
@@ -416,7 +416,7 @@ class NodeAgent:
     # The broker.
 
     async def _listed(self) -> list[tuple[Key, str, int]]:
-        """Return the objects that are current in the broker, with their keys and sizes."""
+        """Return the current objects of the broker with their keys, ids and sizes."""
         endpoints = await self._client.list_endpoints()
         return [
             (self._key_in(endpoints, found["endpoint"], found["cache_key"]), found["object_id"], found["nbytes"])
@@ -430,7 +430,7 @@ class NodeAgent:
 
 
 def _candidate(endpoint: str, args: bytes, kwargs: bytes) -> Operation[Any]:
-    """Return a handle of a candidate that the broker builds."""
+    """Build a candidate in the broker, and return its handle."""
     what = f"prepare({endpoint!r})"
     message = x.PrepareCandidate(endpoint, msgspec.Raw(args), msgspec.Raw(kwargs), sealed=True)
     reply = yield from ask(Request(message, what), x.Candidate)

@@ -1,4 +1,4 @@
-"""``shared-rpc cluster``: the status of a cluster, and changes that reach all of its nodes."""
+"""``shared-rpc cluster``: the status of a cluster, and changes on all of its nodes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["app"]
 
-app = typer.Typer(help="The hosts whose servers were started with --cluster.", no_args_is_help=True)
+app = typer.Typer(help="Show and change the cluster of servers that were started with --cluster.", no_args_is_help=True)
 
 Name = Annotated[str | None, typer.Option("--name", help="The cluster's name; SHARED_TENSOR_CLUSTER by default.")]
 Address = Annotated[str | None, typer.Option("--address", help="Ray's address; RAY_ADDRESS, or this machine's, by default.")]
@@ -28,8 +28,8 @@ Call = Annotated[Arguments, typer.Argument(help="key=value for each argument of 
 
 @contextmanager
 def _connected(name: str | None, address: str | None) -> Iterator[Cluster]:
-    """Connect to a cluster. Ray's own output, as of a node that has died, goes to standard error."""
-    from shared_rpc_ray import Cluster  # here, as it imports Ray
+    """Connect to a cluster. Ray's own output, for example about a dead node, goes to standard error."""
+    from shared_rpc_ray import Cluster  # late, because it imports Ray
 
     with redirect_stdout(sys.stderr), Cluster(name, address=address) as cluster:
         yield cluster
@@ -37,7 +37,7 @@ def _connected(name: str | None, address: str | None) -> Iterator[Cluster]:
 
 @app.command()
 def status(name: Name = None, address: Address = None, json: Json = False) -> None:
-    """Show the nodes, what they do, and which of them have which objects."""
+    """Show the nodes with their activity, and the objects with their nodes."""
     with _connected(name, address) as cluster:
         found = cluster.status()
     if json:
@@ -78,9 +78,9 @@ def status(name: Name = None, address: Address = None, json: Json = False) -> No
 
 @app.command()
 def refresh(endpoint: str, arguments: Call = None, name: Name = None, address: Address = None, json: Json = False) -> None:
-    """Build a new version of a cached call's object, and make it current on all nodes that have one.
+    """Build a new version of a cached object, and make it current on all nodes that have the object.
 
-    Exit code 1 if a node was left out or a kind of nodes has no new version.
+    The exit code is 1 if a node was left out or a kind of nodes has no new version.
     """
     with _connected(name, address) as cluster:
         changes = cluster.refresh(endpoint, **keywords(arguments))
@@ -89,7 +89,10 @@ def refresh(endpoint: str, arguments: Call = None, name: Name = None, address: A
 
 @app.command()
 def invalidate(endpoint: str, arguments: Call = None, name: Name = None, address: Address = None, json: Json = False) -> None:
-    """Drop the object of a call, or without arguments all of an endpoint, on every node. Exit code 1 if one was left out."""
+    """Drop the object of a call, or without arguments all objects of an endpoint, on every node.
+
+    The exit code is 1 if a node was left out.
+    """
     with _connected(name, address) as cluster:
         changes = cluster.invalidate(endpoint, **keywords(arguments)) if arguments else cluster.invalidate_endpoint(endpoint)
     _show(changes, json)

@@ -1,6 +1,6 @@
-"""The cluster for its users: refreshes and invalidations that reach every node, and the cluster's status.
+"""The user's interface of a cluster: refreshes and invalidations on every node, and the cluster's status.
 
-The directory does the work, and an agent computes the key of a call: the user's process needs no app.
+The directory does the work, and an agent computes the key of a call, so the user's process does not need the app.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from shared_rpc.protocol.values import DtypeRef, encode_call, lower_call, refuse
 from shared_rpc_ray.membership import actor_name, cluster_settings, connect, find, reason_of
 from shared_rpc_ray.messages import Call, Change, Lost
 
-#: Seconds for the directory's status: it may be starting again.
+#: Timeout for the directory's status, in seconds: the directory may be restarting.
 _PATIENCE = 10.0
 
 
 class Cluster:
-    """The nodes whose brokers were started with ``--cluster``, as any process on a node of the Ray cluster sees them.
+    """The nodes whose brokers were started with ``--cluster``, for any process on a node of the Ray cluster.
 
-    Where the process is connected to Ray already, that connection is used; else one is made, and ended by :meth:`close`.
+    An existing connection of the process to Ray is used; otherwise a new one, which :meth:`close` ends.
 
     :param name: None for ``SHARED_TENSOR_CLUSTER``, or ``"default"``.
-    :param address: of Ray; None for ``RAY_ADDRESS``, or this machine's.
-    :param timeout: seconds that a request may take, None for no limit.
+    :param address: of Ray; None for ``RAY_ADDRESS``, or the Ray cluster of this machine.
+    :param timeout: seconds for a request, None for no limit.
     :raises ClusterError: if Ray does not answer.
     """
 
@@ -43,7 +43,7 @@ class Cluster:
             connect(settings.address if address is None else address)
 
     def close(self) -> None:
-        """End the connection to Ray, if it was made here."""
+        """Close the connection to Ray, if it was created here."""
         if self._connected:
             self._connected = False
             ray.shutdown()
@@ -55,11 +55,11 @@ class Cluster:
         self.close()
 
     def status(self) -> dict[str, Any]:
-        """Return what the cluster has and does, as plain data.
+        """Return nodes and objects of the cluster, as plain data.
 
-        ``nodes`` has for each node its broker, device and versions, and the
-        :class:`~shared_rpc.protocol.infos.ClusterStatus` that it reported at most 2 s before. ``keys`` has for each call its
-        current ``version`` and the ``nodes`` that have it with the version of each, the nodes that are ``building`` and
+        ``nodes`` has for each node its broker, device and versions, and its latest
+        :class:`~shared_rpc.protocol.infos.ClusterStatus`, at most 2 s old. ``keys`` has for each call its
+        current ``version``, the ``nodes`` that have the object with the version of each, the nodes that are ``building`` and
         ``waiting``, and those ``left_out``, with the reasons.
 
         :raises ClusterError: at once for a cluster without nodes, and if its directory does not answer in 10 s.
@@ -70,13 +70,13 @@ class Cluster:
             raise ClusterError(f"the directory of cluster {self.name!r} does not answer: {error}") from error
 
     def refresh(self, endpoint: str, /, *args: Any, **kwargs: Any) -> list[Change]:
-        """Build a new version of a cached call's object once, bring it to every node that has one, and make it current there.
+        """Build a new version of a cached object once, send it to every node that has the object, and make it current there.
 
-        Calls get the present version until all nodes that can have the new one; then all change over, in milliseconds. A node
-        that fails, or takes too long, is left out and named. Where no node has the object, one builds it.
+        Calls return the old version until all nodes have received the new one or failed; then all switch, in milliseconds. A
+        node that fails, or takes too long, is left out and reported. If no node has the object, one builds it.
 
-        Nodes of another kind, as with another device, build for themselves: there is an outcome for each kind of node, that of
-        the asked node's kind first. Where only some kinds have a new version, the ``error`` of the others' changes says why.
+        Nodes of another kind, such as with another device, build separately: there is one outcome per kind of node, with the
+        kind of the contacted node first. If only some kinds have a new version, the changes of the others have an ``error``.
 
         :raises EndpointNotFound: if no node has such an endpoint.
         :raises ConfigurationError: if the call is not managed and cached.
@@ -86,7 +86,7 @@ class Cluster:
         return self._changes("refresh", endpoint, _encoded(args, kwargs))
 
     def invalidate(self, endpoint: str, /, *args: Any, **kwargs: Any) -> list[Change]:
-        """Drop a call's object on every node. Handles stay valid, and the next call, on any node, builds it again."""
+        """Drop the object of a call on every node. Handles stay valid, and the next call on any node rebuilds it."""
         return self._changes("invalidate", endpoint, _encoded(args, kwargs))
 
     def invalidate_endpoint(self, endpoint: str) -> list[Change]:
@@ -94,7 +94,7 @@ class Cluster:
         return self._changes("invalidate", endpoint, None)
 
     def _changes(self, method: str, endpoint: str, call: Call | None) -> list[Change]:
-        """Have the directory change something; raise what failed for all kinds of nodes."""
+        """Execute a change in the directory; raise the error if it failed for all kinds of nodes."""
         host = ray.util.get_node_ip_address()
         try:
             changes: list[Change] = _got(getattr(self._directory(), method).remote(host, endpoint, call), self._timeout)
@@ -104,13 +104,13 @@ class Cluster:
             ) from error
         if changes and all(change.error is not None for change in changes):
             why = changes[0].error
-            if isinstance(why, RemoteError):  # of its own type, where that can be rebuilt
+            if isinstance(why, RemoteError):  # raised with its own type, if that can be rebuilt
                 raise_error(m.Error(*to_wire(why), endpoint_raised=bool(why.pickled)), Frame(0, 0, b"", why.pickled))
             raise ClusterError(f"{changes[0].cache_key} has no new version: {why}") from why
         return changes
 
     def _directory(self) -> Any:
-        """Return the directory, which the first node has created.
+        """Return the directory, which the first node created.
 
         :raises ClusterError: if there is none.
         """
@@ -124,9 +124,9 @@ class Cluster:
 
 
 def _got(reference: Any, timeout: float | None) -> Any:
-    """Return the result of an actor's method; an exception is that of the method itself.
+    """Return the result of an actor's method, or raise the exception of the method.
 
-    :raises Lost: if the actor is gone for good. Ray repeats the call at one that it restarts.
+    :raises Lost: if the actor is permanently lost. Ray repeats the call if it restarts the actor.
     """
     try:
         return ray.get(reference, timeout=timeout)
@@ -137,7 +137,7 @@ def _got(reference: Any, timeout: float | None) -> Any:
 
 
 def _encoded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """Return a call's arguments as they travel."""
+    """Return the encoded arguments of a call."""
     positional, named = encode_call(*lower_call(args, kwargs, _leaf))
     return bytes(positional), bytes(named)
 

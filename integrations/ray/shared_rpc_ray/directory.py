@@ -1,17 +1,17 @@
-"""Directory of a cluster: an actor that knows who holds what, has one node build a key, and changes versions over.
+"""Directory of a cluster: an actor that tracks the holders of each key, assigns builds, and switches versions.
 
-All methods run in one event loop. A pending call of an agent's method is the lease on what it does: Ray repeats it when it
-restarts the agent, and it fails when the agent is gone for good. Rules:
+All methods run in one event loop. A pending call of an agent's method is the lease on its work: Ray repeats it after a
+restart of the agent, and it fails when the agent is permanently lost. Rules:
 
-- One node at a time builds a key, the first that asks; the others wait for the same task. A builder that is lost, or fails for
-  reasons of its own, is replaced by the next node that waits, :data:`BUILDERS` times in all. An exception of the endpoint goes
-  to all that wait, and the next call tries again.
-- A node that misses what others hold receives it. It does not build for itself: a second build need not have the same bits.
-- A refresh has two phases. One node builds a candidate and the holders receive it; then all that have it promote it. A node
-  that fails is left out and named. Refreshes of a key queue up.
+- One node at a time builds a key, the first that requests it; the others wait for the same task. A builder that is lost, or
+  fails for its own reasons, is replaced by the next waiting node, :data:`BUILDERS` times in total. An exception of the endpoint
+  is raised in all waiting nodes, and the next call tries again.
+- A node without an object that others hold receives it. It does not build it, because a second build may have other bits.
+- A refresh has two phases. One node builds a candidate and the holders receive it; then all nodes that have it promote it. A
+  node that fails is left out and reported. Refreshes of a key are queued.
 - The highest version is current, unless it was invalidated; nodes that hold another one receive it, or drop theirs, when they
-  report. What nodes hold is what they state: the directory stores nothing, and asks all agents after a restart. Until they have
-  answered, it decides nothing.
+  report. The directory stores nothing: nodes state their objects, and after a restart it makes no decisions until all agents
+  have answered.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from shared_rpc_ray.membership import Tasks, actor_name, find, got, named
 from shared_rpc_ray.messages import FACTS, Call, Change, Key, Lost, SourceFailed, Statement, Transfer, Version
 from shared_rpc_ray.transfer import part_nbytes
 
-#: Nodes that may fail to build a key, one after the other.
+#: Maximum number of nodes that try to build a key.
 BUILDERS = 3
-#: Attempts to bring a version to a node.
+#: Maximum number of attempts to transfer a version to a node.
 _TRANSFERS = 5
-#: Seconds for which a new directory waits for the agents to state what they hold.
+#: Seconds that a new directory waits for the statements of all agents.
 _RECOVERY = 10.0
-#: Seconds that a node may take to receive a candidate, and to promote or invalidate.
+#: Timeouts in seconds for a node to receive a candidate, and to promote or invalidate.
 _PREPARE, _PROMOTE = 600.0, 30.0
 
 
@@ -46,30 +46,30 @@ class _Member:
 
     agent: Any
     statement: Statement
-    #: What it reported last.
+    #: Its latest report.
     status: ClusterStatus = field(default_factory=lambda: ClusterStatus(bytes_received=0, bytes_sent=0, activity=[]))
 
 
 @dataclass(eq=False)
 class _Entry:
-    """A key: the current version, who holds which one, and what is being done about it."""
+    """A key with its current version, the version of each holder, and the work in progress."""
 
     key: Key
     version: Version | None = None
     holders: dict[str, Version] = field(default_factory=dict)
-    #: The task of the build that is running, and its node.
+    #: The task of the running build, and its node.
     build: asyncio.Task[None] | None = None
     builder: str = ""
-    #: Nodes whose callers wait.
+    #: Nodes with waiting callers.
     waiting: set[str] = field(default_factory=set)
-    #: Nodes without the current version, and why; and those that are getting it, or drop theirs.
+    #: Nodes without the current version, with the reasons; and nodes that are receiving it, or dropping theirs.
     left_out: dict[str, str] = field(default_factory=dict)
     mending: set[str] = field(default_factory=set)
-    #: One refresh or invalidation at a time. Refreshes that wait for it, by their arguments.
+    #: Serialises refreshes and invalidations; and the queued refreshes, by their arguments.
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     queued: dict[bytes, asyncio.Task[Change]] = field(default_factory=dict)
     next_number: int = 1
-    #: Versions below this number were invalidated, and these, which may have no number.
+    #: Invalidated versions: those below this number, and these, which may have no number.
     valid_from: int = 0
     invalid: set[Version] = field(default_factory=set)
 
@@ -79,7 +79,7 @@ class _Entry:
         return self.next_number - 1
 
     def settle(self) -> None:
-        """Make the highest version that a node holds the current one; nodes that hold it are not left out."""
+        """Make the highest held version the current one; its holders are no longer left out."""
         dropped = range(1, self.valid_from)
         valid = {held for held in self.holders.values() if held.number not in dropped} - self.invalid
         self.version = max(valid, default=None)
@@ -87,13 +87,13 @@ class _Entry:
             self.left_out.pop(node, None)
 
     def lose(self, node: str) -> None:
-        """Forget what a node holds."""
+        """Remove a node from the holders."""
         self.left_out.pop(node, None)
         if self.holders.pop(node, None) is not None:
             self.settle()
 
     def invalidate(self) -> None:
-        """Let no version be current that was built until now."""
+        """Invalidate all versions built until now."""
         self.valid_from, self.invalid = self.next_number, set(self.holders.values())
         self.settle()
 
@@ -102,7 +102,7 @@ class _Entry:
         return [node for node, version in self.holders.items() if version == self.version]
 
     def change(self, version: Version | None, outcomes: dict[str, Any], error: Exception | None = None) -> Change:
-        """Return the outcome of a change. Nodes that failed, and hold another version, are left out until they get this one."""
+        """Return the outcome of a change. Failed nodes that hold another version are left out until they have this one."""
         key, left_out = self.key, {name: str(found) for name, found in outcomes.items() if isinstance(found, Exception)}
         if error is None:
             self.left_out.update({name: left_out[name] for name in left_out.keys() & self.holders.keys()})
@@ -113,7 +113,7 @@ class _Entry:
 
 
 class Directory:
-    """The actor. There is one for a cluster; Ray restarts it, on another node if it has to."""
+    """The actor, one per cluster. Ray restarts it, if necessary on another node."""
 
     async def __init__(self, cluster: str) -> None:  # type: ignore[misc]  # Ray awaits it
         self._cluster = cluster
@@ -124,7 +124,7 @@ class Directory:
         self._tasks.spawn(self._recover())
 
     async def _recover(self) -> None:
-        """Ask the agents of the cluster what they hold and build. One that is too slow joins again by itself."""
+        """Collect the statements of all agents of the cluster. An agent that is too slow joins again by itself."""
 
         async def ask(name: str) -> tuple[Statement, Any]:
             agent = find(actor_name(self._cluster, "agent", name))
@@ -141,16 +141,16 @@ class Directory:
     # Methods for agents.
 
     async def join(self, statement: Statement, agent: Any) -> None:
-        """Take a node in, or back."""
+        """Add a node, or add it again."""
         await self._recovered.wait()
         self._take(statement, agent)
 
     async def report(self, node: str, dropped: dict[Key, Version], status: ClusterStatus) -> int:
-        """Note what a broker has evicted or invalidated by itself, and what its agent does; return the number of nodes.
+        """Record objects that a broker has dropped itself, and its agent's status; return the number of nodes.
 
-        Where the node holds another version than the current one, it gets that, or drops its own: each report is an attempt.
+        Each report triggers an attempt to replace outdated versions of the node by the current ones, or to drop them.
 
-        :raises Lost: if the node is no member (any more).
+        :raises Lost: if the node is not a member.
         """
         await self._recovered.wait()
         self._member(node).status = status
@@ -166,11 +166,11 @@ class Directory:
         return len(self._members)
 
     async def want(self, node: str, key: Key) -> None:
-        """Have a node get an object that it misses: from a node that holds it, or by a build, here or there.
+        """Provide a missing object to a node: from a holder, or by a build on this or another node.
 
-        :raises Lost: if the node is no member (any more).
+        :raises Lost: if the node is not a member.
         :raises RemoteError: if the endpoint raised.
-        :raises SharedRPCError: if no node could build it, or it could not be brought to the node.
+        :raises SharedRPCError: if no node could build it, or it could not be transferred to the node.
         """
         await self._recovered.wait()
         entry = self._entry(key)
@@ -205,7 +205,7 @@ class Directory:
     # Methods for users.
 
     async def refresh(self, host: str, endpoint: str, call: Call) -> list[Change]:
-        """Refresh a call for each group of nodes that holds it, one of a host first; where none does, a node builds it."""
+        """Refresh a call for each group of nodes that holds it, a group of ``host`` first; if none does, a node builds it."""
         node, key = await self._key_of(host, endpoint, call)
         payload = msgspec.msgpack.encode(call)
         entries = self._kept(endpoint, key.cache_key) or [self._entry(key)]
@@ -221,7 +221,7 @@ class Directory:
         return await asyncio.gather(*map(self._invalidate, self._kept(endpoint, key.cache_key if call is not None else None)))
 
     async def status(self) -> dict[str, Any]:
-        """Return what the cluster has and does, as plain data."""
+        """Return nodes and keys of the cluster, as plain data."""
         await self._recovered.wait()
         return {
             "cluster": self._cluster,
@@ -234,13 +234,13 @@ class Directory:
         }
 
     async def _key_of(self, host: str, endpoint: str, call: Call | None) -> tuple[str, Key]:
-        """Return a node whose broker has an endpoint, one of a host first, and the key of a call, if there is one.
+        """Return a node whose broker has an endpoint, if possible on ``host``, and the key of the call.
 
         :raises EndpointNotFound: if no broker has it.
         """
         await self._recovered.wait()
         for node in sorted(self._members, key=lambda node: self._members[node].statement.place.host != host):
-            with contextlib.suppress(Lost, ConnectError, EndpointNotFound):  # it was lost just now, or has another app
+            with contextlib.suppress(Lost, ConnectError, EndpointNotFound):  # lost in the meantime, or with another app
                 return node, await self._ask(node, "key_of", endpoint, call)
         raise EndpointNotFound(
             f"no node of cluster {self._cluster!r} has an endpoint {endpoint!r}: {', '.join(sorted(self._members))}"
@@ -249,7 +249,7 @@ class Directory:
     # Members.
 
     def _take(self, statement: Statement, agent: Any) -> None:
-        """Replace all that is known of a node by its statement."""
+        """Replace the state of a node by its statement."""
         node = statement.place.node
         member = self._members[node] = _Member(agent, statement)
         self._tasks.spawn(self._watch(node, member))
@@ -263,7 +263,7 @@ class Directory:
                 entry.build, entry.builder = self._tasks.spawn(self._build(entry, node)), node
 
     async def _watch(self, node: str, member: _Member) -> None:
-        """Wait until an agent is gone for good, and forget the node."""
+        """Wait until an agent is permanently lost, and remove the node."""
         with contextlib.suppress(Lost):
             await got(member.agent.hold.remote())
         if self._members.get(node) is member:
@@ -272,7 +272,7 @@ class Directory:
                 entry.lose(node)
 
     def _member(self, node: str) -> _Member:
-        """Return a node that has joined.
+        """Return the member of a node.
 
         :raises Lost: if it has left.
         """
@@ -293,7 +293,7 @@ class Directory:
         return self._entries.setdefault(key, _Entry(key))
 
     def _kept(self, endpoint: str, cache_key: str | None) -> list[_Entry]:
-        """Return the entries of a call, or an endpoint, of which a node holds a version."""
+        """Return the entries of a call, or of an endpoint, that have holders."""
         return [
             entry
             for key, entry in self._entries.items()
@@ -301,7 +301,7 @@ class Directory:
         ]
 
     def _hold(self, entry: _Entry, node: str, version: Version) -> None:
-        """Note that a node holds a version."""
+        """Record that a node holds a version."""
         if node not in self._members:
             return
         entry.holders[node] = version
@@ -309,7 +309,7 @@ class Directory:
         entry.settle()
 
     async def _mend(self, entry: _Entry, node: str) -> None:
-        """Bring the current version to a node that holds another one, or have it drop that."""
+        """Transfer the current version to a node that holds another one, or have it drop that one."""
         try:
             await (self._drop(entry, node) if entry.version is None else self._bring(entry, node))
         except SharedRPCError as error:
@@ -318,7 +318,7 @@ class Directory:
             entry.mending.discard(node)
 
     async def _drop(self, entry: _Entry, node: str) -> None:
-        """Have a node drop a version that was invalidated."""
+        """Have a node drop an invalidated version."""
         held = entry.holders.get(node)
         await self._ask(node, "invalidate", entry.key)
         if entry.holders.get(node) == held:
@@ -332,19 +332,19 @@ class Directory:
             entry.build, entry.builder = None, ""
 
     async def _bring(self, entry: _Entry, node: str) -> None:
-        """Bring the current version to a node.
+        """Transfer the current version to a node.
 
-        :raises ClusterError: if the node cannot take it, or gets it from no other.
+        :raises ClusterError: if the node cannot store it, or no source can send it.
         """
         version = entry.version
-        assert version is not None, "a node holds it"
+        assert version is not None, "a version is held"
         await self._transfer("receive", entry, node, version, entry.current_holders)
         self._hold(entry, node, version)
 
     async def _transfer(
         self, order: str, entry: _Entry, node: str, version: Version, sources: Callable[[], Iterable[str]]
     ) -> None:
-        """Have a node receive a version from one of the sources, from another one if that fails."""
+        """Have a node receive a version from one of the sources, and from another one if that fails."""
         failed: list[str] = []
         problem = "no node that holds it is left"
         place = self._member(node).statement.place
@@ -352,7 +352,7 @@ class Directory:
             places = {name: self._members[name].statement.place for name in sources() if name in self._members and name != node}
             if not places:
                 break
-            # All receivers of a host prefer one source: the parts that it has put are in the store then.
+            # All receivers of a host prefer the same source, because its parts are in the store already.
             source = min(places, key=lambda name: (failed.count(name), places[name].host != place.host, name))
             parts = part_nbytes(min(place.store_nbytes, places[source].store_nbytes))
             mover = place.mover if place.mover == places[source].mover and not failed else "objects"
@@ -363,7 +363,7 @@ class Directory:
             except SourceFailed as error:
                 failed.append(source)
                 problem = f"{source}: {error}"
-            except SharedRPCError as error:  # a lost node is not the caller's
+            except SharedRPCError as error:  # converted, because Lost would stand for the caller's own node
                 raise ClusterError(str(error)) from error
         raise ClusterError(f"{entry.key.cache_key} could not be received: {problem}")
 
@@ -407,7 +407,7 @@ class Directory:
             return entry.change(None, await self._each(list(entry.holders), lambda name: self._drop(entry, name), _PROMOTE))
 
     async def _each(self, names: list[str], work: Callable[[str], Awaitable[Any]], seconds: float) -> dict[str, Any]:
-        """Do the work for all names at once; return the results and exceptions by name."""
+        """Run ``work`` concurrently for all names; return the results and exceptions by name."""
 
         async def limited(name: str) -> Any:
             try:

@@ -1,8 +1,8 @@
-"""The joiner makes a server part of a cluster, as ``python -m shared_rpc_ray.join --name NAME --socket PATH``.
+"""The joiner adds a server to a cluster: ``python -m shared_rpc_ray.join --name NAME --socket PATH``.
 
-It is a driver of Ray. It creates the agent of its node, which is no child of it and outlives it. When the agent or Ray ends, so
-does the joiner, with the reason in the server's log; the server starts another one, which waits for Ray, and finds the agent or
-creates another one.
+It is a Ray driver. It creates the agent of its node, which is not its child and outlives it. When the agent or Ray ends, the
+joiner exits, with the reason in the server's log; the server starts another joiner, which waits for Ray, and finds or creates
+the agent.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from shared_rpc_ray.agent import NodeAgent
 from shared_rpc_ray.membership import actor_name, cluster_settings, connect, find_or_create, node_of
 from shared_rpc_ray.messages import Place
 
-#: Seconds between two attempts to find Ray: joiners wait for it, whatever is started first.
+#: Seconds between two attempts to connect to Ray, which may be started after the server.
 _PAUSE = 2.0
 
 
 def main(words: list[str] | None = None) -> int:
-    """Join, and stay joined; return the exit code when the agent has ended."""
-    parser = argparse.ArgumentParser(prog="python -m shared_rpc_ray.join", description="Make a server part of a cluster.")
+    """Join, and wait until the agent ends; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m shared_rpc_ray.join", description="Add a server to a cluster.")
     parser.add_argument("--socket", required=True, help="the server's socket")
     parser.add_argument("--name", help="the cluster's name; SHARED_TENSOR_CLUSTER by default")
     options = parser.parse_args(words)
@@ -41,7 +41,7 @@ def main(words: list[str] | None = None) -> int:
     except SharedRPCError as error:
         _print(str(error))
     except RayError as error:
-        # The first line says what has ended; the last one is the error of an agent that could not begin.
+        # The first line names the lost actor; the last one is the error of an agent that could not start.
         lines = str(error).strip().splitlines() or [type(error).__name__]
         _print(f"the agent has ended: {' … '.join(dict.fromkeys((lines[0], lines[-1])))}")
     return 1
@@ -52,7 +52,7 @@ def _print(line: str) -> None:
 
 
 def _stay(socket: str, name: str | None) -> None:
-    """Create or find the agent, and wait until it ends."""
+    """Find or create the agent, and wait until it ends."""
     settings = cluster_settings()
     if settings.mover == "nixl" and not hasattr(experimental, "set_target_for_ref"):
         raise ConfigurationError(
@@ -76,7 +76,7 @@ def _stay(socket: str, name: str | None) -> None:
     )
     # Ray hides GPUs from actors that reserve none; the token proves to the broker that it started the joiner.
     environ = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES"), "SHARED_TENSOR_SOURCE_TOKEN": source_token()}
-    # Only an actor with this option takes tensors by Ray's own transports; it imports torch.
+    # Only an actor with this option can receive tensors by Ray's transports; it imports torch.
     options = {"enable_tensor_transport": True} if place.mover == "nixl" else {}
     agent = find_or_create(NodeAgent, actor_name(place.cluster, "agent", place.node), node.id, place, environ, **options)
     found = ray.get(agent.state.remote())
@@ -86,7 +86,7 @@ def _stay(socket: str, name: str | None) -> None:
             f"{node.id}: two nodes of a machine need a broker each, at base paths of their own (SHARED_TENSOR_BASE_PATH)"
         )
     _print(f"{found.broker} is part of cluster {place.cluster!r} as {place.node}, by an agent on Ray node {node.id}")
-    # Not repeated: a driver whose Ray cluster has ended would wait for it, also if another one is started there.
+    # Without retries, because a driver whose Ray cluster has ended would wait forever, even if another one is started.
     ended = agent.hold.options(max_task_retries=0).remote()
     _print(f"the agent has ended: {ray.get(ended)}")
 

@@ -1,4 +1,4 @@
-"""Membership of a Ray cluster: how a process reaches Ray, and the actors of this library there."""
+"""Membership of a Ray cluster: connections to Ray, and the actors of this library."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from shared_rpc_ray.messages import Lost
 
 _log = logging.getLogger("shared_rpc_ray")
 
-#: Of all actors of this library.
+#: Ray namespace of all actors of this library.
 NAMESPACE = "shared_rpc"
-#: What carries bytes between nodes: Ray's object store, or its tensor transport over NIXL, whose actors import torch.
+#: Transports of bytes between nodes: Ray's object store, or its tensor transport over NIXL, whose actors import torch.
 MOVERS = ("objects", "nixl")
 
 
 class ClusterSettings(NamedTuple):
-    """Settings of a server that is part of a cluster.
+    """Settings of a server in a cluster.
 
-    :param name: of the cluster: several share one Ray cluster without affecting each other.
-    :param address: of Ray, as Ray itself reads it.
-    :param node: the beginning of the id of this server's Ray node, where the machine has several.
+    :param name: of the cluster; several can share one Ray cluster without affecting each other.
+    :param address: of Ray, in Ray's own format.
+    :param node: prefix of the id of this server's Ray node, if the machine has several.
     :param mover: one of :data:`MOVERS`.
     """
 
@@ -52,14 +52,14 @@ def cluster_settings() -> ClusterSettings:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, or its type where it has none."""
+    """Return the first line of an error's text, or its type if it has none."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 async def got(reference: Awaitable[Any]) -> Any:
-    """Return the result of an actor's method; an exception is that of the method itself.
+    """Return the result of an actor's method, or raise the exception of the method.
 
-    :raises Lost: if the actor is gone for good. Ray repeats the call at one that it restarts.
+    :raises Lost: if the actor is permanently lost. Ray repeats the call if it restarts the actor.
     """
     try:
         return await reference
@@ -68,20 +68,20 @@ async def got(reference: Awaitable[Any]) -> Any:
 
 
 def reason_of(error: RayError) -> Exception:
-    """Return what the method of an actor raised, or :class:`Lost` if the actor is gone for good."""
+    """Return the exception of an actor's method, or :class:`Lost` if the actor is permanently lost."""
     if isinstance(error, RayTaskError):
         return error.cause if isinstance(error.cause, Exception) else error
     return Lost(first_line(error))
 
 
 class Tasks:
-    """Background tasks of an actor. An exception that none of them should have is logged."""
+    """Background tasks of an actor. Unexpected exceptions are logged."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Begin a task."""
+        """Start a task."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -95,9 +95,9 @@ class Tasks:
 
 
 def connect(address: str) -> None:
-    """Connect this process to a running Ray cluster; none is started.
+    """Connect this process to a running Ray cluster.
 
-    :param address: as of ``ray.init``; ``""`` for the cluster of this machine.
+    :param address: as for ``ray.init``; ``""`` for the cluster of this machine.
     :raises ClusterError: if there is none, or it cannot be joined.
     """
     options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "configure_logging": False}
@@ -107,7 +107,7 @@ def connect(address: str) -> None:
         raise ClusterError(
             f"no Ray cluster answers at {address or 'this machine'}: start one with 'ray start', or set RAY_ADDRESS ({error})"
         ) from error
-    except Exception as error:  # RuntimeError where Python or Ray have other versions, and whatever Ray's authentication raises
+    except Exception as error:  # RuntimeError for other versions of Python or Ray, and errors of Ray's authentication
         raise ClusterError(f"cannot join the Ray cluster at {address or 'this machine'}: {error}") from error
 
 
@@ -120,7 +120,7 @@ class RayNode(NamedTuple):
 
 
 def alive_nodes() -> dict[str, RayNode]:
-    """Return the nodes of the cluster that are alive, by id."""
+    """Return the live nodes of the cluster, by id."""
     return {
         node["NodeID"]: RayNode(
             node["NodeID"], node["NodeManagerAddress"], int(node["Resources"].get("object_store_memory", 0))
@@ -133,7 +133,7 @@ def alive_nodes() -> dict[str, RayNode]:
 def node_of(wanted: str) -> RayNode:
     """Return the Ray node of this machine.
 
-    :param wanted: the beginning of its id; ``""`` where the machine has one node only.
+    :param wanted: prefix of its id; ``""`` if the machine has only one node.
     :raises ClusterError: if there is no such node, or several.
     """
     nodes = alive_nodes()
@@ -158,7 +158,7 @@ def actor_name(cluster: str, role: str, node: str = "") -> str:
 
 
 def named(cluster: str, role: str) -> list[str]:
-    """Return the nodes of all actors of a role that have names."""
+    """Return the nodes of all named actors of a role."""
     begin = actor_name(cluster, role) + "/"
     actors = ray.util.list_named_actors(all_namespaces=True)
     names = [actor["name"] for actor in actors if actor["namespace"] == NAMESPACE]
@@ -177,10 +177,10 @@ def find(name: str) -> Any:
 
 
 def find_or_create(kind: type, name: str, node: str, *arguments: Any, soft: bool = False, **options: Any) -> Any:
-    """Return the actor of a name. Where there is none, it is created on a node, and outlives its creator.
+    """Return the actor of a name, or create it on a node; it outlives its creator.
 
-    Ray restarts it when its process ends, and repeats the calls that it has not answered. If the node is lost, the actor is
-    gone, or with ``soft`` moves to another node.
+    Ray restarts it when its process ends, and repeats the unanswered calls. If the node is lost, the actor is lost too, or with
+    ``soft`` restarted on another node.
     """
     remote = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1, max_concurrency=10_000, **options)(kind)
     strategy = NodeAffinitySchedulingStrategy(node, soft=soft)

@@ -1,4 +1,4 @@
-"""Data that the directory and the agents send to each other. Errors of this library travel as they are."""
+"""Data exchanged by the directory and the agents. Errors of this library are sent unchanged."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shared_rpc.errors import ClusterError
 FACTS = ("device", "python", "torch", "shared_rpc")
 
 
-#: The arguments of a call, as they travel.
+#: The encoded arguments of a call.
 Call = tuple[bytes, bytes]
 
 
@@ -29,7 +29,7 @@ class Group(msgspec.Struct, frozen=True, order=True):
 
 
 class Key(msgspec.Struct, frozen=True, order=True):
-    """A call, and the group of nodes that builds it once."""
+    """A call, and a group of nodes that share one build of it."""
 
     endpoint: str
     cache_key: str
@@ -37,9 +37,10 @@ class Key(msgspec.Struct, frozen=True, order=True):
 
 
 class Version(msgspec.Struct, frozen=True, order=True):
-    """A build of a key: a number that grows, 0 for a build that no directory ordered, and the id and size of the built object.
+    """A build of a key: an increasing number, 0 for a build without the directory, and the id and size of the built object.
 
-    The origin distinguishes two builds of one number, which are possible if the directory was restarted while nodes were away.
+    The origin distinguishes builds of the same number, which are possible if the directory was restarted while nodes were
+    unreachable.
     """
 
     number: int
@@ -48,7 +49,7 @@ class Version(msgspec.Struct, frozen=True, order=True):
 
 
 class Held(msgspec.Struct, frozen=True):
-    """A version that is current in a node's broker, as which object."""
+    """A version that is current in a node's broker, and the id of its object there."""
 
     version: Version
     object_id: str
@@ -58,12 +59,12 @@ class Place(msgspec.Struct, frozen=True):
     """A broker's place in the cluster.
 
     :param node: the broker's unique name in the cluster.
-    :param ray_node: the id of the Ray node that the agent runs on.
-    :param host: its address: bytes between nodes of one host need no network.
+    :param ray_node: the id of the agent's Ray node.
+    :param host: its address; transfers within one host need no network.
     :param store_nbytes: the size of its object store.
-    :param socket: that of the broker.
+    :param socket: of the broker.
     :param mover: one of :data:`shared_rpc_ray.membership.MOVERS`.
-    :param facts: those of :data:`FACTS`; the agent adds the broker's device.
+    :param facts: see :data:`FACTS`; the agent adds the broker's device.
     """
 
     cluster: str
@@ -77,9 +78,9 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Statement(msgspec.Struct, frozen=True):
-    """Everything that a directory needs to know of a node: its place, what it holds, and which builds run there.
+    """The state of a node for the directory: its place, held objects, and running builds.
 
-    ``broker`` names the broker's socket and pid.
+    ``broker`` has the broker's socket and pid.
     """
 
     place: Place
@@ -89,9 +90,9 @@ class Statement(msgspec.Struct, frozen=True):
 
 
 class Transfer(msgspec.Struct, frozen=True):
-    """The way of a version from a ``source`` to another node: the size of its parts, and what carries them.
+    """The transfer of a version from a ``source`` to another node: the size of its parts, and the transport.
 
-    ``again`` if an earlier attempt failed: the source is to put into the store again what it has put there.
+    ``again`` is True if an earlier attempt failed: the source then puts the parts into the store again.
     """
 
     source: str
@@ -103,10 +104,10 @@ class Transfer(msgspec.Struct, frozen=True):
 class Change(msgspec.Struct, frozen=True):
     """Outcome of a refresh or an invalidation of one call, for nodes of one kind.
 
-    ``kind`` are the device and the versions that the nodes have in common; a call is built for each kind by itself.
-    ``version`` is the cluster's number of what is current now, None after an invalidation. It was done on ``nodes``;
-    ``left_out`` has the other nodes that had the object, with the reason for each: they get the current version, or drop
-    theirs, as soon as they can. ``error`` is why nothing has changed, None otherwise.
+    ``kind`` has the device and the versions that the nodes have in common; each kind builds a call separately.
+    ``version`` is the number of the version that is current now, None after an invalidation. The change was made on ``nodes``;
+    ``left_out`` has the other nodes that had the object, with the reason for each: they receive the current version, or drop
+    theirs, as soon as possible. ``error`` is the reason if nothing has changed, otherwise None.
     """
 
     endpoint: str
@@ -119,8 +120,8 @@ class Change(msgspec.Struct, frozen=True):
 
 
 class Lost(ClusterError):
-    """An actor, or the broker of an agent, was lost while it did something for another actor."""
+    """An actor, or the broker of an agent, was lost while it worked for another actor."""
 
 
 class SourceFailed(ClusterError):
-    """A source could not send a version, or what arrived was damaged: another attempt may succeed."""
+    """A source could not send a version, or the received bytes were damaged: another attempt may succeed."""

@@ -1,8 +1,8 @@
-"""Tensors of one process, kept by its host's server, for other processes of the host: by reference where they lie there.
+"""Tensors that a process keeps in its host's server for other processes of the host.
 
-A :class:`TensorClient` keeps a list of tensors: what lies in memory of the server is named, and the rest is copied once, into
-one buffer. The result is a *held list*: one object of the server, which outlives its maker by :data:`LINGER`, and the names of
-the tensors, by which any process rebuilds them over the same memory: see :mod:`shared_rpc.codec.reducers`.
+A :class:`TensorClient` keeps a list of tensors: tensors in memory of the server are referred to by name, and the others are
+copied once, into one buffer. The result is a *held list*: one object of the server, which outlives its maker by :data:`LINGER`,
+and the names of the tensors, from which any process rebuilds them over the same memory: see :mod:`shared_rpc.codec.reducers`.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ __all__ = ["LINGER", "HeldTensors", "TensorClient", "client_of", "let_go"]
 
 _log = logging.getLogger("shared_rpc_ray")
 
-#: Seconds for which a held list can be got after its last holder has ended: a maker that is killed leaves it for so long.
+#: Seconds for which a held list stays available after its last holder, such as a killed maker, has ended.
 LINGER = 300.0
-#: Seconds without use after which a server that was started here ends.
+#: Seconds without use after which a server started here exits.
 _IDLE_EXIT = 3600.0
-#: Bytes. A multiple of all element sizes.
+#: Alignment in bytes; a multiple of all element sizes.
 _GRAIN = 16
-#: A tensor whose elements are spread over more than so many times their bytes is copied into one piece.
+#: A tensor whose elements are spread over more than this multiple of their bytes is made contiguous first.
 _SPARSE = 2
 
 
 @dataclass
 class HeldTensors:
-    """A held list: the handle of its object, None where no tensor has bytes, and the arguments of ``rebuild_tensor()``."""
+    """A held list: the handle of its object, None if no tensor has bytes, and the arguments of ``rebuild_tensor()``."""
 
     client: TensorClient
     handle: Handle[Any] | None
@@ -56,34 +56,34 @@ class HeldTensors:
 
 @bound
 class TensorClient(Client):
-    """A client that keeps tensors of its process in the server, and starts a server where none listens.
+    """A client that keeps tensors of its process in the server, and starts a server if none listens.
 
-    :param device: that of the tensors; the server of the base path for it is used, as by every client.
+    :param device: of the tensors; it selects the server of the base path, as for every client.
     """
 
     def __init__(self, device: str) -> None:
         super().__init__(device=device, connect_timeout=30.0)
-        # By a name and not by this class: the server's workers import it.
+        # By name, because the server's workers import it.
         options = ServeOptions(devices=(device,), idle_exit=_IDLE_EXIT)
         self._summon = ServerStarter(lambda: "shared_rpc.provider.empty:provider", options)
 
     @lending
     def keep_segments(ctx: Any, segment_ids: Sequence[str], linger: float) -> Steps[Leased[list[torch.Tensor]]]:
-        """Keep segments that the server has as an object of their own; the handle's value is a flat tensor of each.
+        """Create an object of existing segments of the server; the handle's value is a list with a flat tensor of each.
 
-        :param segment_ids: of memory that this process has from the server.
+        :param segment_ids: of server memory that this process has mapped.
         :param linger: seconds for which :meth:`get_buffer` finds the object after its last holder has ended.
-        :raises SegmentNotFound: if the server has one of them no more.
+        :raises SegmentNotFound: if the server no longer has one of them.
         """
         handle: Leased[list[torch.Tensor]] = yield from _kept(ctx, segment_ids, linger)
         return handle
 
     @without_modes
     def hold(self, tensors: Sequence[torch.Tensor]) -> HeldTensors:
-        """Keep a list of tensors in the server. What lies in its memory is referred to, the rest is copied once.
+        """Keep a list of tensors in the server. Tensors in its memory are referred to, the others are copied once.
 
         Copied tensors keep their strides, and those of one storage share memory again, unless their elements are spread over
-        much more memory than they have. All work of this process on the device is complete when this returns.
+        much more memory than they occupy. All work of this process on the device is complete when this returns.
 
         :raises CapabilityError: for a tensor that is not strided, carries an autograd graph, or is on another device.
         """
@@ -93,7 +93,7 @@ class TensorClient(Client):
         try:
             return self._hold(tensors, named=True)
         except SegmentNotFound:
-            # The server has restarted, or has dropped what is still mapped here.
+            # The server has restarted, or has dropped memory that is still mapped here.
             return self._hold(tensors, named=False)
 
     def _hold(self, tensors: Sequence[torch.Tensor], *, named: bool) -> HeldTensors:
@@ -124,10 +124,10 @@ class TensorClient(Client):
                 copied.release()
 
     def ping_server(self) -> str:
-        """Return the server's id, once it is reached."""
+        """Connect to the server, and return its id."""
         self.ping()
         known = self._known()
-        assert known is not None, "a server that has answered is known"
+        assert known is not None, "the server has answered"
         return known.server_id
 
 
@@ -149,7 +149,7 @@ def client_of(device: str) -> TensorClient:
 
 
 def let_go(held: HeldTensors) -> None:
-    """Unlist a held list and end this process's lease, in the background: its holders keep it. Safe in any thread."""
+    """Unlist a held list and release this process's lease, in the background; other holders keep it. Thread-safe."""
     handle, held.handle = held.handle, None
     if handle is not None:
         FINALIZER.submit(functools.partial(_freed, handle, held.client))
@@ -184,7 +184,7 @@ def _check(tensors: Sequence[torch.Tensor]) -> None:
 
 
 class _Span:
-    """Bytes of one storage that are to be copied, and their place in the copy."""
+    """A range of bytes of one storage to copy, and its offset in the copy."""
 
     def __init__(self, storage: torch.UntypedStorage, start: int, end: int) -> None:
         self.storage, self.start, self.end, self.offset = storage, start, end, 0
@@ -200,7 +200,7 @@ class _Span:
 
 
 class _Spans:
-    """The bytes of each storage that are to be copied: from the first to the last one that a tensor uses."""
+    """The range of each storage to copy, from the first to the last byte used by a tensor."""
 
     def __init__(self) -> None:
         self._by_storage: dict[int, _Span] = {}
@@ -212,7 +212,7 @@ class _Spans:
         return span
 
     def packed(self) -> int:
-        """Give every span its offset, once all are known; return the bytes of the whole."""
+        """Assign offsets to all spans; return the total number of bytes."""
         end = 0
         for span in self._by_storage.values():
             span.offset = end
@@ -224,7 +224,7 @@ class _Spans:
 
 
 class _Place(NamedTuple):
-    """The place of a tensor's first element: in a segment of the server at an offset, or in a span of what is copied."""
+    """The place of a tensor's first element: an offset in a segment of the server, or in a span to copy."""
 
     tensor: torch.Tensor
     segment: SegmentInfo | None
@@ -232,13 +232,13 @@ class _Place(NamedTuple):
     span: _Span | None
 
     def copied_to(self, segment: SegmentInfo) -> _Place:
-        """Return the place in the segment of what was copied."""
+        """Return the place in the segment of the copy."""
         if self.span is None:
             return self
         return self._replace(segment=segment, offset=self.span.offset + self.offset - self.span.start)
 
     def name(self, original: torch.Tensor, socket_path: str, object_id: str) -> tuple[Any, ...]:
-        """Return the arguments of ``rebuild_tensor()``. Tensors of a segment have one storage, all of it."""
+        """Return the arguments of ``rebuild_tensor()``. Tensors of a segment share one storage over all of it."""
         kind = torch.nn.Parameter if isinstance(original, torch.nn.Parameter) else torch.Tensor
         tensor, segment = self.tensor, self.segment
         view = (tuple(tensor.shape), tensor.stride(), self.offset // tensor.dtype.itemsize, tensor.dtype)
@@ -256,7 +256,7 @@ def _place(tensor: torch.Tensor, spans: _Spans, server_id: str) -> _Place:
     if server_id and found is not None:
         mapping, offset = found
         shared = mapping.owner == server_id and not mapping.pooled and offset + storage.nbytes() <= mapping.info.nbytes
-        # A storage may begin anywhere, and a tensor's place is counted in elements.
+        # A storage may start at any byte, but the offset of a tensor is counted in elements.
         if shared and (offset + start) % item == 0:
             return _Place(tensor, mapping.info, offset + start, None)
     used = (sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1) * item

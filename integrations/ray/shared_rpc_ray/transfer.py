@@ -1,7 +1,7 @@
-"""Transfer of a record from the agent of one node to those of others, through Ray's object store.
+"""Transfer of a record from the agent of one node to agents of others, through Ray's object store.
 
-A record is cut into *parts*. Its holder puts a part into the store when the first receiver asks for it, and answers with the
-reference and a digest; further receivers get the same reference, and Ray pulls the part from any node that has it. The holder
+A record is split into *parts*. The source puts a part into the store when the first receiver requests it, and replies with the
+reference and a digest; further receivers get the same reference, and Ray pulls the part from any node that has it. The source
 keeps the references of the last :data:`WINDOW` parts only, so a small store suffices for a record of any size.
 """
 
@@ -20,15 +20,16 @@ import xxhash
 from shared_rpc.client.exported import AsyncExportedRecord, RecordBytes, SegmentBytes
 from shared_rpc.protocol.records import SegmentInfo
 
-#: Bytes of a part at most. A part costs Ray some milliseconds; while one is written, others travel.
+#: Maximum and minimum size of a part in bytes. A part costs Ray some milliseconds; while one is written, others are
+#: transferred.
 _LARGEST_PART = 16 << 20
 _SMALLEST_PART = 1 << 20
-#: A part takes at most one in so many of a node's object store: ten receivers have two different parts each under way, and Ray
-#: has not freed others yet.
+#: A part takes at most this fraction of a node's object store: ten receivers transfer two different parts each, and Ray has not
+#: freed others yet.
 _SHARE = 32
-#: Parts of a record that its holder keeps in the store for further receivers.
+#: Parts of a record that its source keeps in the store for further receivers.
 WINDOW = 4
-#: Seconds after the last request in which a record is kept open at least. A request after that opens it again.
+#: Minimum number of seconds after the last request for which a record is kept open. A later request opens it again.
 _IDLE = 1.0
 
 
@@ -41,12 +42,12 @@ class Part(NamedTuple):
 
 
 def part_nbytes(store_nbytes: int) -> int:
-    """Return the size of parts that go through an object store of this size."""
+    """Return the size of parts for an object store of this size."""
     return max(_SMALLEST_PART, min(_LARGEST_PART, store_nbytes // _SHARE))
 
 
 def parts_of(segments: Sequence[SegmentInfo], nbytes: int) -> list[Part]:
-    """Cut segments into parts of so many bytes at most."""
+    """Split segments into parts of at most ``nbytes`` bytes."""
     return [
         Part(number, offset, min(nbytes, info.nbytes - offset))
         for number, info in enumerate(segments)
@@ -55,10 +56,10 @@ def parts_of(segments: Sequence[SegmentInfo], nbytes: int) -> list[Part]:
 
 
 def in_turn(count: int, first: int) -> Iterator[int]:
-    """Yield the numbers of the parts, window by window, from the ``first`` one of each window on.
+    """Yield the numbers of the parts, window by window, starting with the ``first`` one of each window.
 
-    Receivers that begin at different parts of a window have something to send to each other; see :class:`Sending` for why they
-    do not leave the window.
+    Receivers that start at different parts of a window can send parts to each other. They stay within the window because
+    :class:`Sending` keeps no other parts.
     """
     for start in range(0, count, WINDOW):
         size = min(WINDOW, count - start)
@@ -66,9 +67,9 @@ def in_turn(count: int, first: int) -> Iterator[int]:
 
 
 class Sending:
-    """A record that is being sent, whoever asks for its parts.
+    """A record that is sent to any number of receivers.
 
-    :param record: taken over.
+    :param record: closed with this object.
     :param nbytes: bytes of a part.
     :param mover: one of :data:`shared_rpc_ray.membership.MOVERS`.
     """
@@ -79,9 +80,9 @@ class Sending:
         self._mover = mover
         self._receivers = 0
         self._used = time.monotonic()
-        #: References and digests of parts by their numbers, the least recently put first.
+        #: References and digests of parts by their numbers, the oldest first.
         self._kept: dict[int, Future[tuple[Any, bytes]]] = {}
-        #: Parts are put one after the other: the first one travels while the next one is put.
+        #: One thread: a part is transferred while the next one is put.
         self._putter = ThreadPoolExecutor(1)
 
     async def part(self, number: int) -> tuple[Any, bytes]:
@@ -89,11 +90,11 @@ class Sending:
         try:
             return await asyncio.shield(asyncio.wrap_future(self._begin(number)))
         except Exception:
-            self._kept.pop(number, None)  # the store may have room later
+            self._kept.pop(number, None)  # the store may have capacity later
             raise
 
     def begin(self) -> int:
-        """Put the first parts, for which a receiver is about to ask; return the one with which it is to begin."""
+        """Put the first parts in advance for a receiver; return the number of its first part."""
         if not self._kept:
             for number in range(min(WINDOW, len(self.parts))):
                 self._begin(number)
@@ -109,7 +110,7 @@ class Sending:
         return self._kept[number]
 
     def drop(self) -> None:
-        """Put the parts again for the requests from here on."""
+        """Forget the stored parts, so that later requests put them again."""
         self._kept.clear()
 
     async def close(self) -> None:
@@ -119,7 +120,7 @@ class Sending:
         await self.record.close()
 
     def idle(self) -> bool:
-        """Return whether no receiver has asked for a part in the last :data:`_IDLE` seconds, or waits for one."""
+        """Return True if no part is pending, and none was requested in the last :data:`_IDLE` seconds."""
         return time.monotonic() - self._used > _IDLE and all(kept.done() for kept in self._kept.values())
 
     def _put(self, number: int) -> tuple[Any, bytes]:
@@ -133,9 +134,9 @@ class Sending:
 
 
 def take(given: Any, record: RecordBytes, part: Part, mover: str) -> bytes:
-    """Write a part to its place, and return its digest.
+    """Write a part to the record, and return its digest.
 
-    :param given: the object that was put, or with NIXL its reference.
+    :param given: the part's object, or with NIXL its reference.
     """
     segment = record.segments[part.segment]
     if mover == "nixl":
@@ -153,7 +154,7 @@ def take(given: Any, record: RecordBytes, part: Part, mover: str) -> bytes:
 
 
 def _array(segment: SegmentBytes, part: Part) -> numpy.ndarray[Any, Any]:
-    """Return a part as Ray takes it without pickling, and copies it once; one in the memory of a GPU is copied here."""
+    """Return a part as an array, which Ray copies once without pickling; a part in GPU memory is copied to the host here."""
     if segment.info.device == "cpu":
         return numpy.frombuffer(segment.buffer(), numpy.uint8, part.nbytes, part.offset)
     return _slice(segment, part).cpu().numpy()  # type: ignore[no-any-return]

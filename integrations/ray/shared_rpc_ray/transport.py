@@ -1,9 +1,9 @@
-"""A tensor transport of Ray's, ``SHARED_RPC``: tensors of actors lie in the server of their host, once for all its processes.
+"""The tensor transport ``SHARED_RPC`` for Ray: tensors of actors are in the server of their host, once for all its processes.
 
 After :func:`register`, ``@ray.method(tensor_transport="SHARED_RPC")`` and ``ray.put(…, _tensor_transport="SHARED_RPC")`` keep
-tensors in the server (broker) of the node. Processes of that node get the same memory, without a copy, and the maker may end:
-see :mod:`shared_rpc_ray.tensors`. A process of another node gets a copy by Ray's object store, which a task on the tensors'
-node reads for it.
+tensors in the server (broker) of the node. Processes of that node get the same memory without a copy, and the maker may exit:
+see :mod:`shared_rpc_ray.tensors`. A process of another node gets a copy through Ray's object store, read by a task on the
+tensors' node.
 """
 
 from __future__ import annotations
@@ -51,15 +51,14 @@ __all__ = ["NAME", "SharedRpcTransport", "register"]
 
 NAME = "SHARED_RPC"
 
-#: Parts that the reader at the tensors' node has stored and the receiver has not begun to read.
+#: Parts that the task on the tensors' node may store before the receiver reads them.
 _PARTS_AHEAD = 2
 
 
 def register() -> None:
-    """Register the transport with Ray, in the process that makes the actors, before their classes are defined.
+    """Register the transport with Ray, in the process that creates the actors, before their classes are defined.
 
-    Ray looks the name up in ``@ray.method(tensor_transport="SHARED_RPC")`` itself, and registers it in the actors. Calling it
-    again does nothing.
+    Ray registers it in the actors itself. Further calls have no effect.
 
     :raises ConfigurationError: if another transport has its name.
     """
@@ -72,7 +71,7 @@ def register() -> None:
 
 @dataclass
 class HeldMetadata(TensorTransportMetadata):  # type: ignore[misc]  # Ray's classes have no annotations where it is not installed
-    """The place of the tensors of one of Ray's objects: the node's server, and the arguments of ``rebuild_tensor()``."""
+    """The place of the tensors of a Ray object: the node's server, and the arguments of ``rebuild_tensor()``."""
 
     node_id: str = ""
     socket_path: str = ""
@@ -81,11 +80,11 @@ class HeldMetadata(TensorTransportMetadata):  # type: ignore[misc]  # Ray's clas
 
 
 class SharedRpcTransport(TensorTransportManager):  # type: ignore[misc]
-    """The transport, as Ray calls it: in the maker's process, and in those that receive. Thread-safe."""
+    """The transport, called by Ray in the maker's process and in receivers. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        #: What this process has made, by the ids of Ray's objects, until Ray frees them.
+        #: Held lists of this process, by the ids of Ray's objects, until Ray frees them.
         self._made: dict[str, tuple[HeldTensors, HeldMetadata]] = {}
 
     def tensor_transport_backend(self) -> str:
@@ -94,7 +93,7 @@ class SharedRpcTransport(TensorTransportManager):  # type: ignore[misc]
 
     @staticmethod
     def is_one_sided() -> bool:
-        """Return True: the receiver needs nothing of the maker."""
+        """Return True: the receiver does not need the maker."""
         return True
 
     @staticmethod
@@ -103,17 +102,17 @@ class SharedRpcTransport(TensorTransportManager):  # type: ignore[misc]
         return True
 
     def actor_has_tensor_transport(self, actor: Any) -> bool:
-        """Return True: a server is started where none listens."""
+        """Return True: a server is started if none listens."""
         return True
 
     def extract_tensor_transport_metadata(self, obj_id: str, rdt_object: list[torch.Tensor]) -> HeldMetadata:
-        """Keep the tensors in the node's server; return what receivers need.
+        """Keep the tensors in the node's server; return the metadata for receivers.
 
         :raises CapabilityError: for tensors that cannot be shared, see :meth:`TensorClient.hold`.
         :raises ConnectError: if no server can be reached or started.
         """
         with self._lock:
-            made = self._made.get(obj_id)  # of an earlier try of the same task
+            made = self._made.get(obj_id)  # of an earlier attempt of the same task
         if made is not None:
             return made[1]
         metadata = HeldMetadata(
@@ -131,7 +130,7 @@ class SharedRpcTransport(TensorTransportManager):  # type: ignore[misc]
         return metadata
 
     def get_communicator_metadata(self, src_actor: Any, dst_actor: Any, backend: str | None = None) -> CommunicatorMetadata:
-        """Return nothing: the processes need not know each other."""
+        """Return empty metadata: the processes do not communicate."""
         return CommunicatorMetadata()
 
     def recv_multiple_tensors(
@@ -141,10 +140,10 @@ class SharedRpcTransport(TensorTransportManager):  # type: ignore[misc]
         communicator_metadata: CommunicatorMetadata,
         target_buffers: list[torch.Tensor] | None = None,
     ) -> list[torch.Tensor]:
-        """Return the tensors: on their own node over the same memory, on another one as copies.
+        """Return the tensors: over the same memory on their own node, as copies on another one.
 
-        :param target_buffers: those of ``set_target_for_ref``, which the tensors are copied to instead.
-        :raises RayDirectTransportError: if they cannot be got, with both nodes and the reason.
+        :param target_buffers: targets of ``set_target_for_ref``, to which the tensors are copied instead.
+        :raises RayDirectTransportError: if the tensors are not available, with both nodes and the reason.
         """
         metadata = tensor_transport_metadata
         if metadata.node_id == _node():
@@ -164,18 +163,18 @@ class SharedRpcTransport(TensorTransportManager):  # type: ignore[misc]
             raise _lost(obj_id, metadata, error) from error
 
     def send_multiple_tensors(self, *_: Any) -> None:
-        """Refuse: Ray does not call it for a transport in which only receivers act."""
+        """Raise: Ray does not call this method of a one-sided transport."""
         raise NotImplementedError(f"{NAME} is one-sided: receivers attach to memory")
 
     def garbage_collect(self, obj_id: str, tensor_transport_meta: HeldMetadata, tensors: list[torch.Tensor]) -> None:
-        """Drop what the maker has kept: the memory goes with the last receiver's tensors. Does not wait for the server."""
+        """Drop the held list: the memory is freed with the last receiver's tensors. Does not wait for the server."""
         with self._lock:
             made = self._made.pop(obj_id, None)
         if made is not None:
             let_go(made[0])
 
     def abort_transport(self, obj_id: str, communicator_metadata: CommunicatorMetadata) -> None:
-        """Do nothing: attaching ends by itself."""
+        """Do nothing: attaching completes by itself."""
 
 
 def _node() -> str:
@@ -211,10 +210,10 @@ def _lost(obj_id: str, metadata: HeldMetadata, error: Exception) -> Exception:
 
 
 def _fetched(metadata: HeldMetadata, targets: Sequence[torch.Tensor] | None) -> list[torch.Tensor]:
-    """Return copies of the tensors, read by a task on their node, whose parts come by the object store.
+    """Return copies of the tensors, read by a task on their node and transferred in parts through the object store.
 
-    Each of the two stores has :data:`_PARTS_AHEAD` of them beside the one that is being written, for which the smaller one has
-    room.
+    Each of the two stores holds at most :data:`_PARTS_AHEAD` parts in addition to the one that is being written; their size
+    follows from the smaller store.
     """
     device = torch.device(metadata.tensor_device or "cpu")
     tensors = list(targets) if targets else _empty(metadata.names, device)
@@ -226,7 +225,7 @@ def _fetched(metadata: HeldMetadata, targets: Sequence[torch.Tensor] | None) -> 
     writer = _Writer(tensors)
     for reference in parts:
         writer.write(ray.get(reference))
-        del reference  # before the next one is awaited: the stores have room for few
+        del reference  # before waiting for the next one, because the stores hold few parts
     writer.finish()
     if not targets:
         for tensor, (_, _, _, _, _, requires_grad, *_) in zip(tensors, metadata.names, strict=True):
@@ -244,7 +243,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _read(metadata: HeldMetadata, nbytes: int) -> Iterator[Any]:
-    """Yield the bytes of all tensors, one after the other, in parts. Runs as a task on the tensors' node."""
+    """Yield the concatenated bytes of all tensors in parts. Runs as a task on the tensors' node."""
     part, filled = np.empty(nbytes, np.uint8), 0
     for tensor in _attached(metadata):
         source = _flat(tensor.contiguous())
@@ -256,7 +255,7 @@ def _read(metadata: HeldMetadata, nbytes: int) -> Iterator[Any]:
                 rest, filled = rest[taken:], filled + taken
                 if filled == nbytes:
                     yield part
-                    # Not written to again: Ray may not have stored it yet.
+                    # A new array, because Ray may not have stored the yielded one yet.
                     part, filled = np.empty(nbytes, np.uint8), 0
     if filled:
         yield part[:filled]
@@ -286,6 +285,6 @@ class _Writer:
                 del self._targets[0]
 
     def finish(self) -> None:
-        """Check that all bytes came."""
+        """Check that all bytes were received."""
         if self._missing:
             raise ConfigurationError(f"{self._missing} bytes did not come: use one release on all nodes")
