@@ -137,10 +137,7 @@ def test_classes_of_a_served_file_travel_as_code(app: Write, start: Start, conne
     assert type(module).__name__ == "Scale" and "app" not in sys.modules
 
 
-@pytest.mark.parametrize("kind", [BROKER, IN_PROCESS], ids=str)
-def test_a_module_that_calls_its_own_endpoints_while_it_is_loaded(
-    app: Write, start: Start, connect: Connect, kind: tuple[str, ...]
-) -> None:
+def test_a_module_that_calls_its_own_endpoints_while_it_is_loaded(app: Write, start: Start, connect: Connect) -> None:
     """The thread that pickles the result imports the module that waits for it; clients get the object."""
     app(
         """
@@ -159,7 +156,7 @@ def test_a_module_that_calls_its_own_endpoints_while_it_is_loaded(
         """,
         "modelling.py",
     )
-    start("serve", "modelling", *kind).expect("serving")
+    start("serve", "modelling").expect("serving")
     info = connect().get_server_info()
     assert (info["objects"], info["builds"]) == (1, 1)
 

@@ -35,6 +35,7 @@ def anew(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", TAKEN)
 def test_a_picture_shows_the_commands_output(name: str, anew: Path) -> None:
