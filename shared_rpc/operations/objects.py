@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from shared_rpc.client.handle import Lease, drop_handles, unreachable
-from shared_rpc.client.steps import Request, Work, ask, query
+from shared_rpc.client.steps import Request, Work, query
 from shared_rpc.client.suspension import Context, released
 from shared_rpc.errors import ConnectError, ConnectionClosed, StaleHandleError
 from shared_rpc.operations.binding import Leased, Steps, id_of, operation, taken
@@ -39,9 +39,8 @@ class ObjectOperations:
         infos: list[ListedObjectInfo] = []
         after: int | None = 0
         while after is not None:
-            page = yield from ask(Request(m.ListObjects(after), "list_objects"), m.ObjectsReply)
-            infos += page.infos
-            after = page.after
+            page, after = yield from query(m.ListObjects(after), "list_objects")
+            infos += page
         return infos
 
     @operation

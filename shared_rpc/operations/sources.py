@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any, cast
 
 from shared_rpc.client.exported import RecordBytes
-from shared_rpc.client.steps import Lend, Operation, Request, Tell, Within, ask
+from shared_rpc.client.steps import Lend, Operation, Request, Tell, Within, ask, query
 from shared_rpc.errors import ClusterError, ConnectError, ConnectionClosed, ProtocolError, SharedRPCError, to_wire
 from shared_rpc.operations.binding import BlockingPart, CoroutinePart, Leased, Steps, bound, operation
 from shared_rpc.operations.handles import lending
@@ -44,8 +44,8 @@ class _SourceMethods:
         yield from self._attach()
 
     def _attach(self) -> Operation[None]:
-        attached = yield from ask(Request(s.AttachSource(source_token()), "the attachment of a source"), s.SourceAttached)
-        self._number, self._server_id, self._after = attached.source, attached.server_id, 0
+        self._number, self._server_id = yield from query(s.AttachSource(source_token()), "the attachment of a source")
+        self._after = 0
         self._misses.clear()
 
     def _detach(self) -> Operation[None]:
@@ -66,19 +66,18 @@ class _SourceMethods:
                 return None
         while not self._misses:
             number = self._number
-            request = Request(s.AwaitMisses(number, self._after), "the wait for misses")
             try:
-                answer: s.Misses = yield from ask(request, s.Misses)
+                misses = yield from query(s.AwaitMisses(number, self._after), "the wait for misses")
             except ConnectError as error:
                 raise ConnectionClosed(f"no further misses come: {error}") from error
             except ClusterError:
                 if self._closed:
                     return None
                 raise
-            if not answer.misses:
+            if not misses:
                 return None
-            self._after = answer.misses[-1].id
-            self._misses.extend(answer.misses)
+            self._after = misses[-1].id
+            self._misses.extend(misses)
         return self._misses.popleft()
 
     @lending

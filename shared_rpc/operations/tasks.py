@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from shared_rpc.client.results import ReceivedResult, result_of
-from shared_rpc.client.steps import Notify, Operation, Reply, Request, Within, ask, message_of
+from shared_rpc.client.steps import Notify, Operation, Reply, Request, Within, ask, message_of, query
 from shared_rpc.client.suspension import Context
 from shared_rpc.operations.binding import Steps, operation, taken
 from shared_rpc.protocol import messages as m
@@ -105,9 +105,7 @@ class TaskOperations:
 
         :raises TaskError: if it is unknown or has expired.
         """
-        reply = yield from ask(Request(m.GetTask(task_id), f"get_task_status({task_id!r})"), m.TaskIs)
-        info: TaskInfo = reply.info
-        return info
+        return (yield from query(m.GetTask(task_id), f"get_task_status({task_id!r})"))
 
     @operation
     def get_task_result(ctx: Context, task_id: str) -> Steps[Any]:
@@ -173,7 +171,6 @@ class TaskOperations:
         infos: list[TaskInfo] = []
         after: int | None = 0
         while after is not None:
-            page = yield from ask(Request(m.ListTasks(chosen, after), "list_tasks"), m.TaskPage)
-            infos += page.infos
-            after = page.after
+            page, after = yield from query(m.ListTasks(chosen, after), "list_tasks")
+            infos += page
         return infos

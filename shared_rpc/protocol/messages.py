@@ -207,19 +207,13 @@ class ListHolders(Query[list[HolderInfo]]):
     object_id: str
 
 
-class ListObjects(Message):
-    """Request for :class:`ObjectsReply`: objects with a number above ``after``, in order of publication."""
+class ListObjects(Query[tuple[list[ListedObjectInfo], int | None]]):
+    """Request for objects with a number above ``after``, in order of publication, with the sessions that hold them; and for the
+    ``after`` of the next request, None at the end.
+    """
 
-    again = True
     after: int = 0
     limit: int = 1000
-
-
-class ObjectsReply(Message):
-    """Objects in order of publication, with the sessions that hold them. ``after`` is for the next request, None at the end."""
-
-    infos: list[ListedObjectInfo]
-    after: int | None
 
 
 class InvalidateCall(Message):
@@ -240,10 +234,9 @@ class Submit(Call):
     """Call as a task; the answer is :class:`TaskIs`."""
 
 
-class GetTask(Message):
-    """Request for :class:`TaskIs`."""
+class GetTask(Query[TaskInfo]):
+    """Request for the current state of a task."""
 
-    again = True
     task_id: str
 
 
@@ -290,20 +283,14 @@ class CancelTask(Message):
     task_id: str
 
 
-class ListTasks(Message):
-    """Request for a :class:`TaskPage`: tasks of one status, or of all, with a number above ``after``."""
+class ListTasks(Query[tuple[list[TaskInfo], int | None]]):
+    """Request for tasks of one status, or of all, with a number above ``after``, in order of submission; and for the ``after``
+    of the next request, None at the end.
+    """
 
-    again = True
     status: TaskStatus | None = None
     after: int = 0
     limit: int = 1000
-
-
-class TaskPage(Message):
-    """Tasks in order of submission. ``after`` is for the next request, None at the end."""
-
-    infos: list[TaskInfo]
-    after: int | None
 
 
 class Free(Message):

@@ -8,7 +8,7 @@ import msgspec
 
 from shared_rpc.protocol.exported import MOST_SEGMENTS
 from shared_rpc.protocol.infos import ClusterStatus
-from shared_rpc.protocol.messages import Message
+from shared_rpc.protocol.messages import Message, Query
 
 
 class Miss(msgspec.Struct, frozen=True, gc=False):
@@ -25,34 +25,23 @@ class Miss(msgspec.Struct, frozen=True, gc=False):
     device: str
 
 
-class AttachSource(Message):
-    """Request to be the source of records; the answer is :class:`SourceAttached`.
+class AttachSource(Query[tuple[int, str]]):
+    """Request to be the source of records. The answer is its number for later requests and the server's id.
 
     ``token`` proves that the server started the process, whose environment contains it.
     """
 
+    again = False
     token: str = ""
 
 
-class SourceAttached(Message):
-    """The source's number in its later requests: each attachment has its own."""
+class AwaitMisses(Query[list[Miss]]):
+    """Request for the open misses with ids above ``after``, in their order, when there are any; for none once the source was
+    detached.
+    """
 
-    source: int
-    server_id: str
-
-
-class AwaitMisses(Message):
-    """Request for :class:`Misses` with ids above ``after``, when there are any."""
-
-    again = True
     source: int
     after: int = 0
-
-
-class Misses(Message):
-    """Open misses, in the order of their ids; none once the source was detached."""
-
-    misses: list[Miss]
 
 
 class BuildMiss(Message):

@@ -52,7 +52,7 @@ class Holdings:
         return m.Answer.of(self._state.sessions.holders(self._state.stored(message.object_id).object_id))
 
     @handles(m.ListObjects)
-    def list_objects(self, caller: Caller, message: m.ListObjects) -> m.ObjectsReply:
+    def list_objects(self, caller: Caller, message: m.ListObjects) -> m.Answer:
         """Describe a page of objects."""
         objects, after = self._state.objects.page(message.after, min(max(message.limit, 1), _PAGE))
         infos: list[ListedObjectInfo] = [
@@ -63,7 +63,7 @@ class Holdings:
             }
             for stored in objects
         ]
-        return m.ObjectsReply(infos, after)
+        return m.Answer.of((infos, after))
 
     def info_of(self, stored: StoredObject) -> ObjectInfo:
         """Describe an object."""

@@ -99,7 +99,7 @@ class Sources:
     # Requests of the source.
 
     @handles(s.AttachSource)
-    def attach(self, caller: Caller, message: s.AttachSource) -> s.SourceAttached:
+    def attach(self, caller: Caller, message: s.AttachSource) -> m.Answer:
         """Make a session the source of records; an earlier one gets an error.
 
         :raises CapabilityError: if this server did not start its process: its answers are unpickled by the callers.
@@ -121,10 +121,10 @@ class Sources:
             _log.warning(
                 "pid %d is the source of records now, in place of pid %d", pid_of(caller.session), pid_of(earlier.session)
             )
-        return s.SourceAttached(source.number, self._state.server_id)
+        return m.Answer.of((source.number, self._state.server_id))
 
     @handles(s.AwaitMisses)
-    async def wait(self, caller: Caller, message: s.AwaitMisses) -> s.Misses:
+    async def wait(self, caller: Caller, message: s.AwaitMisses) -> m.Answer:
         """Wait for open misses with numbers above the given one; none are left once the source was detached.
 
         :raises ClusterError: if the session is not that source.
@@ -135,9 +135,9 @@ class Sources:
             if found := [run for run in self._misses.values() if run.miss > message.after]:
                 for run in found:
                     run.offered = True
-                return s.Misses([self._shown(run) for run in found])
+                return m.Answer.of([self._shown(run) for run in found])
             await self._changed.wait()
-        return s.Misses([])
+        return m.Answer.of([])
 
     @handles(s.BuildMiss)
     def build(self, caller: Caller, message: s.BuildMiss) -> None:

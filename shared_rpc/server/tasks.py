@@ -101,9 +101,9 @@ class Tasks:
     # Requests.
 
     @handles(m.GetTask)
-    def get(self, caller: Caller, message: m.GetTask) -> m.TaskIs:
+    def get(self, caller: Caller, message: m.GetTask) -> m.Answer:
         """Describe one task."""
-        return m.TaskIs(self.info(self.table.get(message.task_id)))
+        return m.Answer.of(self.info(self.table.get(message.task_id)))
 
     @handles(m.WaitTask)
     async def wait(self, caller: Caller, message: m.WaitTask) -> None:
@@ -172,11 +172,11 @@ class Tasks:
             self._state.release(caller.session, [stored.object_id])
 
     @handles(m.ListTasks)
-    def list_page(self, caller: Caller, message: m.ListTasks) -> m.TaskPage:
+    def list_page(self, caller: Caller, message: m.ListTasks) -> m.Answer:
         """Describe a page of tasks."""
         infos, following = self.table.page(message.status, message.after, min(max(message.limit, 1), _PAGE))
         users: dict[str, str] = {}
-        return m.TaskPage([self.info(self.table.get(info.task_id), users) for info in infos], following)
+        return m.Answer.of(([self.info(self.table.get(info.task_id), users) for info in infos], following))
 
     @handles(m.CancelTask)
     def cancel_for(self, caller: Caller, message: m.CancelTask) -> m.Count:

@@ -120,12 +120,16 @@ def test_objects_are_listed_by_pages(shelf: Shelf, monkeypatch: pytest.MonkeyPat
     """A page has as many as are asked for, at least one and at most a fixed number; the next begins after its last."""
     monkeypatch.setattr("shared_rpc.server.holdings._PAGE", 3)
     ids = [shelf.add("read_write", key=key).object_id for key in ("one", None, None, None)]
-    pages = [shelf.holdings.list_objects(Mock(), m.ListObjects(limit=limit)) for limit in (-5, 2, 100)]
-    assert [[info["object_id"] for info in page.infos] for page in pages] == [ids[:1], ids[:2], ids[:3]]
-    first, second = pages[1].infos
+
+    def page_of(request: m.ListObjects) -> tuple[list[Any], int | None]:
+        return request.read(shelf.holdings.list_objects(Mock(), request))
+
+    pages = [page_of(m.ListObjects(limit=limit)) for limit in (-5, 2, 100)]
+    assert [[info["object_id"] for info in infos] for infos, _ in pages] == [ids[:1], ids[:2], ids[:3]]
+    first, second = pages[1][0]
     assert (first["cached"], second["cached"], [holder["session"] for holder in first["holders"]]) == (True, False, ["task"])
-    last = shelf.holdings.list_objects(Mock(), m.ListObjects(after=pages[2].after or 0))
-    assert ([info["object_id"] for info in last.infos], last.after) == (ids[3:], None)
+    last, after = page_of(m.ListObjects(after=pages[2][1] or 0))
+    assert ([info["object_id"] for info in last], after) == (ids[3:], None)
 
 
 def revision_of(shelf: Shelf, stored: StoredObject, asking: Mock) -> g.RevisionPage:

@@ -13,7 +13,8 @@ from shared_rpc.errors import ClusterError
 from shared_rpc.execution.run import Run
 from shared_rpc.operations.sources import Source
 from shared_rpc.protocol.frames import Frame
-from shared_rpc.protocol.sources import AttachSource, AwaitMisses, DetachSource, FailMiss, SourceAttached
+from shared_rpc.protocol.messages import Answer
+from shared_rpc.protocol.sources import AttachSource, AwaitMisses, DetachSource, FailMiss
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.server.sources import Sources
 from shared_rpc.server.state.runs import RunTable
@@ -51,12 +52,13 @@ class Server:
     def attach(self, session: str) -> int:
         """Make a session the source; return its number."""
         caller: Any = SimpleNamespace(session=session)
-        return self.sources.attach(caller, AttachSource()).source
+        return AttachSource.read(self.sources.attach(caller, AttachSource()))[0]
 
     def offered(self, session: str, source: int, after: int = 0) -> list[int]:
         """Return the numbers of the misses that a source gets, of which there are some."""
         caller: Any = SimpleNamespace(session=session)
-        return [miss.id for miss in asyncio.run(self.sources.wait(caller, AwaitMisses(source, after))).misses]
+        answer = asyncio.run(self.sources.wait(caller, AwaitMisses(source, after)))
+        return [miss.id for miss in AwaitMisses.read(answer)]
 
     def answer(self, session: str, source: int, miss: int) -> None:
         """Answer a miss."""
@@ -178,7 +180,7 @@ def test_a_source_that_is_closed_while_its_first_step_attaches_it_is_detached() 
     step: Any = source._next()
     assert [type(next(step)), type(step.send(None).message)] == [Within, AttachSource]
     assert list(source._detach()) == []
-    assert step.send(Reply(SourceAttached(7, "server"), Frame(0, 1, b""))) == Tell(DetachSource(7))
+    assert step.send(Reply(Answer.of((7, "server")), Frame(0, 1, b""))) == Tell(DetachSource(7))
     with pytest.raises(StopIteration) as ended:
         step.send(None)
     assert ended.value.value is None
