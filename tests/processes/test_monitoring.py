@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -22,7 +21,7 @@ from tests.kit.processes import Child, eventually, python
 
 
 @pytest.fixture
-def served(provider: Provider, serve: Serve, go: threading.Event) -> Server:
+def server(provider: Provider, serve: Serve, go: threading.Event) -> Server:
     """A server with a cached endpoint, and one that waits."""
     provider.share("load", managed=True)(lambda size: torch.zeros((size,)))
 
@@ -35,10 +34,10 @@ def served(provider: Provider, serve: Serve, go: threading.Event) -> Server:
     return serve()
 
 
-def test_sessions_are_listed(served: Server, connect: Connect) -> None:
+def test_sessions_are_listed(client: Client, connect: Connect) -> None:
     """Each client's process and its leases, including the asker's."""
-    holder, other = connect(), connect()
-    handles = [holder.call("load", size) for size in (1, 2)]
+    other = connect()
+    handles = [client.call("load", size) for size in (1, 2)]
     other.ping()
 
     sessions = other.list_sessions()
@@ -49,11 +48,8 @@ def test_sessions_are_listed(served: Server, connect: Connect) -> None:
     del handles
 
 
-def test_runs_of_calls_and_tasks_are_listed(
-    served: Server, connect: Connect, go: threading.Event, threads: ThreadPoolExecutor
-) -> None:
+def test_runs_of_calls_and_tasks_are_listed(client: Client, go: threading.Event, threads: ThreadPoolExecutor) -> None:
     """A running one with its progress and waiters; a queued one as not begun."""
-    client = connect()
     task = client.submit("gated", 0)
     eventually(lambda: client.get_task_status(task).progress is not None)
     call = threads.submit(client.call, "gated", 0)
@@ -74,9 +70,8 @@ def test_runs_of_calls_and_tasks_are_listed(
     assert client.list_runs() == []
 
 
-def test_statistics_count_by_endpoint(served: Server, connect: Connect) -> None:
+def test_statistics_count_by_endpoint(client: Client) -> None:
     """Without unused endpoints; totals include calls that reached none."""
-    client = connect()
     begin = time.monotonic()
     for size in (1, 2, 1):
         client.call("load", size)
@@ -94,9 +89,8 @@ def test_statistics_count_by_endpoint(served: Server, connect: Connect) -> None:
     assert (total["cache_hits"], total["builds"], total["joined"]) == (1, 3, 0)
 
 
-def test_objects_are_invalidated_by_id(served: Server, connect: Connect) -> None:
+def test_objects_are_invalidated_by_id(client: Client) -> None:
     """That call is built again, others are not, and holders keep the object."""
-    client = connect()
     one, other = client.call("load", 1), client.call("load", 2)
     assert [client.invalidate_object(one.object_id) for _ in range(2)] == [1, 0]
     client.ensure_handle_live(one)
@@ -104,9 +98,8 @@ def test_objects_are_invalidated_by_id(served: Server, connect: Connect) -> None
     assert client.call("load", 2).object_id == other.object_id
 
 
-def test_other_objects_are_not_invalidated(served: Server, connect: Connect) -> None:
+def test_other_objects_are_not_invalidated(client: Client) -> None:
     """The error names the kind of object, and how to end it."""
-    client = connect()
     with pytest.raises(StaleHandleError) as unknown:
         client.invalidate_object("0" * 24)
     assert unknown.value.reason == "object_gone"
@@ -129,54 +122,39 @@ def test_workers_have_a_device_and_restarts(broker_app: BrokerApp) -> None:
     eventually(lambda: restarts() == [(0, 0), (1, 1)], 40.0)
 
 
-# Processes that hold an object.
+# Holders of an object.
 
 
-@pytest.fixture
-def client(broker_app: BrokerApp) -> Client:
-    """A client of a broker with a managed endpoint."""
-    return broker_app.serve()
-
-
-@pytest.fixture
-def holder(client: Client, children: list[Child]) -> Iterator[Child]:
-    """Another process with two handles of the object."""
-    child = python(f"""
+def test_holders_are_processes_until_killed(client: Client, children: list[Child]) -> None:
+    """With process id, handles and start time; a killed one is no longer listed."""
+    holder = python("""
         from shared_rpc import Client
-        client = Client(socket_path={client.socket_path!r})
-        handles = [client.call("held"), client.call("held")]
+        client = Client(device="cpu")
+        handles = [client.call("load", 4), client.call("load", 4)]
         print("holds it", flush=True)
         input()
     """)
-    children.append(child)
-    child.expect("holds it")
-    yield child
-
-
-def test_holders_are_processes_until_killed(client: Client, holder: Child) -> None:
-    """With process id, handles and start time; a killed one is no longer listed."""
-    handle = client.call("held")
+    children.append(holder)
+    holder.expect("holds it")
+    handle = client.call("load", 4)
     mine, other = sorted(client.holders(handle), key=lambda one: one["pid"] != os.getpid())
     assert (mine["pid"], mine["leases"]) == (os.getpid(), 1)
     assert (other["pid"], other["leases"]) == (holder.pid, 2)
     sessions = {one["session"]: one["since"] for one in client.list_sessions()}
     assert all(one["since"] == sessions[one["session"]] <= time.time() for one in (mine, other))
-
     holder.kill()
-
     eventually(lambda: client.holders(handle.object_id) == [mine])
 
 
-def test_missing_objects_have_no_holders(served: Server, connect: Connect) -> None:
+def test_missing_objects_have_no_holders(client: Client) -> None:
     """An error instead of an empty list."""
     with pytest.raises(StaleHandleError, match="has no object 0123") as caught:
-        connect().holders("0123")
+        client.holders("0123")
     assert caught.value.reason == "object_gone"
 
 
-def test_unfetched_tasks_are_holders(served: Server, connect: Connect) -> None:
+def test_unfetched_tasks_are_holders(client: Client) -> None:
     """By the task's id."""
-    client = connect()
     task = client.submit("load", 4)
     (holder,) = client.holders(client.watch_task(task).object_id or "")
     assert (holder["kind"], holder["session"], holder["since"]) == ("task", task, None)

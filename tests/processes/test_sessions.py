@@ -177,7 +177,7 @@ def test_threads_with_timeouts_get_their_own_answers(server: Server, client: Cli
 
 
 @pytest.mark.anyio
-async def test_cancelled_coroutines_do_not_wait(server: Server, go: threading.Event) -> None:
+async def test_cancelled_coroutines_do_not_wait(server: Server) -> None:
     """Not even for a stuck server."""
     async with AsyncClient(socket_path=server.socket_path) as client:
         await client.ping()
@@ -267,7 +267,7 @@ def test_an_ended_server_is_reported(server: Server, client: Client) -> None:
     handle.release()
 
 
-def test_a_dropped_object_is_reported(server: Server, client: Client) -> None:
+def test_a_dropped_object_is_reported(client: Client) -> None:
     """The lease was released by id, without the handle."""
     handle = client.call("own", 3)
     assert client.release(handle.object_id)

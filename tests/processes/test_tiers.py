@@ -314,7 +314,7 @@ def test_objects_that_share_memory_move_together(client: Client, raw: Raw) -> No
     client.free_buffer(first)
 
 
-def test_cold_objects_can_be_invalidated(client: Client, server: Server) -> None:
+def test_cold_objects_can_be_invalidated(client: Client) -> None:
     """The file is closed with its descriptors; the next call builds the object again."""
     object_id = cold(client)
     assert client.invalidate_call_cache("model", 1000) == 1
