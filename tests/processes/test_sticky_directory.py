@@ -10,11 +10,10 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import anyio
 import pytest
 import torch
 
-from shared_rpc import AsyncClient, Client, Provider, Server
+from shared_rpc import Client, Provider, Server
 from shared_rpc.cli.discovery import live_servers
 from shared_rpc.client import link as link_module
 from shared_rpc.client.starting import ServerStarter
@@ -92,12 +91,6 @@ def squatter(stranger: Callable[..., Child]) -> Child:
     return child
 
 
-@pytest.fixture
-def everybody_is_a_stranger(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the kernel report another user for each server, without another user."""
-    monkeypatch.setattr(link_module, "peer_of", lambda sock: Peer(4711, os.geteuid() + 1))
-
-
 def server() -> Server:
     """A server of one endpoint at the base path of the environment."""
     provider = Provider(device="cpu")
@@ -116,23 +109,6 @@ def open_file(path: str, suffix: str) -> None:
 def client(**options: float) -> Client:
     """Make a client there that does not wait for a server."""
     return Client(device="cpu", **{"connect_timeout": 0.0, "timeout": 30.0, **options})
-
-
-def ping(kind: str, **options: float) -> None:
-    """Ping a server there, by a client of that kind."""
-
-    async def ask() -> None:
-        async with AsyncClient(device="cpu", **options) as other:
-            await other.ping()
-
-    if kind == "asyncio":
-        anyio.run(ask)
-    else:
-        with client(**options) as mine:
-            mine.ping()
-
-
-# It works.
 
 
 def test_servers_work_in_a_sticky_directory(sticky: Path, path: str) -> None:
@@ -179,12 +155,11 @@ def test_a_sticky_directory_of_a_third_user_is_refused(sticky: Path) -> None:
 
 
 @needs_root
-@pytest.mark.parametrize("kind", ["blocking", *deep("asyncio")])
-def test_clients_send_nothing_to_a_squatter(path: str, squatter: Child, kind: str) -> None:
+def test_clients_send_nothing_to_a_squatter(path: str, squatter: Child) -> None:
     """If another user's process listens first, the error is immediate, and names it and the remedies."""
     text = rf"{path} belongs to uid {NOBODY}, not to you \(uid 0\): it is pid {squatter.pid}; choose another base_path"
-    with pytest.raises(ConnectError, match=text):
-        ping(kind, connect_timeout=600.0)
+    with client(connect_timeout=600.0) as mine, pytest.raises(ConnectError, match=text):
+        mine.ping()
     assert squatter.expect("heard") == "heard b''"
 
 
@@ -212,19 +187,20 @@ while True:
 
 
 @needs_another_uid
-@pytest.mark.parametrize("kind", ["blocking", *deep("asyncio")])
 @pytest.mark.parametrize("when", ["asked", "at once"])
-def test_answers_of_another_user_are_refused(path: str, children: list[Child], kind: str, when: str) -> None:
+def test_answers_of_another_user_are_refused(path: str, children: list[Child], when: str) -> None:
     """Although a process of this user listens there: the sender counts. Earlier bytes have no known sender."""
     squatter = as_uid(ANSWERS_AS_STRANGER, path, when, before=ANSWERS)
     children.append(squatter)
     squatter.expect("listening")
-    with pytest.raises(ConnectError, match=rf"{path} belongs to uid ({attacker.STRANGER}|65534).*, not to you \(uid 0\)"):
-        ping(kind, connect_timeout=0.0)
+    text = rf"{path} belongs to uid ({attacker.STRANGER}|65534).*, not to you \(uid 0\)"
+    with client() as mine, pytest.raises(ConnectError, match=text):
+        mine.ping()
 
 
-def test_clients_do_not_wait_for_a_strangers_end(sticky: Path, everybody_is_a_stranger: None) -> None:
-    """Even with time left to wait for a server."""
+def test_clients_do_not_wait_for_a_strangers_end(sticky: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even with time left to wait for a server: here the kernel reports another user for each."""
+    monkeypatch.setattr(link_module, "peer_of", lambda sock: Peer(4711, os.geteuid() + 1))
     text = r"belongs to uid \d+, not to you .* it is pid 4711"
     with server(), client(connect_timeout=600) as mine, pytest.raises(ConnectError, match=text) as caught:
         mine.ping()
