@@ -30,7 +30,7 @@ from tests.kit.brokers import BrokerApp
 from tests.kit.forks import start_zygote, stop_zygote
 from tests.kit.interpreter import Interpreter
 from tests.kit.joiners import TOKEN
-from tests.kit.processes import Child, eventually, open_fds
+from tests.kit.processes import Child, Program, eventually, open_fds, python
 
 # A command that a shell runs in the background ignores Ctrl-C, and the children of the tests would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -194,6 +194,17 @@ def children() -> Iterator[list[Child]]:
         if child.process.poll() is None:
             child.process.kill()
         child.process.communicate()
+
+
+@pytest.fixture
+def program(children: list[Child]) -> Program:
+    """``program(code)`` runs a piece of code in another process, which is killed at the end."""
+
+    def start(code: str, **options: Any) -> Child:
+        children.append(python(code, **options))
+        return children[-1]
+
+    return start
 
 
 @pytest.fixture

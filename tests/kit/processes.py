@@ -96,6 +96,10 @@ class Child:
         return self.process.returncode, errors
 
 
+#: The result of the fixture ``program``.
+Program = Callable[..., Child]
+
+
 def python(code: str, *, environ: dict[str, str] | None = None, fresh: bool = False) -> Child:
     """Start a child that runs a piece of code."""
     return Child("-c", textwrap.dedent(code), environ=environ, fresh=fresh)

@@ -14,7 +14,7 @@ from shared_rpc.errors import ConfigurationError
 from shared_rpc.memory.mapping import MAPPINGS
 from tests.kit.apps import Connect, Serve
 from tests.kit.attacker import STRANGER, as_uid, common_directory, needs_another_uid, needs_namespaces
-from tests.kit.processes import Child, python, sigstop
+from tests.kit.processes import Child, Program, sigstop
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -39,10 +39,9 @@ def path(base_path: str) -> str:
 
 
 @pytest.fixture
-def other_server(base_path: str, children: list[Child]) -> Child:
+def other_server(base_path: str, program: Program) -> Child:
     """A server in another process."""
-    child = python(SERVER)
-    children.append(child)
+    child = program(SERVER)
     child.expect("serving")
     return child
 
@@ -91,10 +90,10 @@ def test_a_dead_socket_is_replaced(other_server: Child, path: str, serve: Serve,
 
 
 def test_a_child_of_a_dead_server_does_not_keep_its_socket_alive(
-    base_path: str, serve: Serve, connect: Connect, children: list[Child]
+    base_path: str, serve: Serve, connect: Connect, program: Program
 ) -> None:
     """A process forked by the server closes the listening socket."""
-    parent = python(
+    parent = program(
         """
         import os, signal, sys
         from shared_rpc import Provider, Server
@@ -107,7 +106,6 @@ def test_a_child_of_a_dead_server_does_not_keep_its_socket_alive(
         signal.pause()
         """
     )
-    children.append(parent)
     parent.expect("forked")
     parent.process.kill()
     parent.process.wait()

@@ -28,7 +28,7 @@ from shared_rpc.server.core import Core
 from tests.kit.apps import Serve
 from tests.kit.bound_host import BACKEND, BoundHost
 from tests.kit.conformance import Peer
-from tests.kit.processes import Child, eventually, open_fds, python
+from tests.kit.processes import Child, Program, eventually, open_fds
 
 #: A process that receives a descriptor over a socket, and holds it until it ends.
 HOLDER = """
@@ -75,10 +75,9 @@ def listener(tmp_path: str) -> Iterator[socket.socket]:
         yield sock
 
 
-def holder(listener: socket.socket, fd: int, children: list[Child]) -> Child:
+def holder(listener: socket.socket, fd: int, program: Program) -> Child:
     """Start a process that holds a copy of a descriptor."""
-    child = python(HOLDER.format(path=listener.getsockname()))
-    children.append(child)
+    child = program(HOLDER.format(path=listener.getsockname()))
     connection, _ = listener.accept()
     with connection:
         socket.send_fds(connection, [b"x"], [fd])
@@ -116,10 +115,10 @@ def test_the_last_copy_in_this_process_ends_it(ended: threading.Event) -> None:
     eventually(lambda: open_fds() <= before, what=f"{before} open descriptors")
 
 
-def test_copies_in_other_processes_count(ended: threading.Event, listener: socket.socket, children: list[Child]) -> None:
+def test_copies_in_other_processes_count(ended: threading.Event, listener: socket.socket, program: Program) -> None:
     """Until each of these processes has exited, or was killed."""
     fd = liveness.issue(b"content", ended.set)
-    one, other = holder(listener, fd, children), holder(listener, fd, children)
+    one, other = holder(listener, fd, program), holder(listener, fd, program)
     os.close(fd)
     one.tell("enough")
     one.close()
@@ -156,10 +155,9 @@ def test_a_mutable_memfd_is_refused(seals: int) -> None:
 # The end of the maker.
 
 
-def test_the_end_of_the_maker_is_detected(listener: socket.socket, children: list[Child]) -> None:
+def test_the_end_of_the_maker_is_detected(listener: socket.socket, program: Program) -> None:
     """As soon as it is killed; the content stays readable."""
-    child = python(MAKER.format(path=listener.getsockname()))
-    children.append(child)
+    child = program(MAKER.format(path=listener.getsockname()))
     fd = received(listener)
     child.expect("sent")
     assert liveness.maker_lives(fd)
@@ -169,9 +167,9 @@ def test_the_end_of_the_maker_is_detected(listener: socket.socket, children: lis
     os.close(fd)
 
 
-def test_a_forked_child_keeps_no_memory(children: list[Child]) -> None:
+def test_a_forked_child_keeps_no_memory(program: Program) -> None:
     """It closes inherited segments: the memory is freed although the child lives."""
-    child = python(
+    child = program(
         """
         import os, signal
         from tests.kit.bound_host import BACKEND
@@ -187,14 +185,12 @@ def test_a_forked_child_keeps_no_memory(children: list[Child]) -> None:
         print("the child ended by", os.waitpid(pid, 0)[1])
         """
     )
-    children.append(child)
     assert child.expect("the child ended by") == "the child ended by 15"
 
 
-def test_a_forked_child_does_not_represent_the_maker(listener: socket.socket, children: list[Child]) -> None:
+def test_a_forked_child_does_not_represent_the_maker(listener: socket.socket, program: Program) -> None:
     """A child that outlives its parent does not make the parent look alive."""
-    child = python(FORKING_MAKER.format(path=listener.getsockname()))
-    children.append(child)
+    child = program(FORKING_MAKER.format(path=listener.getsockname()))
     fd = received(listener)
     grandchild = int(child.expect("child").split()[1])
     assert liveness.maker_lives(fd)

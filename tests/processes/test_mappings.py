@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.kit.processes import Child, python
+from tests.kit.processes import Program, python
 
 
-def test_fork_keeps_mappings_with_their_descriptors(children: list[Child]) -> None:
+def test_fork_keeps_mappings_with_their_descriptors(program: Program) -> None:
     """A forked child reads and writes its parent's mappings, publishes nothing of them, and unmaps and closes for itself."""
-    child = python(
+    child = program(
         """
         import os
         from shared_rpc.memory.backends.host import HOST
@@ -38,15 +38,14 @@ def test_fork_keeps_mappings_with_their_descriptors(children: list[Child]) -> No
         print("parent reads:", bytes(view), *state())
         """
     )
-    children.append(child)
     assert child.expect("child reads:") == "child reads: b'first' None"
     assert child.expect("child ends:") == "child ends: 0 0 0"
     assert child.expect("parent reads:") == "parent reads: b'other' 1 1 1"
 
 
-def test_devices_without_a_visible_gpu(children: list[Child]) -> None:
+def test_devices_without_a_visible_gpu(program: Program) -> None:
     """``auto`` is the host, and CUDA is an error with the remedy."""
-    child = python(
+    child = program(
         """
         from shared_rpc.memory.devices import device_id
         print("auto:", device_id("auto"))
@@ -54,7 +53,6 @@ def test_devices_without_a_visible_gpu(children: list[Child]) -> None:
         """,
         environ={"CUDA_VISIBLE_DEVICES": ""},
     )
-    children.append(child)
     assert child.expect("auto:") == "auto: cpu"
     assert "use device='cpu'" in child.expect_error("CapabilityError: device='cuda:1'")
 
@@ -75,9 +73,9 @@ def shared(tensor):
 
 
 @pytest.mark.gpu
-def test_fork_leaves_gpu_memory_alone(children: list[Child]) -> None:
+def test_fork_leaves_gpu_memory_alone(program: Program) -> None:
     """CUDA does not work in a forked child: it drops inherited mappings without a call, and its parent continues."""
-    child = python(f"""{SHARED}
+    child = program(f"""{SHARED}
 value = shared(torch.arange(4, device="cuda"))
 if os.fork() == 0:
     del value
@@ -87,15 +85,14 @@ if os.fork() == 0:
 os.wait()
 print("parent reads:", value.tolist())
 """)
-    children.append(child)
     child.expect("child drained")
     assert child.expect("parent reads:") == "parent reads: [0, 1, 2, 3]"
 
 
 @pytest.mark.gpu
-def test_kernels_finish_before_their_memory_is_unmapped(children: list[Child]) -> None:
+def test_kernels_finish_before_their_memory_is_unmapped(program: Program) -> None:
     """A tensor that is dropped while a kernel still reads it is unmapped after that kernel."""
-    child = python(f"""{SHARED}
+    child = program(f"""{SHARED}
 value = shared(torch.arange(1 << 20, device="cuda"))
 torch.cuda._sleep(2_000_000_000)  # cycles: about a second
 copy = value.clone()
@@ -103,14 +100,13 @@ del value
 MAPPINGS.drain()
 print("mappings:", len(MAPPINGS), "right:", torch.equal(copy.cpu(), torch.arange(1 << 20)))
 """)
-    children.append(child)
     assert child.expect("mappings:") == "mappings: 0 right: True"
 
 
 @pytest.mark.gpu
-def test_nothing_is_unmapped_while_a_graph_is_captured(children: list[Child]) -> None:
+def test_nothing_is_unmapped_while_a_graph_is_captured(program: Program) -> None:
     """A mapping dropped during a CUDA graph's capture stays until after it, and the graph works."""
-    child = python(f"""{SHARED}
+    child = program(f"""{SHARED}
 kept, dropped = (shared(torch.full((1024,), number, device="cuda")) for number in (1.0, 2.0))
 out = torch.empty_like(kept)
 graph = torch.cuda.CUDAGraph()
@@ -124,7 +120,6 @@ graph.replay()
 torch.cuda.synchronize()
 print("during:", during, "after:", len(MAPPINGS), "sum:", out.sum().item())
 """)
-    children.append(child)
     assert child.expect("during:") == "during: 2 after: 1 sum: 3072.0"
 
 

@@ -17,7 +17,7 @@ from shared_rpc.protocol import infos
 from shared_rpc.protocol.specs import EndpointSpec
 from tests.kit.apps import App, Connect, Serve
 from tests.kit.brokers import BrokerApp
-from tests.kit.processes import Child, eventually, python
+from tests.kit.processes import Program, eventually
 
 
 @pytest.fixture
@@ -125,16 +125,15 @@ def test_workers_have_a_device_and_restarts(broker_app: BrokerApp) -> None:
 # Holders of an object.
 
 
-def test_holders_are_processes_until_killed(client: Client, children: list[Child]) -> None:
+def test_holders_are_processes_until_killed(client: Client, program: Program) -> None:
     """With process id, handles and start time; a killed one is no longer listed."""
-    holder = python("""
+    holder = program("""
         from shared_rpc import Client
         client = Client(device="cpu")
         handles = [client.call("load", 4), client.call("load", 4)]
         print("holds it", flush=True)
         input()
     """)
-    children.append(holder)
     holder.expect("holds it")
     handle = client.call("load", 4)
     mine, other = sorted(client.holders(handle), key=lambda one: one["pid"] != os.getpid())

@@ -16,7 +16,7 @@ from anyio import current_time, move_on_after
 from shared_rpc import AsyncClient, Client, Handle, Provider, Server
 from shared_rpc.errors import ConnectionClosed, DeadlineExceeded, StaleHandleError
 from tests.kit.apps import Connect, Serve
-from tests.kit.processes import Child, eventually, python
+from tests.kit.processes import Program, eventually
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -35,8 +35,8 @@ def hold(endpoint="kept"):
 
 
 @pytest.fixture
-def shared(provider: Provider, go: threading.Event, begun: threading.Event) -> Provider:
-    """The endpoints of this module."""
+def server(provider: Provider, serve: Serve, go: threading.Event, begun: threading.Event) -> Server:
+    """A server in this process."""
     provider.share("kept", managed=True)(lambda size: torch.ones((size,)))
     provider.share("own", managed=True, cache=False)(lambda size: torch.ones((size,)))
 
@@ -46,12 +46,6 @@ def shared(provider: Provider, go: threading.Event, begun: threading.Event) -> P
         go.wait(30)
         return torch.ones(size)
 
-    return provider
-
-
-@pytest.fixture
-def server(shared: Provider, serve: Serve) -> Server:
-    """A server of these endpoints."""
     return serve()
 
 
@@ -83,10 +77,9 @@ ENDS = {"exit": "", "SIGKILL": "os.kill(os.getpid(), signal.SIGKILL)"}
 
 
 @pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
-def test_ended_processes_release_their_leases(server: Server, children: list[Child], end: str) -> None:
+def test_ended_processes_release_their_leases(server: Server, program: Program, end: str) -> None:
     """Within a second, however they end."""
-    child = python(f"{HOLDER}\nhold()\nprint('held')\nsys.stdin.readline()\n{end}")
-    children.append(child)
+    child = program(f"{HOLDER}\nhold()\nprint('held')\nsys.stdin.readline()\n{end}")
     child.expect("held")
     assert leases(server) == 1
     child.tell("end")
@@ -95,11 +88,10 @@ def test_ended_processes_release_their_leases(server: Server, children: list[Chi
 
 
 def test_a_process_killed_during_a_call_leaves_a_cached_result(
-    server: Server, children: list[Child], go: threading.Event, begun: threading.Event
+    server: Server, program: Program, go: threading.Event, begun: threading.Event
 ) -> None:
     """The run continues, and its result has no lease."""
-    child = python(f"{HOLDER}\nhold('slow')")
-    children.append(child)
+    child = program(f"{HOLDER}\nhold('slow')")
     begun.wait(10)
     child.kill()
     eventually(lambda: server.info()["sessions"] == 0, seconds=1)
@@ -210,9 +202,9 @@ def test_a_timeout_keeps_the_session(
 # Forks.
 
 
-def test_forked_children_have_their_own_sessions(server: Server, client: Client, children: list[Child]) -> None:
+def test_forked_children_have_their_own_sessions(server: Server, client: Client, program: Program) -> None:
     """And leases; they do not keep those of their parent, which end when it is killed."""
-    parent = python(
+    parent = program(
         HOLDER
         + """
 hold()
@@ -224,7 +216,6 @@ if os.fork() == 0:
 signal.pause()
 """
     )
-    children.append(parent)
     child = int(parent.expect("child holds").split()[-1])
     assert holders(client) == sorted([parent.pid, child])
     os.kill(parent.pid, signal.SIGKILL)

@@ -7,7 +7,7 @@ import shutil
 import socket
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,7 @@ from shared_rpc.settings import ServeOptions
 from tests.kit import attacker
 from tests.kit.attacker import as_uid, needs_another_uid
 from tests.kit.deep import deep
-from tests.kit.processes import Child, python
+from tests.kit.processes import Child, Program
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -72,19 +72,13 @@ def path(sticky: Path) -> str:
 
 
 @pytest.fixture
-def stranger(path: str, children: list[Child]) -> Callable[..., Child]:
+def stranger(path: str, program: Program) -> Program:
     """``stranger(code)`` runs code as another user, after ``before`` as this one; ``path`` is the socket's there."""
-
-    def start(code: str, before: str = "") -> Child:
-        child = python(STRANGER.format(nobody=NOBODY, path=path, rest=code, before=before))
-        children.append(child)
-        return child
-
-    return start
+    return lambda code, before="": program(STRANGER.format(nobody=NOBODY, path=path, rest=code, before=before))
 
 
 @pytest.fixture
-def squatter(stranger: Callable[..., Child]) -> Child:
+def squatter(stranger: Program) -> Child:
     """Another user's program that listens at the address of this test's servers."""
     child = stranger(LISTENING.format(backlog=5))
     child.expect("listening")
@@ -124,7 +118,7 @@ def test_servers_work_in_a_sticky_directory(sticky: Path, path: str) -> None:
 
 
 @needs_root
-def test_servers_work_in_roots_sticky_directory(path: str, stranger: Callable[..., Child]) -> None:
+def test_servers_work_in_roots_sticky_directory(path: str, stranger: Program) -> None:
     """Such as /tmp, for another user than root."""
     serving = """
 from shared_rpc import Client, Provider, Server
@@ -229,7 +223,7 @@ def test_a_dead_socket_of_another_user_is_reported(path: str) -> None:
 
 
 @needs_root
-def test_other_users_sockets_are_not_listed(sticky: Path, path: str, stranger: Callable[..., Child]) -> None:
+def test_other_users_sockets_are_not_listed(sticky: Path, path: str, stranger: Program) -> None:
     """Except at the path of this user's server, where it is reported."""
     elsewhere = LISTENING.format(backlog=5).replace("path", "path.replace('/s-', '/theirs-')")
     for code in (elsewhere, LISTENING.format(backlog=5)):

@@ -36,7 +36,7 @@ from shared_rpc.protocol.tasks import Progress, TaskInfo, TaskStatus
 from shared_rpc.provider.loopback import LoopbackRuntime
 from shared_rpc.server.core import Core
 from tests.kit.apps import App, Connect, Serve, at_once, shares_memory
-from tests.kit.processes import Child, eventually, python
+from tests.kit.processes import Program, eventually
 from tests.kit.raw import Raw
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -670,11 +670,10 @@ def test_tasks_do_not_block_calls(
 
 
 def test_killed_submitters_do_not_stop_their_task(
-    server: Server, client: Client, children: list[Child], go: threading.Event, begun: threading.Event
+    server: Server, client: Client, program: Program, go: threading.Event, begun: threading.Event
 ) -> None:
     """It continues and keeps its result, which any process with the id can fetch."""
-    submitter = python(f"{CLIENT}\nprint('task', client.submit('managed', 7))\nsignal.pause()")
-    children.append(submitter)
+    submitter = program(f"{CLIENT}\nprint('task', client.submit('managed', 7))\nsignal.pause()")
     task_id = submitter.expect("task").split()[1]
     assert begun.wait(10)
     submitter.kill()
@@ -683,7 +682,7 @@ def test_killed_submitters_do_not_stop_their_task(
     go.set()
     eventually(lambda: client.get_task_status(task_id).status.finished)
     assert kept(server) == (1, 1)
-    fetcher = python(
+    fetcher = program(
         f"""
         from shared_rpc import Client
 
@@ -691,20 +690,18 @@ def test_killed_submitters_do_not_stop_their_task(
             print("fetched", handle.value.tolist(), handle.get_object_info()["leases"])
         """
     )
-    children.append(fetcher)
     assert fetcher.expect("fetched") == "fetched [7.0, 7.0, 7.0, 7.0] 1"
     assert fetcher.close() == (0, "")
     eventually(lambda: kept(server) == (0, 0))
 
 
 def test_killed_waiters_do_not_stop_their_task(
-    server: Server, client: Client, children: list[Child], go: threading.Event, begun: threading.Event
+    server: Server, client: Client, program: Program, go: threading.Event, begun: threading.Event
 ) -> None:
     """It continues for others; one that has not begun is not dropped."""
     ids = [client.submit("task", 1), client.submit("task", 2)]
     assert begun.wait(10)
-    waiter = python(f"{CLIENT}\nclient._run(fetch_task('{ids[1]}', print, False))")
-    children.append(waiter)
+    waiter = program(f"{CLIENT}\nclient._run(fetch_task('{ids[1]}', print, False))")
     waiter.expect("pending")
     assert watchers_of(server) == 1
     waiter.kill()
