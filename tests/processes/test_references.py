@@ -26,8 +26,8 @@ import anyio
 from shared_rpc import AsyncClient, Client
 from shared_rpc.memory.mapping import MAPPINGS
 
-copied = []
-create, MAPPINGS.create = MAPPINGS.create, lambda nbytes, device: copied.append(nbytes) or create(nbytes, device)
+copied, create = [], MAPPINGS.create
+MAPPINGS.create = lambda *args, **options: copied.append(args[0]) or create(*args, **options)
 try:
 {code}
 finally:
