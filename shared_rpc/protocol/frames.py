@@ -69,12 +69,9 @@ CLIENT = Limits(files=False)
 
 
 def close_all(fds: list[int]) -> None:
-    """Close descriptors, removing each from the list. If a signal handler raises, the remaining ones are open."""
+    """Close descriptors, removing each from the list."""
     while fds:
-        # No call in between, after which a handler could run: the descriptor is in the list or closed.
-        fd = fds[-1]
-        del fds[-1]
-        os.close(fd)
+        os.close(fds.pop())
 
 
 class Frame(msgspec.Struct):
@@ -118,8 +115,9 @@ class FrameDecoder:
 
     A violation raises :class:`ProtocolError` and ends the stream: nothing after it can be trusted.
 
-    Ownership of descriptors changes here in statements without a call. CPython (3.11 to 3.14) runs signal handlers after calls,
-    at the beginning of functions and at the end of loop bodies: whenever one raises, each descriptor has exactly one owner.
+    Bytes and descriptors become a frame in statements without a call. CPython (3.11 to 3.14) runs signal handlers after calls,
+    at the beginning of functions and at the end of loop bodies: whenever one raises, the next call finds the frame or its
+    parts.
 
     :param limits: limits of the next headers, which can be replaced.
     """
@@ -136,14 +134,12 @@ class FrameDecoder:
 
     def feed(self, data: bytes | memoryview, fds: Iterable[int] = ()) -> None:
         """Add received bytes and their descriptors, which the decoder owns from now on."""
-        self.consume([(data, list(fds))])
-
-    def consume(self, arrived: list[tuple[bytes | memoryview, list[int]]]) -> None:
-        """Process the first received part, and remove it from the list."""
-        data, fds = arrived[0]
         self.fds += fds
         self.partial += data
-        del arrived[0]
+        self.check_fds()
+
+    def check_fds(self) -> None:
+        """Refuse descriptors that no frame can have announced."""
         if len(self.fds) > 2 * self.limits.fds:
             raise ProtocolError(f"received {len(self.fds)} file descriptors for a frame of at most {self.limits.fds}")
 

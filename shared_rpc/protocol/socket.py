@@ -102,14 +102,10 @@ class FrameBuffers(FrameDecoder):
 
     def __init__(self, limits: Limits | None = None) -> None:
         super().__init__(limits)
-        #: Received bytes and descriptors, until the decoder has them.
-        self._arrived: list[tuple[bytes | memoryview, list[int]]] = []
         #: Bytes and their descriptors: duplicates, or owners.
         self._outbox: deque[tuple[memoryview, list[int] | list[FdOwner]]] = deque()
         #: The number of written bytes, until they are removed from the outbox.
         self._wrote: list[int] = []
-        #: Duplicates of descriptors that are being added to the outbox.
-        self._duplicates: list[int] = []
         #: Total bytes queued and written; and the number of descriptors in the outbox.
         self.queued = 0
         self.written = 0
@@ -144,15 +140,13 @@ class FrameBuffers(FrameDecoder):
         rest = [(memoryview(buffer), list[int]()) for buffer in buffers[1:]]
         length = sum(map(len, buffers))
         entries: list[tuple[memoryview, list[Any]]] = []
-        if self._duplicates:  # of a frame that was not queued, because a signal handler raised here
-            close_all(self._duplicates)
         count = len(fds) + len(owners)
         if count:
-            owned: list[Any] = self._duplicates if fds else [*owners]
+            owned: list[Any] = [*owners]
             try:
                 owned.extend(map(os.dup, fds))
             except OSError:
-                close_all(owned)
+                _drop(owned)
                 raise
             # One sendmsg(2) takes a limited number of descriptors and needs a byte to carry them.
             begin = 0
@@ -164,7 +158,6 @@ class FrameBuffers(FrameDecoder):
             entries.append((first, []))
         # No call from here on, after which a signal handler could run.
         self._outbox += entries
-        self._duplicates = []
         self._outbox += rest
         self.queued += length
         self.queued_fds += count
@@ -203,7 +196,7 @@ class FrameBuffers(FrameDecoder):
 
     def close(self) -> None:
         """Close every received and every queued descriptor."""
-        for fds in (*(fds for _, fds in self._arrived), *(fds for _, fds in self._outbox), self._duplicates):
+        for _, fds in self._outbox:
             _drop(fds)
         super().close()
         self._outbox.clear()
@@ -213,8 +206,8 @@ class FrameBuffers(FrameDecoder):
 class FrameSocket(FrameBuffers):
     """Owns a socket and its frames.
 
-    Descriptors returned by a system call are stored by the same expression, in C, and change owners as in
-    :class:`FrameDecoder`: a signal handler that raises leaves all of them to :meth:`close`.
+    Results of system calls are stored by the same expression, in C, and processed in statements without a call, between which
+    no signal handler runs: after one that raised, the next caller continues in the middle of the stream.
 
     On a blocking socket :meth:`receive` blocks like the socket, see :meth:`limit`; on a non-blocking one it does not block.
     Without received data it raises :class:`BlockingIOError`. :meth:`flush` never blocks; it returns False if some output is
@@ -263,19 +256,16 @@ class FrameSocket(FrameBuffers):
         :raises ConnectionClosed: at the end of the stream.
         :raises ProtocolError: if descriptors were lost, because this process has too many open or they were too many.
         """
-        while self._arrived:  # a signal handler has raised here before
-            self.consume(self._arrived)
         while self._read:
             data, ancillary, flags, _ = self._read[0]
-            if ancillary:
-                self._sort()
-                _, fds = self._arrived[0]
-                fds = [*fds]
-                self.consume(self._arrived)
+            fds = _fds_of(ancillary) if ancillary else []
+            # No call from here on, after which a signal handler could run.
+            self.fds += fds
+            self.partial += data
+            del self._read[0]
+            if fds:
+                self.check_fds()
                 _refuse_strange(fds, self.limits.files)
-            else:
-                self.partial += data
-                del self._read[0]
             if flags & _CTRUNC:
                 raise ProtocolError(
                     "file descriptors were lost: this process is at its limit of open files; raise it (RLIMIT_NOFILE, "
@@ -283,13 +273,6 @@ class FrameSocket(FrameBuffers):
                 )
             if not data:
                 raise ConnectionClosed("the other side closed the connection")
-
-    def _sort(self) -> None:
-        """Extract bytes and descriptors from the first result of recvmsg(2)."""
-        data, ancillary, _, _ = self._read[0]
-        fds = _fds_of(ancillary) if ancillary else []
-        self._arrived += ((data, fds),)
-        del self._read[0]
 
     def flush(self) -> bool:
         """Write queued bytes; return False if some are left.
@@ -324,7 +307,8 @@ class FrameSocket(FrameBuffers):
 
     def close(self) -> None:
         """Close the socket, and every received and every queued descriptor."""
-        while self._read:
-            self._sort()
+        for _, ancillary, _, _ in self._read:
+            close_all(_fds_of(ancillary))
+        self._read.clear()
         super().close()
         self.sock.close()
