@@ -24,7 +24,6 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
-import struct
 import sys
 import threading
 import time
@@ -38,6 +37,7 @@ from shared_rpc.forks import after_fork, fork_safe_lock
 from shared_rpc.memory import futex
 from shared_rpc.memory.backends.choice import backend_for
 from shared_rpc.memory.backends.host import HOST
+from shared_rpc.memory.backends.liveness import is_locked, lock
 from shared_rpc.memory.devices import torch_device
 from shared_rpc.memory.segments import Descriptor, Segment, new_segment_id
 from shared_rpc.protocol.records import Access, SegmentInfo
@@ -47,8 +47,6 @@ V = TypeVar("V")
 
 #: Seconds between a waiting reader's checks that the writer still runs.
 SLICE = 0.05
-#: struct flock of 64-bit Linux: type, whence, start, length, pid.
-FLOCK = struct.Struct("hhqqi4x")
 #: Offset of the word that marks an abandoned update.
 _LEFT = 12
 
@@ -94,9 +92,7 @@ def _has_writer(page: int) -> bool:
     """Return True if the update of an odd revision is active: its process lives, and has not abandoned it."""
     if _updating.get(os.fstat(page).st_ino) is not None:  # this process's own lock does not show
         return True
-    asked = FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-    locked = FLOCK.unpack(fcntl.fcntl(page, fcntl.F_OFD_GETLK, asked))[0] != fcntl.F_UNLCK
-    return locked and not any(os.pread(page, 4, _LEFT))
+    return is_locked(page) and not any(os.pread(page, 4, _LEFT))
 
 
 class Page:
@@ -326,17 +322,14 @@ class _Lock:
             raise CapabilityError(f"cannot open a second descriptor of the object's revision page in /proc: {error}") from error
         # A child's copy would keep the lock of a killed parent.
         after_fork(self.close)
-        self.taken = False
-        try:
-            fcntl.fcntl(self._descriptor.number, fcntl.F_OFD_SETLK, FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
-            self.taken = True
-        except (BlockingIOError, PermissionError):
+        self.taken = lock(self._descriptor.number)
+        if not self.taken:
             self.close()
 
     def release(self) -> None:
         """Unlock, including copies that a process just being started may have."""
         if self._descriptor.number >= 0:
-            fcntl.fcntl(self._descriptor.number, fcntl.F_OFD_SETLK, FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0))
+            lock(self._descriptor.number, kind=fcntl.F_UNLCK)
         self.close()
 
     def close(self) -> None:
@@ -365,7 +358,7 @@ class _OwnPage:
     def __init__(self, page: Segment) -> None:
         self.address = HOST.map(page.fileno(), page.info.nbytes, "read_write")
         weakref.finalize(self, HOST.unmap, self.address, page.info.nbytes).atexit = False
-        fcntl.fcntl(page.fileno(), fcntl.F_OFD_SETLK, FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+        lock(page.fileno())
 
 
 #: Updates by this process, by the inode of the page: those by its threads, and all of its own pages.

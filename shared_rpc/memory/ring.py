@@ -28,7 +28,8 @@ from typing import Literal
 from shared_rpc.errors import ChannelClosed, ConfigurationError, DeadlineExceeded
 from shared_rpc.forks import after_fork
 from shared_rpc.memory import futex
-from shared_rpc.memory.revisions import FLOCK, SLICE, Page
+from shared_rpc.memory.backends.liveness import is_locked, lock
+from shared_rpc.memory.revisions import SLICE, Page
 from shared_rpc.memory.segments import Descriptor
 
 #: Maximum number of readers, for which the page has space, and the number of the creator's side.
@@ -43,6 +44,8 @@ class _Side:
 
     def __init__(self, page: Page, number: int) -> None:
         self.number = number
+        #: The byte of the page whose lock shows that the side's process lives.
+        self.byte = _BEGIN + number
         self.address = page.address + _BEGIN + _STRIDE * number
         self._words = (ctypes.c_uint32 * 3).from_address(self.address)
 
@@ -71,10 +74,6 @@ class _Side:
         futex.fence()
         self._words[1] = state
         futex.wake(self.address)
-
-    def flock(self, kind: int) -> bytes:
-        """Return the argument of fcntl(2) for this side's byte."""
-        return FLOCK.pack(kind, os.SEEK_SET, _BEGIN + self.number, 1, 0)
 
 
 class Ring:
@@ -106,7 +105,7 @@ class Ring:
         """
         if self._over:
             raise ConfigurationError(f"{self._what} was closed here: open it again")
-        if any(lock.number < 0 for lock in self._locks.values()):
+        if any(holder.number < 0 for holder in self._locks.values()):
             raise ConfigurationError(f"{self._what} was opened by the parent of this process: open it here too")
         sides = {"maker": [self._maker], "sender": self._sides[:1], "reader": self._sides[1:]}[role]
         if self._own is not None:
@@ -114,16 +113,14 @@ class Ring:
                 raise ConfigurationError(f"this object sends or receives in {self._what}, and not both: open the channel again")
             return
         for side in sides:
-            lock = Descriptor.opened(os.open, f"/proc/self/fd/{self._page.fileno()}", os.O_RDWR | os.O_CLOEXEC)
-            try:
-                fcntl.fcntl(lock.number, fcntl.F_OFD_SETLK, side.flock(fcntl.F_WRLCK))
-            except (BlockingIOError, PermissionError):
+            holder = Descriptor(os.open(f"/proc/self/fd/{self._page.fileno()}", os.O_RDWR | os.O_CLOEXEC))
+            if not lock(holder.number, side.byte, 1):
                 continue
             if side.state == _PRESENT:
-                lock.close()  # the error's traceback may keep this frame, and the others must see the end
+                holder.close()  # the error's traceback may keep this frame, and the others must see the end
                 raise self._closed(side, "ended")
-            after_fork(lock.close)  # a child's copy would keep the lock of a killed parent
-            self._locks[side] = lock
+            after_fork(holder.close)  # a child's copy would keep the lock of a killed parent
+            self._locks[side] = holder
             side.become(_PRESENT)
             self._own = side if role != "maker" else None
             return
@@ -137,11 +134,11 @@ class Ring:
         """Close this process's sides, visibly for the others."""
         self._over = True
         while self._locks:
-            side, lock = self._locks.popitem()
-            if lock.number >= 0:
+            side, holder = self._locks.popitem()
+            if holder.number >= 0:
                 side.become(_CLOSED)
-                fcntl.fcntl(lock.number, fcntl.F_OFD_SETLK, side.flock(fcntl.F_UNLCK))
-                lock.close()
+                lock(holder.number, side.byte, 1, fcntl.F_UNLCK)
+                holder.close()
 
     @property
     def sender_pid(self) -> int:
@@ -237,5 +234,4 @@ class Ring:
         """Return True if a side was closed, or its process has ended."""
         if side.state != _PRESENT:
             return side.state == _CLOSED
-        asked = fcntl.fcntl(self._page.fileno(), fcntl.F_OFD_GETLK, side.flock(fcntl.F_WRLCK))
-        return bool(FLOCK.unpack(asked)[0] == fcntl.F_UNLCK)
+        return not is_locked(self._page.fileno(), side.byte, 1)

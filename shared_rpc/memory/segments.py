@@ -7,7 +7,7 @@ import secrets
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -30,11 +30,6 @@ class Descriptor(msgspec.Struct, eq=False, weakref=True):
     info: SegmentInfo | None = None
     #: True if another process made it, and describes its content.
     foreign: bool = False
-
-    @classmethod
-    def opened(cls, function: Callable[..., int], *arguments: Any) -> Descriptor:
-        """Own the descriptor returned by a function."""
-        return cls(function(*arguments))
 
     def close(self) -> None:
         """Close it now, regardless of other references to this object. Idempotent."""

@@ -22,9 +22,8 @@ _MAP_NORESERVE = 0x4000
 _MAP_FIXED = 0x10
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 _PROT_NONE = 0
-# linux/fcntl.h; Python's fcntl has the seals, but F_SEAL_FUTURE_WRITE from 3.13 on only.
-_F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
-_F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW, _F_SEAL_FUTURE_WRITE = 0x1, 0x2, 0x4, 0x10
+# linux/fcntl.h; Python's fcntl has it from 3.13 on.
+_F_SEAL_FUTURE_WRITE = 0x10
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -68,7 +67,7 @@ class MemfdBackend:
             raise CapabilityError(f"cannot make a host segment of {size} bytes in pid {os.getpid()}: {error}") from error
         try:
             os.ftruncate(segment.fileno(), size)
-            fcntl.fcntl(segment.fileno(), _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW)
+            fcntl.fcntl(segment.fileno(), fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         except OSError as error:
             segment.close()
             raise CapabilityError(f"cannot make a host segment of {size} bytes: {error}") from error
@@ -81,10 +80,10 @@ class MemfdBackend:
         :raises CapabilityError: if it is not.
         """
         try:
-            seals = fcntl.fcntl(fd, _F_GET_SEALS)
+            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         except OSError:
             seals = 0
-        if not seals & _F_SEAL_SHRINK:
+        if not seals & fcntl.F_SEAL_SHRINK:
             # Another holder of the descriptor could truncate it, and the next read here would end this process (SIGBUS).
             raise CapabilityError("the segment's descriptor is no memfd sealed against shrinking")
         if os.fstatvfs(fd).f_bsize != mmap.PAGESIZE:
@@ -130,7 +129,7 @@ class MemfdBackend:
         """Forbid later seals, and unless ``access`` is ``"read_write"`` later writable mappings and write(2), including holes
         (F_SEAL_FUTURE_WRITE, Linux 5.1).
         """
-        fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SEAL | (_F_SEAL_FUTURE_WRITE if access != "read_write" else 0))
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | (_F_SEAL_FUTURE_WRITE if access != "read_write" else 0))
 
     unmaps_in_background = True
 

@@ -24,18 +24,35 @@ from shared_rpc.forks import after_fork
 
 _log = logging.getLogger("shared_rpc")
 
-# linux/fcntl.h.
-_F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
-#: F_SEAL_SEAL, _SHRINK, _GROW and _WRITE: an export descriptor never changes.
-_SEALS = 0x1 | 0x2 | 0x4 | 0x8
+#: An export descriptor never changes.
+_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 _MAGIC = b"shared-rpc export descriptor 1\n"
 #: Bytes. An export descriptor names memory, and does not contain it.
 _LIMIT = 4096
+
 #: struct flock of 64-bit Linux: type, whence, start, length, pid.
 _FLOCK = struct.Struct("hhqqi4x")
 
 #: The maker's own file descriptions, closed in a forked child.
 _kept: set[int] = set()
+
+
+# Locks of fcntl(2) on bytes of a file, by default all: between open file descriptions, until the last copy of one is closed.
+
+
+def lock(fd: int, at: int = 0, length: int = 0, kind: int = fcntl.F_WRLCK) -> bool:
+    """Lock bytes, or unlock them; return False if another description has them locked."""
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, at, length, 0))
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
+
+
+def is_locked(fd: int, at: int = 0, length: int = 0) -> bool:
+    """Return True if another description has one of the bytes locked."""
+    found = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, at, length, 0))
+    return bool(_FLOCK.unpack(found)[0] != fcntl.F_UNLCK)
 
 
 def issue(content: bytes, on_end: Callable[[], None]) -> int:
@@ -50,11 +67,11 @@ def issue(content: bytes, on_end: Callable[[], None]) -> int:
         fd = os.memfd_create("shared-rpc-export", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.write(fd, _MAGIC + content)
-            fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             fcntl.flock(fd, fcntl.LOCK_EX)
             own = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
             _kept.add(own)
-            fcntl.fcntl(own, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0))
+            lock(own, kind=fcntl.F_RDLCK)
             # A thread for each: flock is the only call that waits for it, and a waiting thread uses no processor time.
             threading.Thread(target=_wait, args=(own, on_end), name="shared-rpc-export", daemon=True).start()
         except BaseException:
@@ -85,7 +102,7 @@ def read(fd: int) -> bytes:
     :raises CapabilityError: if it is not an export descriptor.
     """
     try:
-        sealed = fcntl.fcntl(fd, _F_GET_SEALS) & _SEALS == _SEALS
+        sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
         text = os.pread(fd, _LIMIT, 0) if sealed else b""
     except OSError:
         text = b""
@@ -96,9 +113,7 @@ def read(fd: int) -> bytes:
 
 def maker_lives(fd: int) -> bool:
     """Return True if the process that issued the export descriptor is alive."""
-    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-    answer = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked))
-    return bool(answer[0] != fcntl.F_UNLCK)
+    return is_locked(fd)
 
 
 @after_fork
