@@ -6,32 +6,25 @@ import gc
 import os
 import threading
 from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
-import anyio
 import pytest
 import torch
 
 from shared_rpc import AsyncClient, AsyncHandle, Client, Handle, Provider, Server
-from shared_rpc.client.steps import Request
 from shared_rpc.codec import results
 from shared_rpc.errors import (
     BufferNotFound,
     CapabilityError,
     CodecError,
     ConfigurationError,
-    ProtocolError,
     ServerBusy,
 )
 from shared_rpc.memory.backends.host import MemfdBackend
 from shared_rpc.memory.devices import device_id, facts_of
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import messages as m
-from shared_rpc.protocol import socket as socket_module
-from shared_rpc.provider.loopback import _LocalCaller
 from tests.kit.apps import EACH_ROLE, Connect
-from tests.kit.descriptors import new_fd, nothing_leaks
 from tests.kit.processes import Child, eventually, python
 from tests.kit.raw import Raw
 
@@ -139,49 +132,33 @@ def used(client: Client | Provider, device: str = "cpu") -> int:
     return int(found)
 
 
+def settle(device: str) -> None:
+    """Wait until other processes can see writes to a GPU."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
 # One memory.
 
 
 def test_two_processes_share_a_buffer(client: Client, peer: Child, device: str) -> None:
-    """Both read and write it without a copy, even after the end of its creator."""
-    order = "kv = client.create_buffer((2, 4, 16, 8), 'bfloat16', zero=True); print('made', kv.object_id)"
+    """Both read and write it without a copy, even after the end of its creator; it ends with its last holder."""
+    order = "kv = client.create_buffer((2, 4, 16), 'bfloat16', zero=True); print('made', kv.object_id)"
     with client.get_buffer(peer.ask(order, "made")) as buffer:
         cache = buffer.value
-        assert (tuple(cache.shape), cache.dtype, cache.device.type) == ((2, 4, 16, 8), torch.bfloat16, device)
+        assert (tuple(cache.shape), cache.dtype, cache.device.type) == ((2, 4, 16), torch.bfloat16, device)
         assert not cache.any()
         cache[1, 2] = 7.0
-        if device == "cuda":
-            torch.cuda.synchronize()
-        assert peer.ask("print('seen', kv.value[1, 2].float().sum().item())", "seen") == str(7.0 * 16 * 8)
-        written = "kv.value[0] = 3.0; print('at', kv.value[0].float().sum().item())"
-        peer.ask(written, "at")
-        assert cache[0].float().sum().item() == 3.0 * 4 * 16 * 8
+        settle(device)
+        assert peer.ask("print('seen', kv.value[1, 2].float().sum().item())", "seen") == str(7.0 * 16)
+        peer.ask("kv.value[0] = 3.0; print('at', kv.value[0].float().sum().item())", "at")
+        assert cache[0].float().sum().item() == 3.0 * 4 * 16
         peer.kill()
         eventually(lambda: client.get_object_info(buffer)["leases"] == 1)
-        assert cache[1, 2].float().sum().item() == 7.0 * 16 * 8
+        assert cache[1, 2].float().sum().item() == 7.0 * 16
+        assert used(client, device) == size(device)
     assert reason(client, buffer.object_id) == "released"
-
-
-@pytest.mark.parametrize(
-    ("asked", "dtype", "shape", "expected"),
-    [
-        (1000, torch.float32, (250,), torch.float32),
-        ((3, 5), "torch.float16", (3, 5), torch.float16),
-        ((2, 0, 3), "int64", (2, 0, 3), torch.int64),
-    ],
-)
-def test_buffers_have_the_requested_form(
-    client: Client, device: str, asked: Any, dtype: Any, shape: tuple[int, ...], expected: torch.dtype
-) -> None:
-    """A contiguous tensor of zeros on the server's device."""
-    with client.create_buffer(asked, dtype, zero=True) as buffer:
-        tensor = buffer.value
-        assert (tuple(tensor.shape), tensor.dtype, tensor.device.type) == (shape, expected, device)
-        assert tensor.is_contiguous() and tensor.stride() == torch.empty(shape).stride() and not tensor.any()
-        assert (buffer.generation, client.get_object_info(buffer)["nbytes"]) == (1, tensor.nbytes)
-        with client.get_buffer(buffer.object_id) as again:
-            assert again.value is tensor and client.get_object_info(buffer)["leases"] == 1
-        assert client.free_buffer(buffer)
+    assert used(client, device) == 0
 
 
 @pytest.mark.gpu
@@ -209,41 +186,9 @@ def test_expired_buffers_are_freed(client: Client, device: str) -> None:
     assert used(client, device) == 0
 
 
-def test_freed_buffers_are_unavailable(client: Client, peer: Child, device: str) -> None:
-    """At once; the memory is freed with the last handle."""
-    buffer = client.create_buffer((2,), "int32", zero=True)
-    peer.ask(f"b = client.get_buffer({buffer.object_id!r}); print('got it')", "got it")
-    assert (client.free_buffer(buffer), client.free_buffer(buffer.object_id)) == (True, False)
-    assert reason(client, buffer.object_id) == "freed"
-    buffer.release()
-    assert peer.ask("b.value.add_(5); print('now', b.value.tolist())", "now") == "[5, 5]"
-    assert used(client, device) == size(device)
-    peer.ask("b.release(); print('gone')", "gone")
-    assert used(client, device) == 0
-
-
-@pytest.mark.parametrize("how", ["SIGKILL", "close", "release"])
-def test_a_buffer_ends_with_its_last_holder(client: Client, peer: Child, device: str, how: str) -> None:
-    """However that ends: its memory is freed, and the error gives the reason. A buffer with other holders stays."""
-    order = "b, c = [client.create_buffer((4,), 'float32') for _ in range(2)]; print('made', b.object_id, c.object_id)"
-    made, other = peer.ask(order, "made").split()
-    with client.get_buffer(other) as buffer:
-        if how == "SIGKILL":
-            peer.kill()
-        else:
-            peer.ask({"close": "client.close()", "release": "b.release(); c.release()"}[how] + "; print('done')", "done")
-        eventually(lambda: client.get_server_info()["buffers"] == 1)
-        assert reason(client, made) == "released"
-        assert client.get_object_info(buffer)["state"] == "listed"
-        assert used(client, device) == size(device)
-    assert reason(client, other) == "released"
-    assert used(client, device) == 0
-
-
-@pytest.mark.parametrize("option", ["keep=True", "ttl=600"])
-def test_kept_buffers_outlive_their_creator(client: Client, peer: Child, option: str) -> None:
+def test_kept_buffers_outlive_their_creator(client: Client, peer: Child) -> None:
     """SIGKILL releases the lease and leaves the memory, until the buffer is freed."""
-    made = peer.ask(f"b = client.create_buffer((4,), 'float32', {option}); print('made', b.object_id)", "made")
+    made = peer.ask("b = client.create_buffer((4,), 'float32', keep=True); print('made', b.object_id)", "made")
     peer.ask("b.value.fill_(6); print('sum', b.value.sum().item())", "sum")
     peer.kill()
     eventually(lambda: client.get_object_info(made)["leases"] == 0)
@@ -278,7 +223,6 @@ def test_quotas_limit_results_and_buffers(limited: Connect, device: str) -> None
     ("quotas", "text"),
     [
         ({"cpu": 1.5}, "quota cpu=1.5: use bytes as an int, or a fraction"),
-        ({"cpu": True}, "use bytes"),
         ({"GPU-1": 5}, "use a device of this server: cpu"),
         ({"disk": 5}, "device='disk'"),
     ],
@@ -324,14 +268,11 @@ def test_devices_are_listed(client: Client, device: str) -> None:
     devices = {entry["id"]: entry for entry in client.list_devices()}
     assert set(devices) >= {chosen, "cpu"} and (device == "cuda" or set(devices) == {"cpu"})
     for entry in devices.values():
-        assert set(entry) == {"id", "kind", "name", "total", "free", "used", "limit", "copies"}
         assert entry["kind"] == ("cpu" if entry["id"] == "cpu" else "cuda")
         assert entry["name"] and entry["limit"] is None and entry["used"] == 0
-        assert entry["free"] is None or 0 < entry["free"] <= entry["total"]
-    assert devices[chosen]["free"] is not None
-    with client.create_buffer(10) as buffer:
+    assert 0 < (devices[chosen]["free"] or 0) <= (devices[chosen]["total"] or 0)
+    with client.create_buffer(10):
         assert used(client, device) == size(device)
-        client.free_buffer(buffer)
 
 
 # Refused requests.
@@ -399,49 +340,24 @@ def test_an_unmappable_buffer_is_freed(client: Client, monkeypatch: pytest.Monke
         assert client.get_object_info(buffer)["leases"] == 1
 
 
-@on_the_host
-def test_a_buffer_without_a_reply_is_freed(server: Server, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its id is unknown to all clients."""
-    encode = socket_module.encode_frame
-
-    def refuse(kind: int, number: int, body: bytes, payload: bytes = b"", fds: int = 0) -> list[bytes]:
-        if fds and threading.current_thread().name == "shared-rpc-server":
-            raise ProtocolError("a frame with too many descriptors")
-        return encode(kind, number, body, payload, fds)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(socket_module, "encode_frame", refuse)
-        with pytest.raises(CapabilityError, match="cannot send the reply"):
-            client.create_buffer(100)
-    assert client.get_server_info()["buffers"] == 0 and used(client) == 0
-
-
 # Coroutines.
 
 
-def test_coroutines_can_use_buffers(client: Client, device: str) -> None:
-    """One operation after the other, next to a blocking client."""
-
-    async def work() -> None:
-        async with (
-            AsyncClient(device=device, connect_timeout=0) as other,
-            await other.create_buffer((2, 3), torch.int32, device, zero=True, ttl=60, max_accesses=5) as buffer,
-        ):
-            assert isinstance(buffer, AsyncHandle)
-            with client.get_buffer(buffer.object_id) as same:
-                assert isinstance(same, Handle)
-                same.value[0] = 9
-            assert buffer.value.sum().item() == 27
-            async with await other.get_buffer(buffer.object_id) as again:
-                assert again.value is buffer.value
-            assert [entry["used"] for entry in await other.list_devices() if entry["used"]] == [size(device)]
-            assert await other.free_buffer(buffer)
-            assert not await other.free_buffer(buffer.object_id)
-            with pytest.raises(BufferNotFound):
-                await other.get_buffer(buffer.object_id)
-        eventually(lambda: client.get_server_info()["objects"] == 0)
-
-    anyio.run(work)
+@pytest.mark.anyio
+async def test_coroutines_can_use_buffers(client: Client, device: str) -> None:
+    """Next to a blocking client."""
+    async with (
+        AsyncClient(device=device, connect_timeout=0) as other,
+        await other.create_buffer((2, 3), torch.int32, device, zero=True, ttl=60, max_accesses=5) as buffer,
+    ):
+        assert isinstance(buffer, AsyncHandle)
+        with client.get_buffer(buffer.object_id) as same:
+            same.value[0] = 9
+        assert buffer.value.sum().item() == 27
+        async with await other.get_buffer(buffer.object_id) as again:
+            assert again.value is buffer.value
+        assert [entry["used"] for entry in await other.list_devices() if entry["used"]] == [size(device)]
+        assert [await other.free_buffer(buffer), await other.free_buffer(buffer.object_id)] == [True, False]
 
 
 # By way of a provider: the same in every role.
@@ -457,15 +373,6 @@ def provider(request: pytest.FixtureRequest, device: str, no_leaks: None, base_p
     yield provider
     provider.close()
     owner.close()
-
-
-def test_a_failed_local_answer_closes_its_descriptors() -> None:
-    """If one descriptor cannot be copied, the earlier copies are closed."""
-    caller = _LocalCaller(cast(Any, None), Request(m.Ping(), "a test"))
-    fd = new_fd()
-    with nothing_leaks(), pytest.raises(OSError, match="Bad file descriptor"):
-        caller.reply(m.Pong(), owners=cast(Any, (SimpleNamespace(number=fd), SimpleNamespace(number=-1))))
-    os.close(fd)
 
 
 def test_buffers_work_in_every_role(provider: Provider, device: str) -> None:
@@ -497,26 +404,8 @@ def test_collected_handles_release_their_buffer(provider: Provider, device: str)
     assert tensor.sum().item() == 0
 
 
-def settle(device: str) -> None:
-    """Wait until other processes can see writes to a GPU."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def test_buffers_are_shared_by_server_and_clients(server: Server, shared: Provider, client: Client, device: str) -> None:
-    """Whichever side creates them."""
-    for maker, other in ((shared, client), (client, shared)):
-        with maker.create_buffer((8,), "float32") as mine, other.get_buffer(mine.object_id) as theirs:
-            mine.value.fill_(3)
-            settle(device)
-            assert theirs.value.sum().item() == 24
-            assert {holder["pid"] for holder in client.list_objects()[0]["holders"]} == {os.getpid()}
-            assert other.free_buffer(mine.object_id)
-    eventually(lambda: client.get_server_info()["objects"] == 0)
-
-
 def test_endpoints_use_buffers_of_their_server(server: Server, shared: Provider, client: Client, device: str) -> None:
-    """They get one by its id, and may return the memory itself: a client's writes are visible to all."""
+    """They get one by its id, and may return the memory itself: writes of clients and of the server are visible to all."""
     with shared.create_buffer((8,), "float32", zero=True) as buffer:
         returned = client.call("itself", buffer.object_id)
         returned.add_(1)
@@ -525,17 +414,5 @@ def test_endpoints_use_buffers_of_their_server(server: Server, shared: Provider,
         shared.call("add", buffer.value[2:4], 6.0)
         settle(device)
         assert returned.tolist() == [1.0, 1.0, 7.0, 7.0, 1.0, 1.0, 1.0, 1.0]
-        shared.free_buffer(buffer)
-
-
-@on_the_host
-@pytest.mark.parametrize("provider", ["local", "server"], indirect=True)
-def test_buffers_on_the_endpoints_loop_are_refused(provider: Provider) -> None:
-    """An async endpoint would wait for itself: the error gives the remedy."""
-
-    @provider.share(cache=False)
-    async def careless() -> None:
-        provider.create_buffer(100)
-
-    with pytest.raises(ConfigurationError, match=r"create_buffer\(\) was called on the server's event loop"):
-        anyio.run(careless)
+        assert {holder["pid"] for holder in client.list_objects()[0]["holders"]} == {os.getpid()}
+        assert client.free_buffer(buffer.object_id)
