@@ -13,7 +13,6 @@ import pytest
 from shared_rpc import AsyncClient, Client, Provider, Server
 from shared_rpc.errors import ConfigurationError, DeadlineExceeded, ServerBusy
 from tests.kit.brokers import BrokerApp, begun, is_running, worker_pids
-from tests.kit.deep import deep
 from tests.kit.forks import Popen
 from tests.kit.processes import PYTHONPATH, Child, eventually, python
 
@@ -126,51 +125,14 @@ def stopped(app: BrokerApp, *options: str) -> Child:
     return child
 
 
-@pytest.mark.parametrize("which", ["", *deep("-3")])
-def test_stop_selects_by_base_path(app: BrokerApp, tmp_path: Path, which: str) -> None:
+def test_stop_selects_by_base_path(app: BrokerApp) -> None:
     """Regardless of other sockets in the directory; the other server continues."""
-    mine, other = f"{app.base_path}{which}", f"{app.base_path}{'' if which else '-3'}"
-    children = {}
-    for base in (mine, other):
-        child = Child("-m", "shared_rpc.cli", "serve", str(app.file), "--base-path", base, cwd=tmp_path)
-        app._children.append(child)
-        child.expect("serving")
-        children[base] = child
-    assert (
-        stopped(app, "--base-path", mine).expect("stopped").startswith(f"stopped pid {children[mine].pid} at {mine}-cpu.sock")
-    )
-    assert children[mine].close()[0] == 0
-    assert is_running(children[other].pid)
-    assert stopped(app, "--all", "--base-path", mine).expect("no server is alive")
-    assert stopped(app).expect("stopped").startswith(f"stopped pid {children[other].pid} at {other}-cpu.sock")
-
-
-def test_stop_counts_memory_once(app: BrokerApp) -> None:
-    """An object over a buffer, and another provider's objects in it, are the buffer's own bytes."""
-    app.write(f"""
-    second = Provider({app.base_path + "-other"!r}, device="cpu")
-
-    @provider.share(managed=True)
-    def over(buffer_id):
-        module = torch.nn.Linear(1024, 1024, bias=False, device="meta")
-        module.weight = torch.nn.Parameter(provider.get_buffer(buffer_id).value)
-        return module
-
-    @second.share
-    def beside(buffer_id):
-        return over(buffer_id).value.weight.detach()
-    """)
-    broker = app.start()
-    client = app.connect()
-    buffer = client.create_buffer((1024, 1024), "float32")
-    handle = client.call("over", buffer.object_id)
-    with Client(f"{app.base_path}-other", device="cpu") as other:
-        weight = other.call("beside", buffer.object_id)
-        handle.value.weight.data.fill_(3)
-        assert (weight[0, 0], buffer.value[0, 0]) == (3, 3)
-        stop = stopped(app, "--base-path", app.base_path)
-    assert ": it held 3 objects, 4.0 MiB; " in stop.expect("stopped")
-    assert broker.close()[0] == 0
+    other = f"{app.base_path}-3"
+    brokers = [app.start("--base-path", base) for base in (app.base_path, other)]
+    assert stopped(app, "--base-path", other).expect("stopped").startswith(f"stopped pid {brokers[1].pid} at {other}-cpu.sock")
+    assert brokers[1].close()[0] == 0
+    assert stopped(app, "--all", "--base-path", other).expect("no server is alive")
+    assert stopped(app).expect("stopped").startswith(f"stopped pid {brokers[0].pid} at {app.base_path}-cpu.sock")
 
 
 def test_stop_if_idle_refuses_a_used_broker(app: BrokerApp) -> None:
@@ -186,12 +148,10 @@ def test_stop_if_idle_refuses_a_used_broker(app: BrokerApp) -> None:
     assert broker.close()[0] == 0
 
 
-def test_stop_all_ends_every_server(app: BrokerApp, tmp_path: Path, base_path: str) -> None:
+def test_stop_all_ends_every_server(app: BrokerApp, base_path: str) -> None:
     """Of the directory. A server within another program is left and reported; the exit code shows that."""
     broker = app.start()
-    other = Child("-m", "shared_rpc.cli", "serve", str(app.file), "--socket", f"{base_path}-other.sock", cwd=tmp_path)
-    app._children.append(other)
-    other.expect("serving")
+    other = app.start("--socket", f"{base_path}-other.sock")
     with Server(Provider(f"{base_path}-mine", device="cpu")) as mine:
         child = stopped(app, "--all", "--json")
         assert child.process.returncode == 1
@@ -229,16 +189,6 @@ async def test_the_asynchronous_client_stops_a_server(app: BrokerApp) -> None:
         held = await client.stop_server()
     assert (held["pid"], held["objects"], held["socket_paths"]) == (broker.pid, 0, [f"{app.base_path}-cpu.sock"])
     assert not is_running(broker.pid)
-
-
-def test_in_process_servers_have_no_idle_exit(app: BrokerApp) -> None:
-    """The option is refused."""
-    child = Child("-m", "shared_rpc.cli", "serve", str(app.file), "--in-process", "--idle-exit", "1", cwd=app.file.parent)
-    app._children.append(child)
-    assert child.close() == (
-        2,
-        "shared-rpc: --in-process and --idle-exit contradict each other: only a broker ends by itself\n",
-    )
 
 
 def test_idle_exit_is_a_time() -> None:
