@@ -16,7 +16,6 @@ import torch
 
 import shared_rpc
 from shared_rpc import AsyncClient, AsyncHandle, Client, Provider, Server, TaskInfo
-from shared_rpc.client.exchange import Exchange
 from shared_rpc.errors import (
     ConnectError,
     ConnectionClosed,
@@ -26,7 +25,7 @@ from shared_rpc.errors import (
     TaskError,
 )
 from tests.kit.apps import Serve
-from tests.kit.processes import eventually, open_fds
+from tests.kit.processes import eventually
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("warm")]
 
@@ -155,53 +154,6 @@ async def test_arguments_and_errors_arrive(client: AsyncClient) -> None:
     assert await client.ping() < 5
 
 
-async def test_cancelling_the_reader_passes_the_reading_on(client: AsyncClient, server: Server, go: threading.Event) -> None:
-    """Another waiting coroutine reads in its place."""
-    results = []
-
-    async def wait() -> None:
-        results.append((await client.call("hold", 7)).item())
-
-    async with anyio.create_task_group() as group:
-        with anyio.CancelScope() as scope:
-            async with anyio.create_task_group() as reading:
-                reading.start_soon(client.call, "hold", 1)
-                await until(lambda: server.info()["running"] == 1)
-                group.start_soon(wait)
-                await until(lambda: server.info()["running"] == 2)
-                scope.cancel()
-        go.set()
-    assert results == [7]
-
-
-async def test_cancelling_at_the_reply_releases_the_lease(
-    client: AsyncClient, server: Server, go: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And closes its descriptors."""
-    go.set()
-    await (await client.call("hold_managed")).release()  # the server has a segment for small results now
-    await until(lambda: server.info()["objects"] == 0)
-    before = open_fds()
-    channel = client._link
-    assert channel is not None
-    wait = channel._await
-    scope = anyio.CancelScope()
-
-    async def late(exchange: Exchange) -> None:
-        await wait(exchange)
-        if exchange.request.frame is not None and exchange.request.frame.fds and not scope.cancel_called:
-            scope.cancel()
-            await anyio.lowlevel.checkpoint()
-
-    monkeypatch.setattr(channel, "_await", late)
-    with scope:
-        await client.call("hold_managed")
-    assert scope.cancelled_caught
-    await client.ping()
-    await until(lambda: server.info()["leases"] == 0 and server.info()["objects"] == 0)
-    await until(lambda: open_fds() <= before)
-
-
 async def test_rebuilding_does_not_block_the_loop(client: AsyncClient) -> None:
     """A large module is rebuilt in a thread; an existing one is returned at once."""
     ticks = 0
@@ -246,21 +198,6 @@ async def test_tasks_work_in_coroutines(client: AsyncClient, go: threading.Event
     assert (await client.execute("build", 3)).value.tolist() == [1, 1, 1]
 
 
-async def test_a_failing_callback_ends_the_wait(client: AsyncClient, server: Server, go: threading.Event) -> None:
-    """Neither the task nor the connection."""
-    task_id = await client.submit("build", 2)
-
-    def stop(info: TaskInfo) -> None:
-        raise ZeroDivisionError(info.status)
-
-    with pytest.raises(ZeroDivisionError):
-        await client.wait_for_task(task_id, callback=stop)
-    go.set()
-    async with await client.wait_for_task(task_id) as handle:
-        assert handle.value.tolist() == [1, 1]
-    assert server.info()["connections"] == 1
-
-
 async def test_a_slow_callback_does_not_block_others(client: AsyncClient, server: Server, go: threading.Event) -> None:
     """Its coroutine is not the reader then: the others get their answers in the meantime."""
     task_id = await client.submit("build", 2)
@@ -284,7 +221,7 @@ async def test_a_slow_callback_does_not_block_others(client: AsyncClient, server
         others_done.set()
 
 
-async def test_a_restarted_server_is_found(provider: Provider, server: Server, client: AsyncClient) -> None:
+async def test_a_restarted_server_is_found(server: Server, client: AsyncClient) -> None:
     """Waiters get an error; the next request finds the new server, and an old handle is stale."""
     handle = await client.call("load", 2)
     async with anyio.create_task_group() as group:
@@ -296,16 +233,10 @@ async def test_a_restarted_server_is_found(provider: Provider, server: Server, c
         group.start_soon(wait)
         await until(lambda: server.info()["running"] == 1)
         server.stop()
-    with pytest.raises(StaleHandleError) as caught:
-        await client.ensure_handle_live(handle)
-    assert caught.value.reason == "server_unreachable"
     server.start()
     with pytest.raises(StaleHandleError) as caught:
         await client.ensure_handle_live(handle)
     assert caught.value.reason == "server_changed"
-    await handle.release()
-    async with await client.call("load", 2) as again:
-        assert again.generation == 1
 
 
 async def test_closing_a_client_ends_its_waits(server: Server) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 from shared_rpc import Client, Handle
 from tests.kit import attacker
 from tests.kit.attacker import Bystander
-from tests.kit.brokers import BrokerApp, another_worker, worker_pids
+from tests.kit.brokers import BrokerApp
 from tests.kit.processes import Child, eventually
 from tests.kit.raw import Raw
 
@@ -93,17 +92,6 @@ def test_clients_are_served_during_an_attack(served: Served, attack: Attack) -> 
         served.client.ping()
         served.check(bystander)
     served.check(bystander)
-
-
-def test_a_zygote_killed_during_an_attack_is_replaced(served: Served) -> None:
-    """With all descriptors of clients in use, the broker still starts processes."""
-    with Bystander(served.client) as bystander, attacker.descriptors_of_half_frames(served.path):
-        worker = worker_pids(served.client)[0]
-        zygote = served.client.get_server_info()["zygote"].get("pid", 0)
-        for pid in filter(None, (zygote, worker)):
-            os.kill(pid, signal.SIGKILL)
-        another_worker(served.client, worker)
-        served.check(bystander)
 
 
 def test_the_connection_that_exhausts_descriptors_is_logged(served: Served) -> None:

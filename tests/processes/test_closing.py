@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from shared_rpc.execution import device_memory
-from shared_rpc.execution.device_memory import DeviceMemory
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.closing import CLOSER, LARGE
 from shared_rpc.memory.segments import Segment
 from shared_rpc.server.state.descriptors import Descriptors
 from tests.kit.closings import late_closings
-from tests.kit.processes import ROOT, links_of
+from tests.kit.processes import ROOT
 
 
 class Closes(list[tuple[int, str]]):
@@ -60,11 +58,6 @@ def printed_by(program: str) -> str:
     """Run a program in another process; return its output."""
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
-
-
-def is_open(link: str) -> bool:
-    """Return whether this process has a descriptor of the target of a link in /proc."""
-    return link in links_of()
 
 
 def test_large_memory_is_closed_by_another_thread(spared: None, closes: Closes) -> None:
@@ -111,19 +104,6 @@ def test_every_owner_of_a_descriptor_is_covered(how: str, spared: None, closes: 
         segment.close()
     CLOSER.wait()
     assert closes.threads(number) == ["shared-rpc-closer"]
-
-
-def test_all_memory_is_closed_at_the_end_of_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An ended server has no memory."""
-    with late_closings() as free:
-        wait = CLOSER.wait
-        monkeypatch.setattr(CLOSER, "wait", lambda: (free.set(), wait()))
-        with CLOSER.spare_this_thread():
-            segment = HOST.create(LARGE)
-            link = os.readlink(f"/proc/self/fd/{segment.fileno()}")
-            segment.close()
-            assert is_open(link)
-        assert not is_open(link)
 
 
 def test_a_forked_child_drops_pending_memory(tmp_path: Path) -> None:
@@ -217,30 +197,6 @@ def test_pending_frees_are_detected(left: dict[str, int], free: int, lacks: bool
     monkeypatch.setattr(device_memory, "CLOSER", Closer())
     monkeypatch.setattr(device_memory, "free_bytes", lambda device: free)
     assert device_memory.frees_are_pending() is lacks
-
-
-def test_new_memory_waits_for_pending_frees(spared: None, closes: Closes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dropped memory is free before more is allocated."""
-    monkeypatch.setattr(device_memory, "free_bytes", lambda device: 0)
-    closed_before: list[bool] = []
-
-    class Backend:
-        def create(self, nbytes: int) -> Segment:
-            closed_before.append(bool(closes.threads(number)))
-            return HOST.create(nbytes)
-
-    monkeypatch.setattr(device_memory, "backend_for", lambda device: Backend())
-    with late_closings() as free:
-        number = close(LARGE)
-        notify = CLOSER.notify
-
-        def notified(function: Callable[[], object]) -> None:
-            free.set()
-            notify(function)
-
-        monkeypatch.setattr(CLOSER, "notify", notified)
-        asyncio.run(DeviceMemory("cpu").allocate("cpu", 4096)).close()
-    assert closed_before == [True]
 
 
 def test_descriptors_being_closed_count_as_free() -> None:

@@ -46,27 +46,21 @@ def test_a_crash_is_described(app: BrokerApp, how: str, name: str | None, code: 
     assert client.call("pid").item() == another_worker(client, first)
 
 
-@pytest.mark.parametrize("short", [True, False])
-def test_oom_kills_are_mentioned(app: BrokerApp, children: list[Child], tmp_path: Path, short: bool) -> None:
+def test_oom_kills_are_mentioned(app: BrokerApp, tmp_path: Path) -> None:
     """If the kernel's count of them has grown."""
     counts = tmp_path / "vmstat"
     counts.write_text("nr_free_pages 5\noom_kill 7\n")
-    code = """
-        import pathlib, runpy, sys
-        from shared_rpc.broker import worker
-        worker._COUNTS = pathlib.Path(sys.argv.pop(1))
-        runpy.run_module("shared_rpc.broker", run_name="__main__")
-    """
-    broker = Child("-c", textwrap.dedent(code), str(counts), str(app.file), has_workers=True)
-    children.append(broker)
-    broker.expect("serving")
+    app.start_program(
+        app.program(f"import pathlib; from shared_rpc.broker import worker; worker._COUNTS = pathlib.Path({str(counts)!r})")
+    )
     client = app.connect()
-    client.call("model")
-    counts.write_text(f"nr_free_pages 5\noom_kill {9 if short else 7}\n")
     with pytest.raises(errors.WorkerCrashed) as crash:
         client.call("end", "kill")
-    assert ("for lack of memory: 2 OOM kill(s)" in str(crash.value)) is short
-    assert crash.value.signal == "SIGKILL"
+    assert "for lack of memory" not in str(crash.value)
+    another_worker(client, 0)
+    counts.write_text("nr_free_pages 5\noom_kill 9\n")
+    with pytest.raises(errors.WorkerCrashed, match=r"for lack of memory: 2 OOM kill\(s\)"):
+        client.call("end", "kill")
 
 
 def test_objects_survive_their_worker(app: BrokerApp) -> None:
@@ -74,17 +68,14 @@ def test_objects_survive_their_worker(app: BrokerApp) -> None:
     client = app.serve()
     model, handle = client.call("model"), client.call("held")
     task = client.submit("model", 9)
-    assert client.wait_for_task(task).weight[0, 0] == 9
+    client.wait_for_task(task)
     with pytest.raises(errors.WorkerCrashed):
         client.call("end", "kill")
     other = app.connect()
-    attached = other.call("model")
     with torch.no_grad():
-        attached.weight[0, 0] = 5
+        other.call("model").weight[0, 0] = 5
     assert model.weight[0, 0] == 5
     assert (handle.value.tolist(), handle.is_stale()) == ([7.0] * 4, False)
-    assert client.get_server_info()["leases"] == 1
-    assert client.get_task_status(task).status == "completed"
     assert other.get_task_result(task).weight[0, 0] == 9
 
 
@@ -206,15 +197,17 @@ def test_a_run_that_cannot_be_started_fails_alone(app: BrokerApp, tmp_path: Path
 def test_memory_of_a_worker_killed_before_the_reply_is_freed(app: BrokerApp, tmp_path: Path) -> None:
     """And the next build allocates it again."""
     trigger = tmp_path / "now"
-    app.write(
-        AT.format(
-            module="worker.host",
-            name="WorkerHost",
-            method="ended",
-            trigger=str(trigger),
-            crash="os.kill(os.getpid(), 9)",
-        )
-    )
+    app.write(f"""
+        from shared_rpc.worker.host import WorkerHost
+        ended = WorkerHost.ended
+
+        def crash(self, *args, **kwargs):
+            if os.path.exists({str(trigger)!r}):
+                os.kill(os.getpid(), 9)
+            return ended(self, *args, **kwargs)
+
+        WorkerHost.ended = crash
+    """)
     broker = app.start(WITHOUT_ZYGOTE)
     client = app.connect()
     client.call("model")
@@ -228,50 +221,6 @@ def test_memory_of_a_worker_killed_before_the_reply_is_freed(app: BrokerApp, tmp
     assert client.get_server_info()["objects"] == 1
     eventually(lambda: fds_of(broker.pid) == fds, what="the broker's descriptors are those it had")
     assert client.call("model", 9).weight[0, 0] == 9
-
-
-def test_descriptors_of_a_partial_result_are_closed(app: BrokerApp, tmp_path: Path) -> None:
-    """A result of 300 segments takes two messages; the worker is killed after the first."""
-    trigger = tmp_path / "now"
-    app.write(
-        """
-        @provider.share(host_copy="never")
-        def one(number):
-            return torch.full((8,), float(number))
-
-        @provider.share
-        def many():
-            return [one(number) for number in range(300)]
-        """,
-        AT.format(
-            module="protocol.socket",
-            name="FrameSocket",
-            method="flush",
-            trigger=str(trigger),
-            crash="len(self._outbox) > 1 and self._outbox[0][1] and (send_one(self), os.kill(os.getpid(), 9))",
-        ),
-        """
-        import array, socket
-
-        def send_one(self):
-            data, fds = self._outbox[0]
-            self.sock.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))])
-        """,
-    )
-    broker = app.start(WITHOUT_ZYGOTE)
-    client = app.connect()
-    for number in range(300):
-        client.call("one", number)
-    client.ping()  # descriptors that the last answer left open for a moment are closed
-    fds = fds_of(broker.pid)
-    trigger.touch()
-    with pytest.raises(errors.WorkerCrashed, match="SIGKILL"):
-        client.call("many")
-    trigger.unlink()
-    another_worker(client, 0)
-    assert client.get_server_info()["objects"] == 300
-    eventually(lambda: fds_of(broker.pid) <= fds, what="the broker's descriptors are those it had")
-    assert [tensor[0].item() for tensor in client.call("many")] == list(range(300))
 
 
 def test_chunks_survive_their_worker(app: BrokerApp) -> None:
@@ -338,26 +287,19 @@ def test_a_child_of_the_worker_does_not_hide_its_end(app: BrokerApp) -> None:
 # Brokers.
 
 
-@pytest.mark.parametrize("worker_first", [False, True], ids=["broker", "worker and broker"])
-def test_workers_end_with_a_killed_broker(app: BrokerApp, worker_first: bool) -> None:
+def test_workers_end_with_a_killed_broker(app: BrokerApp) -> None:
     """Even a stopped one. Tensors stay, and old handles are stale at the next broker."""
     broker = app.start()
     client = app.connect()
-    model, handle, worker = client.call("model"), client.call("held"), worker_pids(client)[0]
-    if worker_first:
-        os.kill(worker, signal.SIGKILL)
-    else:
-        sigstop(worker)
+    handle, worker = client.call("held"), worker_pids(client)[0]
+    sigstop(worker)
     broker.kill()
     eventually(lambda: not is_running(worker), what="the worker ends with its broker")
-    with pytest.raises((errors.ConnectionClosed, errors.ConnectError)):
-        app.connect(connect_timeout=0).ping()
     app.start()
-    assert client.call("model", 9).weight[0, 0] == 9
     with pytest.raises(errors.StaleHandleError) as stale:
         client.ensure_handle_live(handle)
     assert stale.value.reason == "server_changed"
-    assert (model.weight[0, 0], handle.value.tolist()) == (4, [7.0] * 4)
+    assert handle.value.tolist() == [7.0] * 4
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, *deep(signal.SIGINT)])

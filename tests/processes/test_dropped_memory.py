@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from shared_rpc import Client, Provider, Server
 from shared_rpc.errors import ServerBusy
 from shared_rpc.execution import device_memory
 from shared_rpc.memory.closing import CLOSER
-from shared_rpc.memory.mapping import MAPPINGS
 from tests.kit.closings import FILE, LARGE, late_closings
 from tests.kit.deep import deep
 from tests.kit.processes import Child, eventually
@@ -102,19 +100,6 @@ def test_a_server_answers_while_memory_is_being_freed(serve: Callable[..., Serve
         assert client.list_objects() == []
         client.ping()
         assert len(CLOSER) == 1
-    assert memory() == before
-
-
-def test_the_local_role_frees_buffers_outside_of_its_loop(base_path: str) -> None:
-    """It has the same loop."""
-    before = memory()
-    with closing(Provider(base_path, device="cpu")) as provider, late_closings():
-        buffer = provider.create_buffer(LARGE, keep=True)
-        buffer.release()
-        MAPPINGS.drain()
-        provider.free_buffer(buffer.object_id)
-        eventually(lambda: len(CLOSER) == 1)
-        assert provider.list_objects() == []
     assert memory() == before
 
 

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from shared_rpc import AsyncClient, Client, Provider, Server
-from shared_rpc.errors import CapabilityError
+from shared_rpc.context import CURRENT_RUN
+from shared_rpc.errors import CapabilityError, DeadlineExceeded, ServerBusy
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.protocol import messages as m
@@ -72,6 +73,11 @@ def server(
     @share()
     async def full_on_the_loop(value: float, size: int = 64) -> torch.Tensor:
         return torch.full((size,), value, device=device)
+
+    @share()
+    async def where() -> torch.Tensor:
+        kept.append((threading.current_thread().name, CURRENT_RUN.get(), asyncio.current_task()))
+        return torch.ones(1, device=device)
 
     @share()
     async def echo_on_the_loop(x: torch.Tensor) -> torch.Tensor:
@@ -493,6 +499,15 @@ class TestStreamOrder:
 
 
 # On the loop.
+
+
+def test_async_endpoints_run_on_the_loop(client: Client, kept: list[Any]) -> None:
+    """Each call in its own task, with its run as the current one."""
+    for _ in range(3):
+        client.call("where")
+    names, runs, tasks = zip(*kept, strict=True)
+    assert set(names) == {"shared-rpc-server"} and None not in runs
+    assert len(set(map(id, runs))) == len(set(tasks)) == 3
 
 
 @pytest.mark.parametrize("size", [1, MIB // 4, MIB], ids=["bytes", "pooled", "a segment"])

@@ -13,7 +13,6 @@ from shared_rpc import Provider, Server
 from shared_rpc.memory import faults
 from shared_rpc.memory.mapping import MAPPINGS
 from tests.kit.apps import Connect, Serve
-from tests.kit.deep import deep
 from tests.kit.processes import Child, python
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -79,20 +78,12 @@ WRITES = {
     "memset": "ctypes.memset(weight.data_ptr() + 4096, 1, 8)",
     "thread": "thread = threading.Thread(target=weight.zero_)\nthread.start()\nthread.join()",
 }
-MORE_WRITES = {
-    "one thread of torch": "torch.set_num_threads(1)\nweight.normal_()",
-    "numpy": "weight.numpy()[5] = 1",
-    "threads": "threads = [threading.Thread(target=weight[n].zero_) for n in range(8)]\n"
-    "for thread in threads: thread.start()\nfor thread in threads: thread.join()",
-    "gemm": "torch.mm(weight, weight, out=weight)",
-    "memoryview": "memoryview(weight.numpy())[0, 0] = 1.0",
-}
 
 
-@pytest.mark.parametrize("how", [*WRITES, *deep(*MORE_WRITES)])
+@pytest.mark.parametrize("how", WRITES)
 def test_a_write_is_reported(run: Run, server: Server, how: str) -> None:
     """Once, with the object, its endpoint, the place, the line and a remedy; then the process ends as without the report."""
-    status, output, errors = run((WRITES | MORE_WRITES)[how])
+    status, output, errors = run(WRITES[how])
     assert (status, output) == (-signal.SIGSEGV, "")
     assert errors.count(MESSAGE) == 1
     (item,) = server._engine.ask(lambda core: [stored.object_id for stored in core.objects])
@@ -127,31 +118,16 @@ print(pid, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     assert f"process {pid} {MESSAGE}" in errors
 
 
-def test_copies_are_writable(run: Run) -> None:
-    """The documented remedy."""
-    status, output, _ = run("import copy\ncopy.deepcopy(handle.value).weight.zero_()\nweight.clone().zero_()\nother.zero_()")
-    assert (status, output) == (0, "survived\n")
-
-
 # Other faults and other handlers.
 
 
 @pytest.mark.parametrize(
-    ("code", "status"),
-    [
-        ("ctypes.string_at(0)", -signal.SIGSEGV),
-        ("os.kill(os.getpid(), signal.SIGSEGV)\nsignal.pause()", -signal.SIGSEGV),
-        ("ctypes.CDLL(None).regcomp(ctypes.create_string_buffer(1024), b'(' * 2_000_000, 1)", -signal.SIGSEGV),
-        *deep(
-            ("ctypes.memset(ctypes.cast(ctypes.CDLL(None).abs, ctypes.c_void_p).value, 0, 1)", -signal.SIGSEGV),
-            ("signal.raise_signal(signal.SIGSEGV)", -signal.SIGSEGV),
-            ("os.abort()", -signal.SIGABRT),
-        ),
-    ],
+    "code",
+    ["ctypes.string_at(0)", "ctypes.CDLL(None).regcomp(ctypes.create_string_buffer(1024), b'(' * 2_000_000, 1)"],
 )
-def test_other_faults_are_not_reported(run: Run, code: str, status: int) -> None:
-    """Faults elsewhere, sent signals, and stack overflows end the process as usual."""
-    assert run(code) == (status, "", "")
+def test_other_faults_are_not_reported(run: Run, code: str) -> None:
+    """Faults elsewhere and stack overflows end the process as usual."""
+    assert run(code) == (-signal.SIGSEGV, "", "")
 
 
 FATAL, ENABLE = "Fatal Python error: Segmentation fault", "faulthandler.enable()"
@@ -162,10 +138,9 @@ FATAL, ENABLE = "Fatal Python error: Segmentation fault", "faulthandler.enable()
     [
         (ENABLE, "weight.numpy()[0] = 1", [MESSAGE, FATAL]),
         ("", f"{ENABLE}\nweight.numpy()[0] = 1", [FATAL, "if this was a write, it may have been to", "of load()"]),
-        (ENABLE, "ctypes.string_at(0)", [FATAL, "string_at"]),
         ("", f"{ENABLE}\nmore = attach()\ndel handle, weight\nctypes.string_at(0)", [FATAL, "string_at"]),
     ],
-    ids=["write", "write, enabled later", "another fault", "another fault, enabled later"],
+    ids=["write", "write, enabled later", "another fault, enabled later"],
 )
 def test_faulthandler_is_compatible(run: Run, before: str, code: str, texts: list[str]) -> None:
     """The last installed handler runs first; faulthandler passes no address on, so the message is less specific then."""
@@ -175,12 +150,10 @@ def test_faulthandler_is_compatible(run: Run, before: str, code: str, texts: lis
     assert places == sorted(places)
 
 
-@pytest.mark.parametrize("before", [True, *deep(False)], ids=["before", "after"])
-def test_handlers_of_the_user_are_called(run: Run, before: bool) -> None:
-    """For a sent signal, whether installed before or after."""
+def test_handlers_of_the_user_are_called(run: Run) -> None:
+    """For a sent signal."""
     take = "signal.signal(signal.SIGSEGV, lambda *_: print('handled', flush=True))"
-    code = "os.kill(os.getpid(), signal.SIGSEGV)\nfor _ in range(3): pass"
-    ran = run(code, take) if before else run(f"{take}\n{code}")
+    ran = run("os.kill(os.getpid(), signal.SIGSEGV)\nfor _ in range(3): pass", take)
     assert ran == (0, "handled\nsurvived\n", "")
 
 

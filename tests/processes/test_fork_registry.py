@@ -178,26 +178,6 @@ thread.join()
     assert [line for line in said[2:] if "parent" not in line] == ["callback", "ends inner in child", "ends outer in child"]
 
 
-def test_callbacks_can_fork() -> None:
-    """Each fork has its own state."""
-    ran = run("""
-numbers = iter("12")
-@around_fork
-def begin():
-    number = next(numbers)
-    return lambda: say(number, os.getpid() == first)
-first = os.getpid()
-@after_fork
-def callback():
-    if not forked:
-        forked.append(True)
-        fork()
-forked = []
-fork()
-""")
-    assert sorted(ran.stdout.splitlines()) == ["1 False", "1 True", "2 False", "2 False"]
-
-
 def test_the_exit_of_a_process_reports_nothing() -> None:
     """Objects with registered methods live until the interpreter clears its modules."""
     assert run("import shared_rpc.server.server").stderr == ""

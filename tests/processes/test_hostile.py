@@ -327,6 +327,10 @@ def _closed_pipe() -> int:
 NO_REQUESTS = (0, NUMBERS[m.Welcome], 255)
 #: Values that no client writes: malformed, or with references to memory that was not sent.
 VALUES = (Ext(99, b""), Ext(1, b"\xc1"), Ext(4, b"\x91\xff"), Ext(5, b"\x91\x00"), {1: 2})
+#: Tuples in tuples, each level of which copies its content.
+NESTED = Ext(1, msgspec.msgpack.encode([bytes(4 << 20)]))
+for _ in range(40):
+    NESTED = Ext(1, msgspec.msgpack.encode([NESTED]))
 #: Ids of 7 MiB, which must not be sent back.
 LONG_IDS = (
     *(g.GetObject("x", "x" * (7 << 20)), m.ListHolders("x" * (7 << 20)), m.InvalidateObject("x" * (7 << 20))),
@@ -385,6 +389,7 @@ REFUSED: dict[str, Sent] = {
     "no body": Sent(_frame(NUMBERS[m.Call], b"\xdf\xff\xff\xff\xff"), "protocol", "cannot decode a "),
     **{f"value {number}": Sent(m.Call("ones", [value]), "protocol codec") for number, value in enumerate(VALUES)},
     "many values": Sent(m.Call("ones", [[[None] * 120_000] * 2]), "protocol", "more than 200,000 values"),
+    "nested tuples": Sent(m.Call("ones", [NESTED]), "protocol", "tuples with too much data are nested too deeply"),
     **{f"long id {number}": Sent(message, "stale-handle") for number, message in enumerate(LONG_IDS)},
     **{f"long list {number}": Sent(message, "protocol", "of length <= ") for number, message in enumerate(LONG_LISTS)},
     "long name": Sent(m.Call("k" * (8 << 20)), "endpoint-not-found"),

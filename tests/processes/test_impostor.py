@@ -1,6 +1,6 @@
 """Clients of a server that misbehaves: every call ends with an error, and leaves nothing open.
 
-For a connection's reaction to each kind of answer, see `unit/test_exchange.py`.
+For a connection's reaction to each kind of answer, see `rules/test_exchange.py`.
 """
 
 from __future__ import annotations
@@ -97,26 +97,18 @@ def replying(message: m.Message, payload: bytes = b"", fds: int = 0) -> Manners:
     return greeting(manners)
 
 
-@pytest.mark.parametrize(
-    ("manners", "kind", "text"),
-    [
-        (lambda raw: raw.hear_end(), ConnectError, "did not answer"),
-        (lambda raw: None, ConnectError, "hung up"),
-        (hearing(lambda raw: raw.send(b"HTTP/1.1 400 Bad Request")), ProtocolError, "not a shared_rpc frame"),
-        (hearing(lambda raw: raw.send(frame_of(WELCOME)[:-1])), ConnectError, "hung up"),
-        (greeting(lambda raw: None), ConnectionClosed, "connection"),
-        (greeting(lambda raw: raw.send(frame_of(m.Pong(), 1)[:-1]) or (raw.hear() and None)), ConnectionClosed, "connection"),
-        (greeting(lambda raw: raw.hear() and raw.send(b"garbage")), ProtocolError, "not a shared_rpc frame"),
-        (greeting(lambda raw: raw.hear_end()), DeadlineExceeded, "is stuck"),
-        (greeting(lambda raw: raw.hear() and raw.say(m.Error("protocol", "the last word"), 0)), ProtocolError, "last word"),
-        (replying(m.Welcome("", "")), ProtocolError, "answered ping with Welcome"),
-        (replying(m.Error("a code of the future", "what?")), Exception, "what?"),
-    ],
-    ids=[
-        *("no greeting", "no handshake", "another protocol", "half a greeting", "end", "half a reply", "garbage", "no reply"),
-        *("last word", "another reply", "another error"),
-    ],
-)
+BAD: dict[str, tuple[Manners, type[Exception], str]] = {
+    "no greeting": (lambda raw: raw.hear_end(), ConnectError, "did not answer"),
+    "half a greeting": (hearing(lambda raw: raw.send(frame_of(WELCOME)[:-1])), ConnectError, "hung up"),
+    "another protocol": (hearing(lambda raw: raw.send(b"HTTP/1.1 400 Bad")), ProtocolError, "not a shared_rpc frame"),
+    "end": (greeting(lambda raw: None), ConnectionClosed, "connection"),
+    "no reply": (greeting(lambda raw: raw.hear_end()), DeadlineExceeded, "is stuck"),
+    "another reply": (replying(m.Welcome("", "")), ProtocolError, "answered ping with Welcome"),
+    "another error": (replying(m.Error("a code of the future", "what?")), Exception, "what?"),
+}
+
+
+@pytest.mark.parametrize(("manners", "kind", "text"), BAD.values(), ids=BAD)
 def test_calls_to_a_bad_server_end(
     impostor: Callable[[Manners], None], client: Client, manners: Manners, kind: type[Exception], text: str
 ) -> None:
@@ -130,48 +122,29 @@ def test_calls_to_a_bad_server_end(
 TABLE = TensorTable(("cpu",), (StorageEntry(0, 4090, 16),), (TensorEntry(0, "float32", 0, (4,), (1,)),))
 
 
-@pytest.mark.parametrize(
-    ("message", "payload", "fds", "kind", "text"),
-    [
-        (m.Pong(), b"", 1, ProtocolError, "with a Pong that is no valid result"),
-        (
-            m.Result(msgspec.Raw(EMPTY_TABLE), [SegmentInfo("a", 4096, "cpu")] * 2),
-            b"",
-            1,
-            ProtocolError,
-            "is no valid result",
-        ),
-        (m.Result(msgspec.Raw(EMPTY_TABLE), []), b"", 1, ProtocolError, "is no valid result"),
-        (m.Result(msgspec.Raw(EMPTY_TABLE), []), b"no pickle", 0, CodecError, "cannot (be rebuilt|rebuild)"),
-        (
-            m.Result(msgspec.Raw(msgspec.msgpack.encode(TABLE)), [SegmentInfo("a", 4096, "cpu")]),
-            b"\x80\x05K\x00Q.",
-            1,
-            CodecError,
-            "is not within its segment",
-        ),
-        (m.Result(msgspec.Raw(b"\xc0"), []), b"", 0, CodecError, "table"),
-    ],
-    ids=[
-        "another reply",
-        "too few descriptors",
-        "too many",
-        "a skeleton that is no pickle",
-        "a table that does not fit",
-        "no table",
-    ],
-)
+NO_RESULTS: dict[str, tuple[Manners, type[Exception], str]] = {
+    "another reply": (replying(m.Pong(), fds=1), ProtocolError, "with a Pong that is no valid result"),
+    "too few descriptors": (
+        replying(m.Result(msgspec.Raw(EMPTY_TABLE), [SegmentInfo("a", 4096, "cpu")] * 2), fds=1),
+        ProtocolError,
+        "is no valid result",
+    ),
+    "no pickle": (replying(m.Result(msgspec.Raw(EMPTY_TABLE), []), b"no pickle"), CodecError, "cannot (be rebuilt|rebuild)"),
+    "a table that does not fit": (
+        replying(m.Result(msgspec.Raw(msgspec.msgpack.encode(TABLE)), [SegmentInfo("a", 4096, "cpu")]), b"\x80\x05K\x00Q.", 1),
+        CodecError,
+        "is not within its segment",
+    ),
+    "no table": (replying(m.Result(msgspec.Raw(b"\xc0"), [])), CodecError, "table"),
+}
+
+
+@pytest.mark.parametrize(("manners", "kind", "text"), NO_RESULTS.values(), ids=NO_RESULTS)
 def test_malformed_results_are_refused(
-    impostor: Callable[[Manners], None],
-    client: Client,
-    message: m.Message,
-    payload: bytes,
-    fds: int,
-    kind: type[Exception],
-    text: str,
+    impostor: Callable[[Manners], None], client: Client, manners: Manners, kind: type[Exception], text: str
 ) -> None:
     """And their descriptors are closed."""
-    impostor(replying(message, payload, fds))
+    impostor(manners)
     with pytest.raises(kind, match=text):
         client.call("anything")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import textwrap
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -17,7 +16,7 @@ from shared_rpc.errors import ConfigurationError
 from shared_rpc.server.joiner import check_cluster
 from tests.kit.apps import Connect, Serve
 from tests.kit.brokers import is_running
-from tests.kit.joiners import FAITHLESS, PROGRAM, command_of
+from tests.kit.joiners import FAITHLESS, PROGRAM, command_of, source_of
 from tests.kit.processes import Child, eventually, links_of
 
 
@@ -27,12 +26,6 @@ def faithless(tmp_path: Path) -> str:
     return command_of(tmp_path, FAITHLESS)
 
 
-@pytest.fixture
-def program(tmp_path: Path) -> str:
-    """The command line of a joiner."""
-    return command_of(tmp_path, PROGRAM)
-
-
 @pytest.mark.usefixtures("no_leaks")
 def test_a_server_starts_a_joiner(provider: Provider, serve: Serve, connect: Connect, faithless: str) -> None:
     """It gets the server's socket, answers its misses, and ends with it."""
@@ -40,14 +33,12 @@ def test_a_server_starts_a_joiner(provider: Provider, serve: Serve, connect: Con
     server = serve(cluster=faithless, source_grace=600.0)
     client = connect()
     client.call("load").release()
-    info = client.get_server_info()["source"]
-    assert info is not None and info["joiner"] is not None
+    info = source_of(client)
     assert (info["cluster"], info["pid"], info["joiner"]["starts"]) == (faithless, info["joiner"]["pid"], 1)
     assert info["status"] == {"cluster": "test", "node": "a", "nodes": 1}
-    pid = info["joiner"]["pid"]
-    assert pid is not None and is_running(pid)
+    assert is_running(info["pid"])
     server.stop()
-    assert not is_running(pid)
+    assert not is_running(info["pid"])
 
 
 def test_a_missing_distribution_is_reported(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,12 +72,10 @@ def test_a_joiner_ends_with_a_killed_script(base_path: str, faithless: str, chil
     forked = int(child.expect("child").split()[1])
     try:
         with Client(base_path, device="cpu") as client:
-            info = client.get_server_info()["source"]
-            assert info is not None and info["pid"] is not None
-        assert not any(str(link).startswith("pipe") and link in pipes_of(info["pid"]) for link in pipes_of(forked))
+            pid = source_of(client)["pid"]
+        assert not pipes_of(pid) & pipes_of(forked)
         child.process.kill()
         child.process.wait()
-        pid = info["pid"]
         eventually(lambda: not is_running(pid))
         assert is_running(forked)
     finally:
@@ -100,15 +89,12 @@ def pipes_of(pid: int) -> set[str]:
 
 def test_a_stuck_joiner_is_killed(provider: Provider, serve: Serve, connect: Connect, tmp_path: Path) -> None:
     """After a short wait."""
-    file = tmp_path / "stubborn.py"
-    file.write_text(f"import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n{FAITHLESS}")
+    stubborn = command_of(tmp_path, f"import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n{FAITHLESS}")
     provider.share("load", managed=True)(lambda: torch.ones(1))
-    server = serve(cluster=f"{sys.executable} {file}")
+    server = serve(cluster=stubborn)
     with connect() as client:
         client.call("load").release()
-        info = client.get_server_info()["source"]
-    assert info is not None and info["pid"] is not None
-    pid = info["pid"]
+        pid = source_of(client)["pid"]
     server.stop()
     eventually(lambda: not is_running(pid), 1.0)
 
@@ -117,19 +103,12 @@ def test_a_failed_joiner_is_reported(
     provider: Provider, serve: Serve, connect: Connect, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With its last line; calls are built after the grace period."""
-    file = tmp_path / "wrong.py"
-    file.write_text("raise SystemExit('no cluster is there')")
+    wrong = command_of(tmp_path, "raise SystemExit('no cluster is there')")
     provider.share("load", managed=True)(lambda: torch.ones(1))
-    serve(cluster=f"{sys.executable} {file}", source_grace=0.1)
+    serve(cluster=wrong, source_grace=0.1)
     client = connect()
     client.call("load").release()
-
-    def problem() -> str:
-        info = client.get_server_info()["source"]
-        assert info is not None and info["joiner"] is not None
-        return info["joiner"]["problem"]
-
-    eventually(lambda: "exited with code 1: no cluster is there" in problem())
+    eventually(lambda: "exited with code 1: no cluster is there" in source_of(client)["joiner"]["problem"])
     assert "the next one is started in 0.5 s" in caplog.text
 
 
@@ -150,9 +129,9 @@ def test_an_invalid_cluster_is_refused(provider: Provider, cluster: str, message
         Server(provider, cluster=cluster).start()
 
 
-def test_the_local_role_joins_no_cluster(base_path: str, program: str) -> None:
+def test_the_local_role_joins_no_cluster(base_path: str, tmp_path: Path) -> None:
     """It has no socket for other processes."""
-    provider = Provider(base_path, execution_mode="local", device="cpu", cluster=program)
+    provider = Provider(base_path, execution_mode="local", device="cpu", cluster=command_of(tmp_path, PROGRAM))
     provider.share("load", managed=True)(lambda: torch.ones(1))
     provider.call("load").release()
     assert provider.get_server_info()["source"] is None

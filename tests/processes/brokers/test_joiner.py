@@ -10,15 +10,8 @@ import pytest
 
 from shared_rpc import Client
 from tests.kit.brokers import BrokerApp, is_running
-from tests.kit.deep import deep
 from tests.kit.joiners import FAITHLESS, PROGRAM, command_of, source_of
 from tests.kit.processes import Child, eventually
-
-
-@pytest.fixture
-def faithless(tmp_path: Path) -> str:
-    """The command line of a joiner that outlives its server."""
-    return command_of(tmp_path, FAITHLESS)
 
 
 @pytest.fixture
@@ -33,22 +26,11 @@ def attached(client: Client) -> int:
     return int(source_of(client)["pid"])
 
 
-def test_a_joiner_is_a_client_of_its_broker(app: BrokerApp, program: str) -> None:
-    """Its output is in the broker's log."""
-    broker = app.start("--cluster-program", program, "--source-grace", "600")
-    broker.expect_error(f"the joiner of {app.connect().socket_path} client")
-    client = app.connect()
-    client.call("held", 1).release()
-    assert source_of(client)["joiner"]["pid"] == attached(client)
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, *deep(signal.SIGTERM, signal.SIGINT)])
-def test_a_joiner_ends_with_its_broker(app: BrokerApp, faithless: str, number: signal.Signals) -> None:
-    """However that ends: the kernel enforces it."""
-    broker = app.start("--cluster-program", faithless)
+def test_a_joiner_ends_with_its_broker(app: BrokerApp, tmp_path: Path) -> None:
+    """The kernel enforces it."""
+    broker = app.start("--cluster-program", command_of(tmp_path, FAITHLESS))
     pid = attached(app.connect())
-    broker.process.send_signal(number)
-    broker.close()
+    broker.kill()
     eventually(lambda: not is_running(pid))
 
 
@@ -60,6 +42,7 @@ def test_an_ended_joiner_is_restarted(app: BrokerApp, program: str) -> None:
     os.kill(first, signal.SIGKILL)
     client.call("held", 1).release()
     info = source_of(client)
+    assert info["joiner"]["pid"] == attached(client)
     assert (info["joiner"]["starts"], info["pid"] != first) == (2, True)
     assert info["joiner"]["problem"].endswith(f"(pid {first}) was killed by SIGKILL: the joiner of {client.socket_path} client")
     broker.expect_error("was killed by SIGKILL")
@@ -72,26 +55,14 @@ def test_a_joiner_does_not_keep_its_broker_running(app: BrokerApp, program: str)
     assert broker.close()[0] == 0
 
 
-def test_the_app_can_name_the_cluster(app: BrokerApp, program: str) -> None:
-    """Provider(cluster=...) has the same effect as the option, which takes precedence."""
-    source = app.file.read_text()
-    app.file.write_text(source.replace('Provider(device="cpu")', f'Provider(device="cpu", cluster={program!r})'))
-    broker = app.start("--source-grace", "600")
-    attached(app.connect())
-    broker.process.send_signal(signal.SIGTERM)
-    broker.close()
-    app.start("--cluster-program", "")
-    assert app.connect().get_server_info()["source"] is None
-
-
-def test_the_environment_can_name_the_cluster(app: BrokerApp, program: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SHARED_TENSOR_CLUSTER applies if none is given; an invalid program is an error at the start."""
-    monkeypatch.setenv("SHARED_TENSOR_CLUSTER", program)
-    broker = app.start()
-    attached(app.connect())
-    broker.process.send_signal(signal.SIGTERM)
-    broker.close()
+def test_the_app_or_the_environment_can_name_the_cluster(app: BrokerApp, program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The option takes precedence over Provider(cluster=...), and that over SHARED_TENSOR_CLUSTER."""
     monkeypatch.setenv("SHARED_TENSOR_CLUSTER", "./rya")
     child = Child("-m", "shared_rpc.cli", "serve", str(app.file), cwd=app.file.parent)
     code, said = child.close()
     assert code == 1 and "cluster='./rya': use a cluster's name, or the command line of a program" in said
+    source = app.file.read_text()
+    app.file.write_text(source.replace('Provider(device="cpu")', f'Provider(device="cpu", cluster={program!r})'))
+    app.start().kill()
+    app.start("--cluster-program", "")
+    assert app.connect().get_server_info()["source"] is None

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from shared_rpc.errors import RefreshError
-from tests.kit.brokers import BrokerApp, begun, fds_of
-from tests.kit.deep import deep
+from tests.kit.brokers import BrokerApp, fds_of
 from tests.kit.processes import Child, eventually, python
 from tests.kit.service_manager import ServiceManager
 
@@ -36,16 +35,6 @@ def net(size):
 
 provider.share("net", managed=True, tensors="parameters")(net)
 provider.share("sealed", managed=True, tensors="parameters", access="read")(net)
-"""
-
-#: A process that does something with records and waits to be killed: ``client``, and ``record`` of the other broker.
-HOLDER = """
-from shared_rpc import Client
-client = Client({here!r}, device="cpu", timeout=30)
-other = Client({there!r}, device="cpu", timeout=30)
-{code}
-print("there", flush=True)
-input()
 """
 
 
@@ -88,23 +77,16 @@ def same(one: torch.nn.Module, other: torch.nn.Module) -> bool:
     return bool(mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine) and arrays)
 
 
-@pytest.mark.parametrize("endpoint", ["sealed", *deep("net")])
-def test_an_object_moves_between_brokers(places: list[Place], endpoint: str) -> None:
+def test_an_object_moves_between_brokers(places: list[Place]) -> None:
     """Built once, of the app's own class; read-only memory stays read-only."""
     here, there = places
-    handle = here.client.call(endpoint, 100)
+    handle = here.client.call("sealed", 100)
     with here.client.export(handle) as record:
-        assert [segment.info.access for segment in record.segments] == [
-            "read" if endpoint == "sealed" else "read_write",
-            "private",
-            "copy",
-        ]
+        assert [segment.info.access for segment in record.segments] == ["read", "private", "copy"]
         there.client.adopt(record)
-    arrived = there.client.call(endpoint, 100)
+    arrived = there.client.call("sealed", 100)
     assert same(arrived.value, handle.value)
     assert (here.built, there.built, arrived.generation) == (1, 0, 1)
-    arrived.value.norm.running_mean.fill_(3)
-    assert not there.client.call(endpoint, 100).value.norm.running_mean.isnan().any()
 
 
 def test_a_client_copies_records_without_torch(tmp_path: Path, children: list[Child]) -> None:
@@ -131,50 +113,29 @@ def test_a_client_copies_records_without_torch(tmp_path: Path, children: list[Ch
 @pytest.mark.parametrize(
     "code",
     [
-        *deep('handle = other.call("held"); record = other.export(handle.object_id)'),
         'handle = other.call("held"); record = other.export(handle.object_id); allocated = client.allocate(record.header)',
-        *deep('handle = other.call("held"); record = other.export(handle.object_id); kept = client.adopt_candidate(record)'),
         'kept = client.prepare("held")',
     ],
 )
 def test_a_killed_client_leaves_nothing(places: list[Place], children: list[Child], code: str) -> None:
     """Neither objects nor memory nor descriptors, in either broker."""
-    here, there = places
     for place in places:
         place.client.call("held").release()
-        place.client.invalidate_endpoint_cache("held")
-    there.client.call("held").release()
     before = [fds_of(place.broker.pid) for place in places]
     counts = [len(place.client.list_objects()) for place in places]
-    holder = python(HOLDER.format(here=here.app.base_path, there=there.app.base_path, code=code))
+    clients = [f"Client({place.app.base_path!r}, device='cpu', timeout=30)" for place in places]
+    code = f"from shared_rpc import Client\nclient, other = {', '.join(clients)}\n{code}\nprint('there', flush=True)\ninput()"
+    holder = python(code)
     children.append(holder)
     holder.expect("there")
-    assert [len(place.client.list_objects()) for place in places] != counts or "export" in code
+    assert [len(place.client.list_objects()) for place in places] != counts
     holder.kill()
     eventually(lambda: [len(place.client.list_objects()) for place in places] == counts)
     # A process that was starting or ending before may have had descriptors that are closed now.
     eventually(
         lambda: all(fds_of(place.broker.pid) <= most for place, most in zip(places, before, strict=True)), what=f"{before}"
     )
-    for place in places:
-        assert place.client.get_server_info()["leases"] == 0
-
-
-def test_a_client_killed_while_its_candidate_is_built_leaves_nothing(
-    places: list[Place], children: list[Child], tmp_path: Path
-) -> None:
-    """The build ends, and its result is dropped."""
-    here, there = places
-    path = tmp_path / "go"
-    holder = python(
-        HOLDER.format(here=here.app.base_path, there=there.app.base_path, code=f'client.prepare("slow", {str(path)!r})')
-    )
-    children.append(holder)
-    eventually(begun(path))
-    holder.kill()
-    path.touch()
-    eventually(lambda: here.client.get_server_info()["running"] == 0)
-    eventually(lambda: here.client.list_objects() == [])
+    assert [place.client.get_server_info()["leases"] for place in places] == [0, 0]
 
 
 def test_many_records_leak_no_descriptors(places: list[Place]) -> None:
@@ -197,6 +158,20 @@ def test_many_records_leak_no_descriptors(places: list[Place]) -> None:
 
     first = rounds(2)
     assert [now <= before + 2 for now, before in zip(rounds(10), first, strict=True)] == [True] * 3
+
+
+def test_an_allocation_survives_its_broker(places: list[Place]) -> None:
+    """This process's mapping stays valid: the next broker gets a copy of it."""
+    here, there = places
+    with here.client.export(here.client.call("net", 100)) as record, there.client.allocate(record.header) as allocated:
+        for source, target in zip(record.segments, allocated.segments, strict=True):
+            source.copy_to(target)
+        there.broker.kill()
+        there.app.start("--base-path", there.app.base_path)
+        there.client.ping()
+        assert there.client.adopt(allocated).generation == 1
+    assert there.client.call("net", 100).value.layer.weight.shape == (100, 100)
+    assert there.built == 0
 
 
 # Under a service manager.
@@ -255,26 +230,3 @@ def test_a_promoted_candidate_is_stored(places: list[Place], broker_app: BrokerA
     broker.kill()
     manager.start()
     assert [info["object_id"] for info in broker_app.connect().list_objects()] == [made.object_id]
-
-
-@pytest.mark.parametrize("what", ["allocated", *deep("record")])
-def test_a_broker_killed_before_an_adoption(places: list[Place], what: str) -> None:
-    """This process's mapping stays valid: the next broker gets a copy of it."""
-    here, there = places
-    with here.client.export(here.client.call("net", 100)) as record:
-        allocated = there.client.allocate(record.header)
-        for source, target in zip(record.segments, allocated.segments, strict=True):
-            source.copy_to(target)
-        if what == "record":
-            here.broker.kill()
-        else:
-            there.broker.kill()
-            there.app.start("--base-path", there.app.base_path)
-            there.client.ping()
-        made = there.client.adopt(allocated if what == "allocated" else record)
-        allocated.close()
-    assert made.generation == 1
-    assert there.client.call("net", 100).value.layer.weight.shape == (100, 100)
-    assert there.built == 0
-    (listed,) = there.client.list_objects()
-    assert listed["object_id"] == made.object_id
