@@ -127,6 +127,9 @@ class _Zygote:
                 socket.send_fds(self._socket, [struct.pack("!I", len(data))], [*fds, folder])
                 self._socket.sendall(data)
                 (answer,) = struct.unpack("!i", _exactly(self._socket, 4))
+        except BaseException:  # as by a test's timeout: the next request would get the answer to this one
+            self._owner = -1
+            raise
         finally:
             os.close(folder)
         if answer < 0:
