@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from typing import Any
 
 import anyio
@@ -273,27 +272,6 @@ def test_waits_time_out(client: Client) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu"])
-def test_an_unread_message_is_skipped(client: Client) -> None:
-    """A reader that leaves a message of several slots gets the next one."""
-    with client.create_channel("c", 4096) as channel, client.open_channel("c") as reader:
-
-        def send() -> None:
-            with suppress(ChannelClosed):  # of the last message, most of which is never received
-                for number in range(4):
-                    channel.send({"large": torch.zeros(5000)}, number)
-
-        sender = threading.Thread(target=send)
-        sender.start()
-        metas = []
-        for _ in range(4):
-            with reader.receive(timeout=10) as message:
-                metas.append(message.meta)
-        reader.close()
-        sender.join()
-    assert metas == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize("device", ["cpu"])
 def test_channels_outlive_their_server(base_path: str, provider: Provider, serve: Serve, elsewhere: Run) -> None:
     """Two sides that have the memory need no server."""
     server = serve()
@@ -400,27 +378,6 @@ def test_invalid_messages_are_refused(client: Client) -> None:
         with pytest.raises(ConfigurationError, match="send large data as a tensor"):
             channel.send({}, meta="x" * (1 << 20))
         channel.send({"x": torch.zeros(1)}, timeout=0)
-
-
-@pytest.mark.parametrize("device", ["cpu"])
-def test_a_forked_child_opens_its_own_channel(client: Client, elsewhere: Run) -> None:
-    """The parent's side is not the child's, and ends with the parent."""
-    code = """
-    from tests.kit.family import peer
-    import os
-    channel = client.create_channel("c", 4096)
-    channel.send({"x": torch.zeros(1)})
-    pid = os.fork()
-    if pid == 0:
-        try:
-            channel.send({})
-        except Exception as error:
-            os._exit(7 if "opened by the parent" in str(error) else 1)
-        os._exit(2)
-    answer = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    channel.close()
-    """
-    assert elsewhere(code) == 7
 
 
 @pytest.mark.anyio

@@ -5,8 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import os
 import signal
-import sys
-import textwrap
 import time
 from pathlib import Path
 
@@ -14,10 +12,9 @@ import pytest
 import torch
 
 from shared_rpc import Client, errors
-from shared_rpc.settings import ServeOptions
 from tests.kit.brokers import BrokerApp, another_worker, begun, fds_of, is_running, worker_pids
 from tests.kit.deep import deep
-from tests.kit.processes import Child, eventually, sigstop
+from tests.kit.processes import eventually, sigstop
 
 #: A broker that closes all descriptors it opens: a zygote is started late, and has some.
 WITHOUT_ZYGOTE = "--no-preload"
@@ -340,36 +337,6 @@ def test_an_ended_session_leaves_no_descriptors(app: BrokerApp) -> None:
     for _ in range(5):
         use()
     eventually(lambda: fds_of(broker.pid) <= before[0] and fds_of(worker) <= before[1], what="descriptors are closed")
-
-
-def test_a_broker_without_processes_serves_objects(app: BrokerApp, tmp_path: Path, children: list[Child]) -> None:
-    """It reports the reason, and starts a worker as soon as possible."""
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    python.chmod(0o700)
-    code = """
-        import runpy, sys
-        from shared_rpc.broker import supervisor
-        supervisor._LONGEST_PAUSE = 0.1
-        sys.executable = sys.argv.pop(1)
-        runpy.run_module("shared_rpc.broker", run_name="__main__")
-    """
-    options = ServeOptions(preload=False).words  # a fork needs no interpreter's file
-    words = ["-c", textwrap.dedent(code), str(python), str(app.file), *options]
-    broker = Child(*words, cwd=tmp_path, environ={"SHARED_TENSOR_ROLE": "server"})
-    children.append(broker)
-    broker.expect("serving")
-    client = app.connect()
-    client.call("model")
-    python.rename(tmp_path / "elsewhere")
-    with pytest.raises(errors.WorkerCrashed, match="SIGKILL"):
-        client.call("end", "kill")
-    broker.expect_error("cannot start a worker")
-    assert client.call("model").weight[0, 0] == 4
-    with pytest.raises(errors.WorkerCrashed, match="cannot start a worker"):
-        client.reload()
-    (tmp_path / "elsewhere").rename(python)
-    assert client.call("model", 9).weight[0, 0] == 9
 
 
 def test_a_replaced_worker_exits_normally(app: BrokerApp, tmp_path: Path) -> None:

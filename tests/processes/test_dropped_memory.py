@@ -15,7 +15,6 @@ from shared_rpc.errors import ServerBusy
 from shared_rpc.execution import device_memory
 from shared_rpc.memory.closing import CLOSER
 from tests.kit.closings import FILE, LARGE, late_closings
-from tests.kit.deep import deep
 from tests.kit.processes import Child, eventually
 
 APP = f"""
@@ -36,17 +35,6 @@ def invalidate(client: Client) -> None:
     client.invalidate_endpoint_cache("weights")
 
 
-def evict(client: Client) -> None:
-    """Make a later object need the memory."""
-    client.call("weights", 1)
-    client.call("weights", 2)
-
-
-def release(client: Client) -> None:
-    """Have the last holder of a buffer release it."""
-    client.create_buffer(LARGE).release()
-
-
 def end_session(client: Client) -> None:
     """End the last holder of a buffer."""
     buffer = client.create_buffer(LARGE)
@@ -54,7 +42,7 @@ def end_session(client: Client) -> None:
     del buffer
 
 
-@pytest.mark.parametrize("drop", [invalidate, end_session, *deep(evict, release)])
+@pytest.mark.parametrize("drop", [invalidate, end_session])
 def test_a_broker_s_loop_closes_no_large_memory(
     drop: Callable[[Client], None],
     base_path: str,
@@ -66,7 +54,7 @@ def test_a_broker_s_loop_closes_no_large_memory(
     (tmp_path / "app.py").write_text(APP)
     closings = tmp_path / "closings"
     monkeypatch.setenv(FILE, str(closings))
-    serve = ("-m", "shared_rpc.cli", "serve", "app.py", "--hook", "tests.kit.closings:hook", "--max-bytes", str(LARGE * 3 // 2))
+    serve = ("-m", "shared_rpc.cli", "serve", "app.py", "--hook", "tests.kit.closings:hook")
     child = Child(*serve, cwd=tmp_path)
     children.append(child)
     child.expect("serving")
@@ -146,26 +134,6 @@ def test_builds_wait_for_pending_frees(
         monkeypatch.setattr(device_memory, "free_bytes", lambda device: 0)
         client.call("weights")
     assert left == [0]
-
-
-def test_builds_that_wait_for_pending_frees_can_be_abandoned(
-    provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The endpoint does not run once the memory is free."""
-    built: list[str] = []
-    provider.share("weights")(lambda: built.append("weights"))
-    provider.share("last")(lambda: built.append("last"))
-    serve()
-    client = connect()
-    with late_closings() as go:
-        client.create_buffer(LARGE).release()
-        eventually(lambda: len(CLOSER) == 1)
-        monkeypatch.setattr(device_memory, "free_bytes", lambda device: 0)
-        task_id = client.submit("weights")
-        assert client.cancel_task(task_id)
-        go.set()
-        client.call("last")
-    assert built == ["last"]
 
 
 def test_a_stopped_server_has_closed_all_memory(serve: Callable[..., Server], connect: Callable[..., Client]) -> None:

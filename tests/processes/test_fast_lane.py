@@ -291,19 +291,6 @@ def test_results_outlive_a_killed_server(device: str, base_path: str, children: 
         assert torch.equal(again, x * 4)
 
 
-@on_the_host
-def test_killed_sessions_return_their_chunks(server: Server) -> None:
-    """Nothing of hundreds of them is left: no chunk, no mapping, no descriptor."""
-    fds = open_fds()
-    for _ in range(300):
-        with Raw(server.socket_path) as raw:
-            result = raw.ask(m.Call("full", [1.0], pooled=True))
-            assert isinstance(result, m.Result)
-            assert len(result.chunks) == 1
-    eventually(lambda: pools(server) == {"nbytes": 0, "chunks": 0} and server.info()["sessions"] == 0)
-    eventually(lambda: open_fds() <= fds)
-
-
 # By hand.
 
 
@@ -451,20 +438,6 @@ class TestStreamOrder:
                 copies.append(target.copy_(result, non_blocking=True))
         torch.cuda.synchronize()
         assert [copy.unique().tolist() for copy in copies] == [[float(value)] for value in range(100)]
-
-    def test_calls_do_not_wait_for_other_streams(self, client: Client) -> None:
-        """A call is answered while another stream is busy."""
-        x = torch.ones(10, device="cuda")
-        client.call("doubled", x)
-        busy = torch.cuda.Stream()
-        with torch.cuda.stream(busy):
-            for _ in range(40):
-                spin()
-        done = torch.cuda.Event()
-        done.record(busy)
-        client.call("doubled", x)
-        assert not done.query()
-        busy.synchronize()
 
     def test_captures_in_other_threads_are_undisturbed(self, client: Client) -> None:
         """Chunks are used and returned while a CUDA graph is captured."""

@@ -104,20 +104,6 @@ def test_the_report_has_the_place_of_the_write(run: Run) -> None:
     assert found is not None and int(found[1]) % 4096 == 0
 
 
-def test_a_write_of_a_forked_child_is_reported(run: Run) -> None:
-    """With its pid; the parent continues."""
-    status, output, errors = run("""
-pid = os.fork()
-if pid == 0:
-    weight.numpy()[0] = 1
-    os._exit(0)
-print(pid, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-""")
-    pid, ended = output.split("\n")[0].split()
-    assert (status, int(ended)) == (0, -signal.SIGSEGV)
-    assert f"process {pid} {MESSAGE}" in errors
-
-
 # Other faults and other handlers.
 
 

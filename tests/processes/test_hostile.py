@@ -230,9 +230,7 @@ def test_files_end_the_connection(server: Server, good: Client, sent: bytes) -> 
     os.close(fd)
 
 
-@pytest.mark.parametrize(
-    "sent", [PING, PING[:-1], header(NUMBERS[m.Call], body=1, fds=2)], ids=["a frame", "half a frame", "no frame"]
-)
+@pytest.mark.parametrize("sent", [PING, PING[:-1]], ids=["a frame", "half a frame"])
 def test_descriptors_with_a_blocking_close_do_not_block(
     server: Server, good: Client, monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
@@ -328,7 +326,7 @@ NO_REQUESTS = (0, NUMBERS[m.Welcome], 255)
 #: Values that no client writes: malformed, or with references to memory that was not sent.
 VALUES = (Ext(99, b""), Ext(1, b"\xc1"), Ext(4, b"\x91\xff"), Ext(5, b"\x91\x00"), {1: 2})
 #: Tuples in tuples, each level of which copies its content.
-NESTED = Ext(1, msgspec.msgpack.encode([bytes(4 << 20)]))
+NESTED = Ext(1, msgspec.msgpack.encode([bytes(8 << 20)]))
 for _ in range(40):
     NESTED = Ext(1, msgspec.msgpack.encode([NESTED]))
 #: Ids of 7 MiB, which must not be sent back.
@@ -551,40 +549,25 @@ def test_clients_that_read_late_get_every_reply(server: Server) -> None:
         asking.join()
 
 
-FLOODS = {
-    "of pings": """
-        from shared_rpc.protocol import messages as m
-        from tests.kit.raw import Raw, frame_of
+FLOOD = """
+    import socket
 
-        with Raw(PATH) as raw:
-            print("flooding")
-            while True:
-                raw.send(frame_of(m.Ping()) * 1000)
-                for _ in range(1000):
-                    raw.hear_frame()
-        """,
-    "of connections": """
-        import socket
-
-        print("flooding")
-        while True:
-            with socket.socket(socket.AF_UNIX) as sock:
-                try:
-                    sock.connect(PATH)
-                except BlockingIOError:
-                    continue
-        """,
-}
+    print("flooding")
+    while True:
+        with socket.socket(socket.AF_UNIX) as sock:
+            try:
+                sock.connect(PATH)
+            except BlockingIOError:
+                continue
+"""
 
 
-@pytest.mark.parametrize("code", FLOODS.values(), ids=FLOODS)
-def test_floods_delay_no_client(server: Server, good: Client, children: list[Child], code: str) -> None:
+def test_a_flood_of_connections_delays_no_client(server: Server, good: Client, children: list[Child]) -> None:
     """Other clients are served in time."""
-    flood = python(code.replace("PATH", repr(server.socket_path)))
-    children.append(flood)
-    flood.expect("flooding")
+    children.append(python(FLOOD.replace("PATH", repr(server.socket_path))))
+    children[0].expect("flooding")
     times = sorted(good.ping() for _ in range(50))
-    flood.kill()
+    children[0].kill()
     assert times[25] < 0.05
     assert times[-1] < 2
 

@@ -19,7 +19,6 @@ from shared_rpc.client import link as link_module
 from shared_rpc.errors import CodecError, ConnectError, ConnectionClosed, DeadlineExceeded, ProtocolError
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.records import EMPTY_TABLE, SegmentInfo, StorageEntry, TensorEntry, TensorTable
-from tests.kit.processes import eventually
 from tests.kit.raw import Raw, frame_of, sealed_memory
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -147,20 +146,3 @@ def test_malformed_results_are_refused(
     impostor(manners)
     with pytest.raises(kind, match=text):
         client.call("anything")
-
-
-def test_a_session_survives_a_stuck_request(impostor: Callable[[Manners], None], client: Client) -> None:
-    """Its connection stays open until the client is closed."""
-    ended = threading.Event()
-
-    def manners(raw: Raw) -> None:
-        raw.hear()
-        raw.hear_end()
-        ended.set()
-
-    impostor(greeting(manners))
-    with pytest.raises(DeadlineExceeded, match="is stuck"):
-        client.ping()
-    assert not ended.is_set()
-    client.close()
-    eventually(ended.is_set)

@@ -13,7 +13,6 @@ from shared_rpc import AsyncClient, Provider, Server
 from shared_rpc.errors import CodecError
 from shared_rpc.memory.mapping import MAPPINGS
 from tests.kit.apps import Connect, Serve
-from tests.kit.deep import deep
 from tests.kit.processes import eventually
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -61,9 +60,9 @@ def make_part() -> Part:
     return Part()
 
 
-def module_of(parts: int) -> torch.nn.Module:
-    """Return a module with such a part; with many others, it is large enough that the garbage collector is paused."""
-    module = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(parts))
+def module() -> torch.nn.Module:
+    """Return a module with such a part, large enough that the garbage collector is paused for it."""
+    module = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(60))
     module.part = Part()
     return module
 
@@ -79,8 +78,7 @@ class Broken(torch.nn.Linear):
 def server(provider: Provider, serve: Serve) -> Server:
     """A server of models whose classes collect garbage."""
 
-    provider.share("small", managed=True, cache=False)(lambda: module_of(1))
-    provider.share("large", managed=True, cache=False)(lambda: module_of(60))
+    provider.share("module", managed=True, cache=False)(module)
 
     @provider.share(managed=True, cache=False)
     def broken() -> torch.nn.Module:
@@ -106,14 +104,13 @@ def server(provider: Provider, serve: Serve) -> Server:
 Check = Callable[[], bool]
 
 
-@pytest.mark.parametrize("endpoint", ["small", *deep("large")])
-def test_released_objects_are_unmapped(server: Server, connect: Connect, nothing_is_kept: Check, endpoint: str) -> None:
+def test_released_objects_are_unmapped(server: Server, connect: Connect, nothing_is_kept: Check) -> None:
     """Despite a retained error that was caught during the rebuild, with the frames around it."""
     client = connect()
-    with client.call(endpoint) as first:
+    with client.call("module") as first:
         connect().open_ticket(first.ticket()).release()
         del first
-    client.execute(endpoint).release()
+    client.execute("module").release()
     assert len(COLLECTED) > 2 and all(error.__traceback__ is not None for error in COLLECTED)
     eventually(nothing_is_kept)
 
@@ -122,7 +119,7 @@ def test_released_objects_are_unmapped(server: Server, connect: Connect, nothing
 async def test_released_objects_of_coroutines_are_unmapped(server: Server, base_path: str, nothing_is_kept: Check) -> None:
     """Like those of other callers."""
     async with AsyncClient(base_path, device="cpu", connect_timeout=0) as client:
-        await (await client.call("small")).release()
+        await (await client.call("module")).release()
     assert COLLECTED
     eventually(nothing_is_kept)
 
@@ -146,7 +143,7 @@ def test_results_of_an_endpoint_are_freed(server: Server, connect: Connect, noth
 def test_arguments_are_unmapped(server: Server, connect: Connect, nothing_is_kept: Check) -> None:
     """When the client is closed."""
     client = connect()
-    client.call("weigh", module_of(1))
+    client.call("weigh", module())
     assert COLLECTED
     client.close()
     eventually(nothing_is_kept)

@@ -12,10 +12,10 @@ import msgspec
 import pytest
 import torch
 
-from shared_rpc import Client, PoolOptions, errors
+from shared_rpc import PoolOptions, errors
 from shared_rpc.protocol import messages as m
 from tests.kit.brokers import BrokerApp, fds_of, worker_pids
-from tests.kit.processes import ROOT, Child, eventually
+from tests.kit.processes import ROOT, eventually
 from tests.kit.raw import Raw
 
 
@@ -35,22 +35,6 @@ def test_a_broker_loads_neither_torch_nor_cuda(app: BrokerApp) -> None:
         sizes = dict(line.split(":") for line in rollup.read().splitlines()[1:])
     assert int(sizes["Anonymous"].split()[0]) << 10 < 40 << 20
     assert len(kept) == 3
-
-
-def test_objects_are_shared_between_clients(app: BrokerApp, children: list[Child]) -> None:
-    """A write of one process is seen by another one, and by the worker."""
-    client = app.serve("""
-        @provider.share(cache=False)
-        def read(size):
-            return model(size).weight.detach().clone()
-    """)
-    with torch.no_grad():
-        client.call("model").weight.fill_(3)
-    code = "import sys; from shared_rpc import Client; print('read', Client(sys.argv[1]).call('model').weight[0, 0].item())"
-    child = Child("-c", code, app.base_path)
-    children.append(child)
-    assert child.expect("read") == "read 3.0"
-    assert client.call("read", 4)[1, 1] == 3
 
 
 def test_endpoints_lend_their_thread_while_they_wait(app: BrokerApp) -> None:
@@ -118,35 +102,6 @@ def test_many_async_endpoints_can_wait(app: BrokerApp, tmp_path: Path) -> None:
         eventually(lambda: client.get_server_info()["running"] >= 80)
         (tmp_path / "go").touch()
         assert {call.result(20).item() for call in calls} == {2.0}
-
-
-def test_calls_while_the_app_is_loaded_fill_the_cache(app: BrokerApp) -> None:
-    """A script that warms its cache at the top level finds it warm, with the same object as clients."""
-    client = app.serve("""
-        warm = model(6)
-        warm.weight.data.fill_(2)
-    """)
-    assert client.get_server_info()["builds"] == 1
-    assert client.call("model", 6).weight[0, 0] == 2
-    assert client.get_server_info()["builds"] == 1
-
-
-def test_several_providers_have_their_sockets(app: BrokerApp) -> None:
-    """One worker runs the endpoints of all."""
-    other = f"{app.base_path}-other"
-    app.write(f"""
-        second = Provider({other!r}, device="cpu")
-
-        @second.share
-        def two():
-            return torch.full((2,), 2.0)
-    """)
-    app.start()
-    with Client(other, device="cpu") as client:
-        assert client.call("two").tolist() == [2, 2]
-        with pytest.raises(errors.EndpointNotFound):
-            client.call("model")
-        assert worker_pids(client) == worker_pids(app.connect())
 
 
 def test_calls_go_to_the_least_busy_worker(
@@ -242,16 +197,6 @@ def test_results_can_be_arguments(app: BrokerApp) -> None:
     weight = client.call("model").weight.detach()
     assert client.call("where", weight).tolist() == [1, 64]
     assert client.call("echo", kept + 1).tolist() == [2] * 50
-
-
-def test_buffers_are_shared(app: BrokerApp) -> None:
-    """Two clients read and write one."""
-    app.start()
-    client, other = app.connect(), app.connect()
-    buffer = client.create_buffer((4, 4), dtype="float32")
-    buffer.value.fill_(6)
-    assert other.get_buffer(buffer.object_id).value.sum() == 96
-    assert [device["id"] for device in client.list_devices()] == ["cpu"]
 
 
 def test_generations_can_be_refreshed(app: BrokerApp) -> None:

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from shared_rpc import AsyncClient, Client, Provider, Server
+from shared_rpc import AsyncClient, Provider, Server
 from shared_rpc.errors import ConfigurationError, DeadlineExceeded, ServerBusy
 from tests.kit.brokers import BrokerApp, begun, is_running, worker_pids
 from tests.kit.forks import Popen
-from tests.kit.processes import PYTHONPATH, Child, eventually, python
+from tests.kit.processes import PYTHONPATH, Child, eventually
 
 #: The idle timeout of servers, in seconds.
 IDLE = "0.4"
@@ -160,21 +160,6 @@ def test_stop_all_ends_every_server(app: BrokerApp, base_path: str) -> None:
         assert {held["pid"] for held in json.loads(child.process.stdout.read())} == {broker.pid, other.pid}
         assert mine.running
     assert [broker.close()[0], other.close()[0]] == [0, 0]
-
-
-def test_a_server_within_a_program_is_not_stopped(base_path: str, children: list[Child]) -> None:
-    """The process may do more than serve: the error names it, and how to end it."""
-    child = python("""
-        from shared_rpc import Provider
-        provider = Provider(device="cpu", execution_mode="server")
-        provider.get_runtime_info()
-    """)
-    children.append(child)
-    child.expect_error("serving at")
-    with Client(base_path, device="cpu") as client, pytest.raises(ConfigurationError, match=f"'kill {child.pid}' or Ctrl-C"):
-        client.stop_server()
-    child.process.terminate()
-    assert child.close() == (0, "")
 
 
 @pytest.mark.anyio

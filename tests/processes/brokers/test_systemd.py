@@ -22,7 +22,7 @@ from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import tiers as t
 from tests.kit.brokers import APP, BrokerApp
 from tests.kit.deep import deep
-from tests.kit.processes import Child, eventually, links_of, python, sigstop
+from tests.kit.processes import Child, eventually, links_of, python
 from tests.kit.raw import Raw
 from tests.kit.service_manager import ServiceManager
 
@@ -313,20 +313,6 @@ def test_an_open_channel_survives_a_restart_without_its_name(
     assert reader.close()[0] == 0
 
 
-def test_a_ttl_continues_without_a_broker(app: BrokerApp, manager: ServiceManager, broker: Child, client: Client) -> None:
-    """It counts from the buffer's creation: the next broker lacks an expired one."""
-    buffer = client.create_buffer(16, ttl=0.5)
-    manager.expect(lambda: len(manager.objects()) == 1)
-    sigstop(broker.pid)
-    ends = time.time() + 0.5
-    broker.kill()
-    eventually(lambda: time.time() > ends)
-    manager.start()
-    with pytest.raises(errors.BufferNotFound):
-        app.connect().get_buffer(buffer.object_id)
-    manager.expect(lambda: not manager.objects() and not manager.names("segment-"))
-
-
 @pytest.mark.parametrize(
     "how", ["its value is cut off", "its segment is not there", *deep("its page is not there", "no provider")]
 )
@@ -453,30 +439,23 @@ def test_code_changed_before_a_restart_is_detected(app: BrokerApp, manager: Serv
     assert client.get_server_info()["builds"] == 1
 
 
-@pytest.mark.parametrize("how", ["by the manager", *deep("by a client")])
-def test_a_reload_is_reported_to_the_manager(
-    app: BrokerApp, manager: ServiceManager, how: str, broker: Child, client: Client
-) -> None:
+def test_a_reload_is_reported_to_the_manager(app: BrokerApp, manager: ServiceManager, broker: Child, client: Client) -> None:
     """Its beginning and its end; a restart recovers the new endpoints."""
-    client.call("model")
-    manager.expect(lambda: manager.has_received("READY=1") and len(manager.objects()) == 1)
+    manager.expect(lambda: manager.has_received("READY=1"))
     manager.received.clear()
     app.write("""
         @provider.share
         def later():
             return torch.ones(1)
     """)
-    if how == "by the manager":
-        broker.process.send_signal(signal.SIGHUP)
-        broker.expect("reloaded")
-    else:
-        client.reload()
+    broker.process.send_signal(signal.SIGHUP)
+    broker.expect("reloaded")
     manager.expect(lambda: manager.has_received("READY=1"))
     assert manager.received[0] == "RELOADING=1"
     usec = next(int(line.partition("=")[2]) for line in manager.received if line.startswith("MONOTONIC_USEC="))
     assert 0 <= time.monotonic_ns() // 1000 - usec < 60e6
     client.call("later")
-    restart(broker, manager, 2)
+    restart(broker, manager, 1)
     assert client.call("later").item() == 1
     assert client.get_server_info()["builds"] == 0
 
@@ -582,26 +561,6 @@ def test_gpu_memory_survives(app: BrokerApp, make_manager: Callable[..., Service
         assert client.get_server_info()["builds"] == 0
 
 
-def test_a_cold_object_survives_a_killed_broker(app: BrokerApp, manager: ServiceManager, gate: Path, tmp_path: Path) -> None:
-    """It is cold, without a worker; the next call has the same object and the same bytes."""
-    broker = manager.start("--spill-dir", str(tmp_path))
-    client = app.connect()
-    with client.call("held") as handle:
-        handle.value.fill_(5)
-        object_id = handle.object_id
-    client.evict(object_id)
-    manager.expect(lambda: tiers(manager) == ["file"] and kinds(manager) == ["object", "segment", "state"])
-    gate.touch()
-    restart(broker, manager, 1)
-    other = app.connect()
-    assert other.get_object_info(object_id)["tier"] == "file"
-    assert not loaded(other)
-    with other.call("held") as handle:
-        assert (handle.object_id, handle.value.tolist()) == (object_id, [5] * 4)
-    manager.expect(lambda: tiers(manager) == ["device"] and kinds(manager) == ["object", "segment", "state"])
-    gate.unlink()
-
-
 def test_a_suspended_object_is_resumed_at_the_next_broker(
     app: BrokerApp, manager: ServiceManager, gate: Path, tmp_path: Path
 ) -> None:
@@ -627,8 +586,3 @@ def test_a_suspended_object_is_resumed_at_the_next_broker(
 def kinds(manager: ServiceManager) -> list[str]:
     """Return the kinds of stored entries."""
     return sorted(name.partition("-")[0] for name in manager.names())
-
-
-def tiers(manager: ServiceManager) -> list[str]:
-    """Return the tiers of the described objects."""
-    return [found.facts.tier for found in manager.state.objects.values()]

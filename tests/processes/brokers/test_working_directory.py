@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.kit.brokers import BrokerApp, another_worker, worker_pids
-from tests.kit.joiners import PROGRAM, command_of, source_of
 from tests.kit.processes import Child, eventually
 
 #: In place of modules that every process of the library imports: each writes down who imported it, and fails.
@@ -68,13 +67,6 @@ def test_brokers_zygotes_and_workers_do_not_import_from_it(broker_app: BrokerApp
     assert imported(hostile) == ""
 
 
-@pytest.mark.deep
-def test_installed_apps_do_not_add_it(base_path: str, hostile: Path, children: list[Child]) -> None:
-    """An app found elsewhere does not bring the working directory along."""
-    serve(hostile, children, "shared_rpc.extras.verification.app")
-    assert imported(hostile) == ""
-
-
 def test_apps_are_found_in_it_as_a_fallback(base_path: str, tmp_path: Path, children: list[Child]) -> None:
     """An app that is found nowhere else is looked for there."""
     (tmp_path / "here_alone.py").write_text("from shared_rpc import Provider\nprovider = Provider(device='cpu')\n")
@@ -85,14 +77,6 @@ def test_hooks_next_to_the_app_are_found(broker_app: BrokerApp, hostile: Path, c
     """In any working directory."""
     broker_app.file.with_name("my_hooks.py").write_text("import sys\ndef hook(event): print('event', file=sys.stderr)\n")
     serve(hostile, children, str(broker_app.file), "--hook", "my_hooks:hook").expect_error("event")
-    assert imported(hostile) == ""
-
-
-@pytest.mark.deep
-def test_joiners_do_not_import_from_it(broker_app: BrokerApp, hostile: Path, tmp_path: Path, children: list[Child]) -> None:
-    """The program that joins a cluster begins without it."""
-    serve(hostile, children, str(broker_app.file), "--cluster-program", command_of(tmp_path, PROGRAM))
-    eventually(lambda: source_of(broker_app.connect())["session"] is not None, 40.0, "a source", every=0.05)
     assert imported(hostile) == ""
 
 
