@@ -240,7 +240,10 @@ def test_limits_reach_the_server(app: Write, start: Start, connect: Connect, kin
         (["--host-quota", "lots"], "--host-quota lots: use a number of bytes, or one with K, M, G or T"),
         (["--device", "cpu", "--worker-device", "cpu"], "--device and --worker-device both name devices"),
         (["--in-process", "--workers", "2"], "--in-process has no workers"),
-        (["--in-process", "--idle-exit", "1"], "--in-process and --idle-exit contradict each other: only a broker ends by itself"),
+        (
+            ["--in-process", "--idle-exit", "1"],
+            "--in-process and --idle-exit contradict each other: only a broker ends by itself",
+        ),
     ],
     ids=" ".join,
 )

@@ -161,15 +161,14 @@ def test_crash_loops_fail_fast(app: BrokerApp, tmp_path: Path) -> None:
     assert client.call("model", 9).weight[0, 0] == 9
 
 
-#: Puts a crash into the worker's own code, at a place where no endpoint is.
-AT = """
+#: Has a method of the worker run other code first, while a file exists.
+BROKEN = """
     from shared_rpc.{module} import {name} as target
-
     plain = target.{method}
 
     def {method}(self, *args, **kwargs):
         if os.path.exists({trigger!r}):
-            {crash}
+            {code}
         return plain(self, *args, **kwargs)
 
     target.{method} = {method}
@@ -180,7 +179,7 @@ def test_a_run_that_cannot_be_started_fails_alone(app: BrokerApp, tmp_path: Path
     """With any error: the worker continues."""
     trigger = tmp_path / "now"
     place = {"module": "execution.in_process", "name": "InProcessExecutor", "method": "start"}
-    app.write(AT.format(**place, trigger=str(trigger), crash='raise ValueError("impossible")'))
+    app.write(BROKEN.format(**place, trigger=str(trigger), code='raise ValueError("impossible")'))
     app.start(WITHOUT_ZYGOTE)
     client = app.connect()
     [worker] = worker_pids(client)
@@ -194,17 +193,8 @@ def test_a_run_that_cannot_be_started_fails_alone(app: BrokerApp, tmp_path: Path
 def test_memory_of_a_worker_killed_before_the_reply_is_freed(app: BrokerApp, tmp_path: Path) -> None:
     """And the next build allocates it again."""
     trigger = tmp_path / "now"
-    app.write(f"""
-        from shared_rpc.worker.host import WorkerHost
-        ended = WorkerHost.ended
-
-        def crash(self, *args, **kwargs):
-            if os.path.exists({str(trigger)!r}):
-                os.kill(os.getpid(), 9)
-            return ended(self, *args, **kwargs)
-
-        WorkerHost.ended = crash
-    """)
+    place = {"module": "worker.host", "name": "WorkerHost", "method": "ended"}
+    app.write(BROKEN.format(**place, trigger=str(trigger), code="os.kill(os.getpid(), 9)"))
     broker = app.start(WITHOUT_ZYGOTE)
     client = app.connect()
     client.call("model")

@@ -1,19 +1,15 @@
-"""Limits of descriptors: cached objects are evicted, further requests are refused, and clients can connect."""
+"""Limits of descriptors: cached objects are evicted, further requests are refused."""
 
 from __future__ import annotations
 
 import os
-import re
 import signal
-import textwrap
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from shared_rpc import Client, Handle, errors
 from tests.kit.brokers import BrokerApp, another_worker, worker_pids
-from tests.kit.deep import deep
 from tests.kit.processes import Child, eventually
 
 #: Descriptors that a server may have in these tests, and those of them that are open when objects get no more.
@@ -35,19 +31,11 @@ resource.setrlimit(resource.RLIMIT_NOFILE, ({LIMIT}, {LIMIT}))
 """
 
 
-@pytest.fixture(params=["broker", *deep("server")])
-def served(request: pytest.FixtureRequest, broker_app: BrokerApp, children: list[Child]) -> Child:
+@pytest.fixture
+def served(broker_app: BrokerApp) -> Child:
     """The endpoints, served by a process with few descriptors."""
     broker_app.write(ENDPOINTS)
-    if request.param == "broker":
-        code = f"{LIMITED}\nimport runpy\nrunpy.run_module('shared_rpc.broker', run_name='__main__')"
-        child = Child("-c", textwrap.dedent(code), str(broker_app.file), has_workers=True)
-    else:
-        broker_app.file.write_text(f"{LIMITED}\n{broker_app.file.read_text()}\nprovider.execution_mode\nprint('serving')\n")
-        child = Child(str(broker_app.file), environ={"SHARED_TENSOR_ROLE": "server"})
-    children.append(child)
-    child.expect("serving")
-    return child
+    return broker_app.start_program(broker_app.program(LIMITED))
 
 
 @pytest.fixture
@@ -113,7 +101,6 @@ def test_cached_results_are_evicted_for_held_objects(client: Client) -> None:
     assert len(buffers) > LIMIT // 4
 
 
-@pytest.mark.parametrize("served", ["broker"], indirect=True)
 def test_a_dead_worker_is_replaced_at_the_limit(client: Client) -> None:
     """The broker reserves some descriptors for that."""
     for n in range(2 * LIMIT):
@@ -122,34 +109,3 @@ def test_a_dead_worker_is_replaced_at_the_limit(client: Client) -> None:
     os.kill(pid, signal.SIGKILL)
     another_worker(client, pid)
     assert client.call("cached", 10_000)[0] == 10_000
-
-
-def test_excess_clients_are_refused(served: Child, client: Client, connect: Callable[..., Client]) -> None:
-    """With the reason, and the others are served; after some have left, new ones can connect."""
-    for n in range(LIMIT):
-        client.call("cached", n)
-    others: list[Client] = []
-    refused: errors.ServerBusy | None = None
-    since = 0.0
-    # Threads of the client and of the server free descriptors: it is full when the number no longer changes.
-    while refused is None or time.monotonic() - since < 1.0:
-        others.append(connect(socket_path=client.socket_path))
-        try:
-            others[-1].ping()
-            refused = None
-        except errors.ServerBusy as error:
-            since = time.monotonic() if refused is None else since
-            refused = error
-            if time.monotonic() - since < 1.0:
-                others.pop().close()
-                time.sleep(0.02)
-        assert len(others) < LIMIT
-    counted = re.search(rf"nearly all of its {LIMIT} file descriptors open: (\d+) connections", str(refused))
-    assert counted is not None and abs(int(counted[1]) - len(others)) <= 3  # some that were refused may not have ended yet
-    assert len(others) > LIMIT // 8  # objects leave them some
-    assert client.call("cached", 1)[0] == 1
-    for other in others:
-        other.close()
-    eventually(lambda: client.get_server_info()["connections"] == 1)
-    with connect(socket_path=client.socket_path) as late:
-        assert late.call("cached", 2)[0] == 2

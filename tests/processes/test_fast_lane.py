@@ -17,7 +17,7 @@ import torch
 
 from shared_rpc import AsyncClient, Client, Provider, Server
 from shared_rpc.context import CURRENT_RUN
-from shared_rpc.errors import CapabilityError, DeadlineExceeded, ServerBusy
+from shared_rpc.errors import CapabilityError
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.protocol import messages as m
@@ -65,10 +65,6 @@ def server(
         begun.set()
         assert go.wait(30)
         return x.sum()
-
-    @share(concurrency="serialized")
-    def in_turn(size: int) -> torch.Tensor:
-        return torch.zeros(size, device=device)
 
     @share()
     async def full_on_the_loop(value: float, size: int = 64) -> torch.Tensor:
