@@ -21,7 +21,7 @@ from shared_rpc.client.handle import Lease
 from shared_rpc.client.link import BlockingLink, Link
 from shared_rpc.client.sending import send
 from shared_rpc.client.session import LeaseBook, Search, connected
-from shared_rpc.client.steps import Known, Lend, Operation, Reply, Request, Step, Tell, Work, drive
+from shared_rpc.client.steps import Lend, Operation, Reply, Request, Step, Tell, Work, drive
 from shared_rpc.client.subscriptions import LinkSource, Subscriptions
 from shared_rpc.client.suspension import Context, Suspensions, released
 from shared_rpc.client.transfer import ClientTransfer, TransferClosed
@@ -277,22 +277,8 @@ class BaseClient(Context):
     ) -> Operation[tuple[Reply, ClientTransfer | None]]:
         return send(self._known, kind, endpoint, args, kwargs, what, pooled=pooled)
 
-    def _watch_in(self, server: Known) -> Subscriptions:
-        """Return the subscriptions to the news of a server."""
-        self._watched = server.server_id
-        return self._watch
-
     def _news_source(self) -> LinkSource:
-        """Open a link for news, whose positions are valid for one server only.
-
-        :raises ConnectionClosed: if another server has replaced the watched one.
-        """
-        watched, timeout = self._watched, min(PROMPT, self._timeout or PROMPT)
-        link = BlockingLink.open(self.socket_path, timeout)
-        if link.server_id != watched:
-            link.close()
-            raise ConnectionClosed(f"the server {watched} has ended, and {link.server_id} has its place")
-        return LinkSource(link)
+        return LinkSource(BlockingLink.open(self.socket_path, min(PROMPT, self._timeout or PROMPT)))
 
     def _unwatch(self) -> None:
         self._watch.close()

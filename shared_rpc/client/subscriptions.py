@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import threading
+import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol
 
+from shared_rpc.client.exchange import PROMPT
 from shared_rpc.client.link import BlockingLink
 from shared_rpc.client.steps import Request, message_of
 from shared_rpc.errors import ConnectionClosed, SharedRPCError
@@ -22,7 +24,7 @@ class NewsSource(Protocol):
     """A source of news."""
 
     def news(self, after: int) -> tuple[list[Generation], int]:
-        """Wait for generations after a position; return them and the position after them.
+        """Wait for generations after a position; return them and the position after them. -1 asks for the present position.
 
         :raises SharedRPCError: when no further news will come.
         """
@@ -40,7 +42,8 @@ class LinkSource(NewsSource):
     def news(self, after: int) -> tuple[list[Generation], int]:
         """Wait for news from the server."""
         request = Request(g.AwaitRefreshes(after), "a wait for refreshes")
-        news = message_of(self._link.exchange(request, math.inf), request.what, g.Refreshes)
+        deadline = math.inf if after >= 0 else time.monotonic() + PROMPT
+        news = message_of(self._link.exchange(request, deadline), request.what, g.Refreshes)
         return news.generations, news.after
 
     def close(self) -> None:
@@ -94,16 +97,16 @@ class Subscriptions:
         self._source: NewsSource | None = None
         self._closed = False
 
-    def subscribe(self, callback: Callable[[Generation], object], after: int) -> Subscription:
+    def subscribe(self, callback: Callable[[Generation], object]) -> Subscription:
         """Call a callback with each generation that becomes current from now on.
 
-        :param after: the server's position, from which the first subscription begins.
         :raises SharedRPCError: if the server cannot be reached, or the subscriptions were closed meanwhile.
         """
         subscription = Subscription(self, callback)
         # Not in the lock: close() must not wait for a server.
         source = self._connect() if self._source is None else None
         try:
+            after = source.news(-1)[1] if source is not None else 0
             with self._lock:
                 if self._closed:
                     raise ConnectionClosed("this client is closed")

@@ -124,6 +124,8 @@ class Context(Driver):
     #: Values in this process, by object id: an object is rebuilt once, as it is built once in the server.
     _values: weakref.WeakValueDictionary[str, Any]
     _suspensions: Suspensions
+    #: The subscriptions of this client to refreshes.
+    _watch: Subscriptions
     #: True if suspended handles drop their values, because those are the endpoints' own.
     _drops_values: ClassVar[bool] = False
 
@@ -152,10 +154,6 @@ class Context(Driver):
 
         :param pooled: True if its arguments and result may lie in pools.
         """
-
-    @abstractmethod
-    def _watch_in(self, server: Any) -> Subscriptions:
-        """Return the subscriptions of this process, for a server from :meth:`_known`."""
 
 
 def suspended(ctx: Context, handle: Lease[Any]) -> Operation[None]:

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from shared_rpc.client.handle import Lease
-from shared_rpc.client.steps import Operation, Reply, Request, Within, Work, ask, message_of, reached
+from shared_rpc.client.steps import Operation, Reply, Request, Within, Work, ask, message_of
 from shared_rpc.client.subscriptions import Subscription
 from shared_rpc.client.suspension import Context
 from shared_rpc.errors import ConnectError, ConnectionClosed, ProtocolError
@@ -69,13 +69,9 @@ class GenerationOperations:
         :raises ConnectError: if no server listens within the client's ``connect_timeout``.
         :raises DeadlineExceeded: if the server does not answer within the client's timeout.
         """
-        while True:
-            news: Refreshes = yield from ask(Request(g.AwaitRefreshes(-1), "on_refresh"), Refreshes)
-            server = yield from reached(ctx._known())
-            if server.server_id == news.server_id:  # no other server has replaced it
-                break
-        watch = ctx._watch_in(server)
-        subscribe = functools.partial(watch.subscribe, callback, news.after)
+        # Connecting, and a server that does not answer, are subject to the client's timeouts.
+        yield from ask(Request(g.AwaitRefreshes(-1), "on_refresh"), Refreshes)
+        subscribe = functools.partial(ctx._watch.subscribe, callback)
         subscription: Subscription = yield Work(subscribe, undo=Subscription.close)
         return subscription
 

@@ -271,7 +271,7 @@ class LoopbackDriver(BlockingMethods, Context):
         self._engine = engine
         #: Tensors of buffers in this process, by object id: a tensor is rebuilt once, as in a client.
         self._values: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-        self._watch: Subscriptions | None = None
+        self._watch = Subscriptions(functools.partial(_LoopbackSource, engine))
         self._leases = LeaseBook()
         self._suspensions = Suspensions(self._leases)
 
@@ -294,14 +294,8 @@ class LoopbackDriver(BlockingMethods, Context):
 
         return lower_arguments(args, kwargs, device_kind(self.device))
 
-    def _watch_in(self, server: Any) -> Subscriptions:
-        if self._watch is None:
-            self._watch = Subscriptions(lambda: _LoopbackSource(self._engine))
-        return self._watch
-
     def _unwatch(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
+        self._watch.close()
 
     # Driving of operations.
 
