@@ -17,6 +17,9 @@ TITLE = "transformers"
 REQUIRES = ("transformers", "tokenizers")
 
 _TEXT = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+_VISION = {**{name: value for name, value in _TEXT.items() if name != "vocab_size"}, "image_size": 16, "patch_size": 8}
+#: Of models of texts and pictures.
+_BESIDE_VISION = {**_TEXT, "max_position_embeddings": 16, "bos_token_id": 1, "eos_token_id": 2}
 _CAUSAL = {**_TEXT, "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2}
 
 
@@ -24,14 +27,21 @@ def _tokens(device: str) -> torch.Tensor:
     return torch.tensor([[1, 17, 42, 5], [1, 3, 3, 90]], device=device)
 
 
-def _causal(model_class: str, config_class: str, **options: Any) -> Callable[[str], Any]:
+def _model(model_class: str, config_class: str, **options: Any) -> Callable[[str], Any]:
     def build(device: str) -> Any:
         import transformers
 
-        config = getattr(transformers, config_class)(**{**_CAUSAL, "pad_token_id": 0, **options})
+        config = getattr(transformers, config_class)(**options)
         return getattr(transformers, model_class)(config).to(device).eval()
 
     return build
+
+
+def _causal(model_class: str, config_class: str, **options: Any) -> Callable[[str], Any]:
+    return _model(model_class, config_class, **{**_CAUSAL, "pad_token_id": 0, **options})
+
+
+_bert = _model("BertForMaskedLM", "BertConfig", **_TEXT)
 
 
 def _generate(model: Any, device: str) -> Any:
@@ -57,47 +67,11 @@ def _generate_dynamic(model: Any, device: str) -> Any:
     return [model(tokens).logits, made]
 
 
-def _bert(device: str) -> Any:
-    from transformers import BertConfig, BertForMaskedLM
-
-    return BertForMaskedLM(BertConfig(**_TEXT)).to(device).eval()
-
-
-def _t5(device: str) -> Any:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    sizes = {"vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
-    return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).to(device).eval()
-
-
 def _run_t5(model: Any, device: str) -> Any:
     tokens = _tokens(device)
     with torch.no_grad():
         made = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=4, do_sample=False)
     return [model(input_ids=tokens, decoder_input_ids=tokens).logits, made]
-
-
-def _whisper(device: str) -> Any:
-    from transformers import WhisperConfig, WhisperForConditionalGeneration
-
-    config = WhisperConfig(
-        vocab_size=96,
-        d_model=32,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=32,
-        decoder_ffn_dim=32,
-        num_mel_bins=8,
-        max_source_positions=16,
-        max_target_positions=16,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        decoder_start_token_id=3,
-    )
-    return WhisperForConditionalGeneration(config).to(device).eval()
 
 
 def _run_whisper(model: Any, device: str) -> Any:
@@ -110,32 +84,9 @@ def _picture(model: Any, device: str, size: int = 16) -> torch.Tensor:
     return picture.to(next(model.parameters()).dtype)
 
 
-def _vit(device: str) -> Any:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    sizes = {name: value for name, value in _TEXT.items() if name != "vocab_size"}
-    return ViTForImageClassification(ViTConfig(**sizes, image_size=16, patch_size=8)).to(device).eval()
-
-
-def _clip(device: str) -> Any:
-    from transformers import CLIPConfig, CLIPModel
-
-    sizes = {name: value for name, value in _TEXT.items() if name != "vocab_size"}
-    text = {**_TEXT, "max_position_embeddings": 16, "bos_token_id": 1, "eos_token_id": 2}
-    config = CLIPConfig(text_config=text, vision_config={**sizes, "image_size": 16, "patch_size": 8}, projection_dim=16)
-    return CLIPModel(config).to(device).eval()
-
-
 def _run_clip(model: Any, device: str) -> Any:
     made = model(input_ids=_tokens(device), pixel_values=_picture(model, device))
     return [made.logits_per_text, made.text_embeds, made.image_embeds]
-
-
-def _mamba(device: str) -> Any:
-    from transformers import MambaConfig, MambaForCausalLM
-
-    config = MambaConfig(vocab_size=96, hidden_size=32, num_hidden_layers=2, state_size=8, bos_token_id=1, eos_token_id=2)
-    return MambaForCausalLM(config).to(device).eval()
 
 
 def tokenizer() -> Any:
@@ -318,66 +269,15 @@ def _hooks_once(attached: Any, own: Any, device: str) -> None:
     assert len(attached.get_input_embeddings()._forward_hooks) == before
 
 
-def _deepseek(device: str) -> Any:
-    options = {
-        "moe_intermediate_size": 16,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_shared_experts": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "kv_lora_rank": 8,
-        "q_lora_rank": 8,
-        "qk_rope_head_dim": 4,
-        "qk_nope_head_dim": 4,
-        "v_head_dim": 8,
-        "num_key_value_heads": 4,
-    }
-    return _causal("DeepseekV3ForCausalLM", "DeepseekV3Config", **options)(device)
-
-
-def _modern_bert(device: str) -> Any:
-    from transformers import ModernBertConfig, ModernBertForMaskedLM
-
-    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
-    config = ModernBertConfig(**_TEXT, **special, attn_implementation="sdpa")
-    return ModernBertForMaskedLM(config).to(device).eval()
-
-
-def _wav2vec2(device: str) -> Any:
-    from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
-
-    config = Wav2Vec2Config(
-        **_TEXT,
-        conv_dim=(16, 16),
-        conv_kernel=(10, 3),
-        conv_stride=(5, 2),
-        num_conv_pos_embeddings=8,
-        num_conv_pos_embedding_groups=2,
-    )
-    return Wav2Vec2ForCTC(config).to(device).eval()
-
-
 def _run_wav2vec2(model: Any, device: str) -> Any:
     return model(torch.linspace(-1, 1, 2 * 800, device=device).reshape(2, 800).to(next(model.parameters()).dtype)).logits
-
-
-def _siglip(device: str) -> Any:
-    from transformers import SiglipConfig, SiglipModel
-
-    sizes = {name: value for name, value in _TEXT.items() if name != "vocab_size"}
-    text = {**_TEXT, "max_position_embeddings": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    vision = {**sizes, "image_size": 16, "patch_size": 8}
-    return SiglipModel(SiglipConfig(text_config=text, vision_config=vision)).to(device).eval()
 
 
 def _llava(device: str) -> Any:
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
-    sizes = {name: value for name, value in _TEXT.items() if name != "vocab_size"}
     config = LlavaConfig(
-        vision_config=CLIPVisionConfig(**sizes, image_size=16, patch_size=8),
+        vision_config=CLIPVisionConfig(**_VISION),
         text_config=LlamaConfig(**_CAUSAL),
         image_token_id=95,
     )
@@ -420,20 +320,93 @@ CASES = {
         ),
         _generate_dynamic,
     ),
-    "DeepSeek-V3": Case(_deepseek, _generate_dynamic),
+    "DeepSeek-V3": Case(
+        _causal(
+            "DeepseekV3ForCausalLM",
+            "DeepseekV3Config",
+            moe_intermediate_size=16,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            n_shared_experts=1,
+            n_group=1,
+            topk_group=1,
+            first_k_dense_replace=1,
+            kv_lora_rank=8,
+            q_lora_rank=8,
+            qk_rope_head_dim=4,
+            qk_nope_head_dim=4,
+            v_head_dim=8,
+            num_key_value_heads=4,
+        ),
+        _generate_dynamic,
+    ),
     "Gemma 3": Case(_causal("Gemma3ForCausalLM", "Gemma3TextConfig", head_dim=8), _generate_dynamic),
     "Mistral": Case(_causal("MistralForCausalLM", "MistralConfig"), _generate_dynamic),
     "Phi-3": Case(_causal("Phi3ForCausalLM", "Phi3Config"), _generate_dynamic),
     "GPT2": Case(_causal("GPT2LMHeadModel", "GPT2Config"), _generate_dynamic, besides=_SAVED),
-    "Mamba": Case(_mamba, _generate_dynamic),
+    "Mamba": Case(
+        _model(
+            "MambaForCausalLM",
+            "MambaConfig",
+            vocab_size=96,
+            hidden_size=32,
+            num_hidden_layers=2,
+            state_size=8,
+            bos_token_id=1,
+            eos_token_id=2,
+        ),
+        _generate_dynamic,
+    ),
     "BERT": Case(_bert, _logits, besides=_SAVED),
-    "ModernBERT": Case(_modern_bert, _logits),
-    "T5": Case(_t5, _run_t5, besides=_SAVED),
-    "Whisper": Case(_whisper, _run_whisper),
-    "Wav2Vec2": Case(_wav2vec2, _run_wav2vec2),
-    "ViT": Case(_vit, lambda model, device: model(_picture(model, device)).logits),
-    "CLIP": Case(_clip, _run_clip),
-    "SigLIP": Case(_siglip, _run_clip),
+    "ModernBERT": Case(
+        _model(
+            "ModernBertForMaskedLM",
+            "ModernBertConfig",
+            **{**_TEXT, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2},
+            attn_implementation="sdpa",
+        ),
+        _logits,
+    ),
+    "T5": Case(
+        _model(
+            "T5ForConditionalGeneration",
+            "T5Config",
+            **{"vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
+            decoder_start_token_id=0,
+        ),
+        _run_t5,
+        besides=_SAVED,
+    ),
+    "Whisper": Case(
+        _model(
+            "WhisperForConditionalGeneration",
+            "WhisperConfig",
+            **{"vocab_size": 96, "d_model": 32, "num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 16},
+            **{"encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32},
+            **{"decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 32},
+            **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3},
+        ),
+        _run_whisper,
+    ),
+    "Wav2Vec2": Case(
+        _model(
+            "Wav2Vec2ForCTC",
+            "Wav2Vec2Config",
+            **{**_TEXT, "conv_dim": (16, 16), "conv_kernel": (10, 3), "conv_stride": (5, 2)},
+            **{"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2},
+        ),
+        _run_wav2vec2,
+    ),
+    "ViT": Case(
+        _model("ViTForImageClassification", "ViTConfig", **_VISION), lambda model, device: model(_picture(model, device)).logits
+    ),
+    "CLIP": Case(
+        _model("CLIPModel", "CLIPConfig", text_config=_BESIDE_VISION, vision_config=_VISION, projection_dim=16), _run_clip
+    ),
+    "SigLIP": Case(
+        _model("SiglipModel", "SiglipConfig", text_config={**_BESIDE_VISION, "pad_token_id": 0}, vision_config=_VISION),
+        _run_clip,
+    ),
     "LLaVA": Case(_llava, _run_llava),
     "prepared for training": Case(
         _prepared_for_training,
