@@ -1,4 +1,4 @@
-"""A Ray cluster of three nodes on this machine, which the tests share, those of several files too; some tests add nodes."""
+"""A Ray cluster of three nodes on this machine, shared by the tests of several files; some tests add nodes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _names = (f"m{number}" for number in itertools.count(1))
 
 @pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def kept_cluster(beginnings: None, request: pytest.FixtureRequest) -> Iterator[Sites]:
-    """A cluster, without sites in the beginning; on GPUs, each has the next one."""
+    """A cluster, initially without sites; with GPUs, each site has the next one."""
     sites = Sites(gpus=torch.cuda.device_count() if request.param == "cuda" else 0)
     with sites.closing:
         yield sites
@@ -32,19 +32,19 @@ def cluster(kept_cluster: Sites) -> Sites:
 
 @pytest.fixture(scope="module")
 def ray_of_its_own() -> None:
-    """For files that start Ray themselves: a process can be a driver of one Ray cluster at a time."""
+    """Stop the shared cluster, because a process can be a driver of one Ray cluster at a time."""
     ray.shutdown()
 
 
 @pytest.fixture
 def name() -> str:
-    """A model's name that no other test has."""
+    """A model name that no other test uses."""
     return next(_names)
 
 
 @pytest.fixture
 def victim(cluster: Sites) -> Iterator[Callable[..., Site]]:
-    """``victim(*options)`` is one more site, which the test may lose; it is lost at the end."""
+    """``victim(*options)`` adds a site that the test may kill; it is killed at the end."""
     added: list[Site] = []
 
     def add(*options: str, **named: str) -> Site:

@@ -1,6 +1,6 @@
-"""What the tests of Ray's transport run: two nodes on this machine, each with a base path of its own, and actors on them.
+"""The app of the tests of the transport: two nodes on this machine, each with its own base path, and actors on them.
 
-The actors are here and not in a test's file: Ray's workers import them.
+The actors are in a separate module, because Ray's workers import them.
 """
 
 from __future__ import annotations
@@ -26,38 +26,38 @@ from tests.kit.processes import PYTHONPATH
 
 __all__ = ["STORE", "Holder", "Nodes", "segment_of"]
 
-# Before the first class that names it.
+# Before the first class that uses it.
 transport.register()
 
-#: Bytes of each node's object store, the least that Ray takes being 75 MiB.
+#: Bytes of each node's object store; Ray requires at least 75 MiB.
 STORE = 128 << 20
 
 
 def segment_of(tensor: torch.Tensor) -> str:
-    """The segment that a tensor lies in, ``""`` for memory of the process's own."""
+    """Return the segment of a tensor, ``""`` for private memory."""
     found = MAPPINGS.find(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
     return found[0].info.id if found is not None else ""
 
 
 @ray.remote(num_cpus=0, enable_tensor_transport=True)
 class Holder:
-    """A process that makes tensors, and gets those of others."""
+    """A process that creates tensors, and receives those of others."""
 
     def __init__(self) -> None:
         self.kept: Any = None
 
     def pid(self) -> int:
-        """Its id."""
+        """Return its id."""
         return os.getpid()
 
     @ray.method(tensor_transport="SHARED_RPC")
     def make(self, count: int) -> torch.Tensor:
-        """A tensor of its own, which Ray keeps."""
+        """Return a private tensor, which Ray keeps."""
         return torch.arange(count, dtype=torch.float32)
 
     @ray.method(tensor_transport="SHARED_RPC")
     def odd(self) -> dict[str, Any]:
-        """Tensors of every kind beside other values."""
+        """Return tensors of every kind, with other values."""
         whole = torch.arange(24.0).reshape(4, 6)
         return {
             "turned": whole.t(),
@@ -72,37 +72,37 @@ class Holder:
 
     @ray.method(tensor_transport="SHARED_RPC")
     def graph(self) -> torch.Tensor:
-        """A tensor that cannot be passed on."""
+        """Return a tensor that cannot be shared."""
         return torch.ones(2, requires_grad=True) * 2
 
     @ray.method(tensor_transport="SHARED_RPC")
     def view_of_buffer(self) -> torch.Tensor:
-        """A view of memory that lies in the node's server already."""
+        """Return a view of memory of the node's server."""
         self.kept = client_of("cpu").create_buffer((8, 8), "float32")
         self.kept.value.fill_(1)
         return self.kept.value[2:4, 3].t()
 
     def buffer(self) -> tuple[str, float]:
-        """The segment of that memory, and its sum."""
+        """Return the segment of that memory, and its sum."""
         return segment_of(self.kept.value), float(self.kept.value.sum())
 
     def put(self, count: int) -> list[Any]:
-        """A reference of what this process has put."""
+        """Put a tensor, and return its reference."""
         self.kept = ray.put(torch.arange(count, dtype=torch.float32), _tensor_transport="SHARED_RPC")
         return [self.kept]
 
     def write(self, tensor: torch.Tensor, value: float) -> tuple[str, float]:
-        """Write to a tensor that was passed; return its segment and its sum."""
+        """Write to a received tensor; return its segment and its sum."""
         tensor.view(-1)[0] = value
         return segment_of(tensor), float(tensor.double().sum())
 
     def keep(self, tensor: torch.Tensor) -> str:
-        """Keep a tensor that was passed."""
+        """Keep a received tensor."""
         self.kept = tensor
         return segment_of(tensor)
 
     def described(self, odd: dict[str, Any]) -> dict[str, Any]:
-        """Each tensor as a list, its dtype, its strides and whether it requires a gradient."""
+        """Return each tensor as a list, with its dtype, its strides and ``requires_grad``."""
         return {
             name: (value.tolist(), str(value.dtype), value.stride(), value.requires_grad)
             if isinstance(value, torch.Tensor)
@@ -111,12 +111,12 @@ class Holder:
         }
 
     def fetched(self, references: list[Any]) -> tuple[str, float]:
-        """Get what a reference in a list stands for; return its segment and its sum."""
+        """Get the tensor of a reference in a list; return its segment and its sum."""
         tensor = ray.get(references[0])
         return segment_of(tensor), float(tensor.double().sum())
 
     def into(self, references: list[Any], count: int) -> tuple[bool, float]:
-        """Get it into memory of this process's own."""
+        """Receive a tensor into memory of this process."""
         target = torch.zeros(count)
         ray.experimental.set_target_for_ref(references[0], [target])
         got = ray.get(references[0])
@@ -124,11 +124,11 @@ class Holder:
 
 
 class Nodes:
-    """Two nodes of Ray on this machine; the driver is on the first."""
+    """Two Ray nodes on this machine; the driver is on the first."""
 
     def __init__(self, folder: Path, monkeypatch: Any) -> None:
         self.bases = [str(folder / "first"), str(folder / "second")]
-        # The workers of a node have the environment of its raylet.
+        # The workers of a node inherit the environment of its raylet.
         monkeypatch.setenv("SHARED_TENSOR_BASE_PATH", self.bases[0])
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), PYTHONPATH]))
         monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -143,33 +143,33 @@ class Nodes:
         self.cluster.wait_for_nodes()
         ray.init(address=self.cluster.address, log_to_driver=False)
 
-        # Starting one takes seconds: those that no test ends are for all tests.
+        # Shared by the tests that do not kill them, because starting an actor takes seconds.
         self.makers = [self.actor(0), self.actor(1)]
         self.readers = [self.actor(0), self.actor(1)]
 
     def actor(self, node: int) -> Any:
-        """A new actor on a node."""
+        """Return a new actor on a node."""
         strategy = NodeAffinitySchedulingStrategy(self.ids[node], soft=False)
         return Holder.options(scheduling_strategy=strategy).remote()
 
     def objects(self, node: int) -> set[str]:
-        """The ids of the objects of a node's server."""
+        """Return the ids of the objects of a node's server."""
         with Client(self.bases[node], device="cpu", timeout=10) as client:
             return {info["object_id"] for info in client.list_objects()}
 
     def ids_of(self, *references: Any) -> list[str]:
-        """The ids of objects that references stand for, in their nodes' servers."""
+        """Return the ids of the server's objects behind references."""
         manager = ray._private.worker.global_worker.rdt_manager
         found = [manager.get_rdt_metadata(reference.hex()).tensor_transport_meta for reference in references]
         return [StorageName(*metadata.names[0][9:]).object_id for metadata in found]
 
     def spilled(self) -> int:
-        """How many bytes the nodes' object stores have spilled."""
+        """Return the number of bytes spilled by the nodes' object stores."""
         state = internal_api.get_state_from_address(self.cluster.address)
         return int(internal_api.get_memory_info_reply(state).store_stats.spilled_bytes_total)
 
     def close(self) -> None:
-        """End Ray, and the servers that were started."""
+        """Stop Ray and the started servers."""
         ray.shutdown()
         self.cluster.shutdown()
         for base in self.bases:

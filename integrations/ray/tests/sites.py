@@ -1,4 +1,4 @@
-"""Several Ray nodes on this machine, each with a broker of its own: sites of a cluster."""
+"""Sites of a cluster: several Ray nodes on this machine, each with its own broker."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from shared_rpc_ray import Cluster as SharedCluster
 from shared_rpc_ray.membership import connect
 from tests.kit.processes import PYTHONPATH, Child, eventually, python
 
-#: Lost nodes are noticed within about a second, and nothing is collected, drawn or sent home.
+#: Lost nodes are detected within about a second; metrics and usage statistics are disabled.
 _SYSTEM = {
     "health_check_initial_delay_ms": 1000,
     "health_check_period_ms": 500,
     "health_check_failure_threshold": 4,
     "enable_metrics_collection": False,
 }
-#: Of a head node: no process that tests do not need.
+#: Options of a head node, without processes that tests do not need.
 _FEW_PROCESSES = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -39,10 +39,10 @@ _QUIET = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 
-#: Agents find it, and have the faults that tests ask for.
+#: On the path of the agents: injects the faults that tests request.
 FAULTS = Path(__file__).with_name("faults")
 
-#: The app of every site: each build is written down, and waits at a gate while there is one.
+#: The app of every site: each build is recorded, and waits while a gate file exists.
 APP = """
 import os, time
 from pathlib import Path
@@ -75,7 +75,7 @@ def load_model(name, mib=1):
     return Model(mib)
 """
 
-#: A client's process: it calls as any user's does, and prints what it got.
+#: A client process, which calls like any user's, and prints the result.
 _CLIENT = """
 import hashlib, json, sys
 sys.path.insert(0, {folder!r})
@@ -88,7 +88,7 @@ print("got " + json.dumps([digest, handle.generation, model.tied is model.weight
 
 
 class Got(NamedTuple):
-    """What a client's process got."""
+    """The result of a client process."""
 
     digest: str
     generation: int
@@ -97,20 +97,20 @@ class Got(NamedTuple):
 
 
 def got(call: Child) -> Got:
-    """Wait for what a client's process gets, and for its end."""
+    """Wait for the result of a client process, and for its exit."""
     line = call.expect("got ")
     call.close()
     return Got(*json.loads(line.removeprefix("got ")))
 
 
 class Site:
-    """A Ray node and the broker beside it."""
+    """A Ray node and its broker."""
 
     def __init__(self, cluster: Sites, name: str, ray_node: Any, gpu: int | None, *, alone: bool) -> None:
         self.cluster = cluster
         self.name = name
         self.gpu = gpu
-        #: The device as this process names it.
+        #: The device, by its name in this process.
         self.device = "cpu" if gpu is None else f"cuda:{gpu}"
         self.ray_node = ray_node
         self.node_id = str(ray_node.node_id)
@@ -118,7 +118,7 @@ class Site:
         self._alone = alone
         self._folder = cluster.root / f"app-{name}"
         self._folder.mkdir()
-        #: Short: the address of a Unix socket has 107 bytes.
+        #: Short, because the address of a Unix socket is limited to 107 bytes.
         self._base_path = str(cluster.root / name)
         self.socket = f"{self._base_path}-{device_tag(device_id(self.device))}.sock"
         #: The environment of all processes of the site.
@@ -145,56 +145,56 @@ class Site:
         return self
 
     def start(self, *args: Any) -> Child:
-        """A client's process that calls ``load_model``."""
+        """Start a client process that calls ``load_model``."""
         code = _CLIENT.format(folder=str(self._folder), args=args)
         child = python(code, environ={**self.environ, "SHARED_TENSOR_ENABLED": "1"})
         self.cluster.closing.callback(_end, child.process)
         return child
 
     def load(self, *args: Any) -> Got:
-        """Have a process call ``load_model``."""
+        """Call ``load_model`` in a client process."""
         return got(self.start(*args))
 
     def client(self) -> Client:
-        """A client of the broker."""
+        """Return a client of the broker."""
         client = Client(self._base_path, device=self.device, timeout=50.0, connect_timeout=5.0)
         self.cluster.closing.callback(client.close)
         return client
 
     def source(self) -> Any:
-        """What the broker says of its source of records."""
+        """Return the broker's state of its source of records."""
         with Client(self._base_path, device=self.device, timeout=30.0, connect_timeout=5.0) as client:
             return client.get_server_info()["source"]
 
     def status(self) -> dict[str, Any]:
-        """What the agent has published in its broker."""
+        """Return the status that the agent has published in its broker."""
         source = self.source()
         return dict(source["status"]) if source is not None else {}
 
     @property
     def node(self) -> str:
-        """The name in the cluster."""
+        """Return the name in the cluster."""
         return str(self.status()["node"])
 
     def joined(self) -> bool:
-        """Whether an agent is there that has joined the directory."""
+        """Return True if the agent has joined the directory."""
         return self.status().get("state") == "joined"
 
     def agent_pid(self) -> Any:
-        """The process of the agent, None while there is none."""
+        """Return the process of the agent, None if there is none."""
         return self.source()["pid"]
 
     def kill_agent(self) -> None:
-        """SIGKILL."""
+        """Kill the agent by SIGKILL."""
         os.kill(self.agent_pid(), signal.SIGKILL)
 
     def kill_broker(self) -> None:
-        """SIGKILL, to the broker, to its workers by their end, and to nothing of Ray."""
+        """Kill the broker by SIGKILL, and thereby its workers, but no process of Ray."""
         assert self.broker is not None
         _end(self.broker)
 
     def lose(self) -> None:
-        """The whole machine: its Ray node, unless that has another broker too, and its broker."""
+        """Kill the broker and the Ray node, unless the node has another broker too."""
         if self._alone:
             self.cluster.cluster.remove_node(self.ray_node, allow_graceful=False)
         self.cluster.sites.remove(self)
@@ -202,7 +202,7 @@ class Site:
 
     @property
     def serves(self) -> bool:
-        """Whether there is a broker."""
+        """Return True if the broker runs."""
         return self.broker is not None and self.broker.poll() is None
 
 
@@ -219,7 +219,7 @@ class Sites:
         self.closing.callback(shutil.rmtree, self.root, ignore_errors=True)
         self.closing.callback(os.environ.update, dict(os.environ))
         self.closing.callback(os.environ.clear)
-        # Nodes and their agents have the environment of this process.
+        # Nodes and their agents inherit the environment of this process.
         os.environ.update({**_QUIET, "PYTHONPATH": f"{FAULTS}{os.pathsep}{PYTHONPATH}", "SITES": str(self.root)})
         self.sites: list[Site] = []
         self._count = 0
@@ -232,18 +232,18 @@ class Sites:
         self._free: list[Any] = [self.cluster.head_node]
 
     def start_ray(self) -> None:
-        """Start Ray, or start it again: sites belong to other nodes then, which their brokers do not know."""
+        """Start or restart Ray. After a restart sites belong to other nodes, which their brokers do not know."""
         self.cluster = Cluster(initialize_head=True, head_node_args=self._head)
         self.address = str(self.cluster.address)
         connect(self.address)
 
     def stop_ray(self) -> None:
-        """End Ray on all nodes, as by SIGKILL."""
+        """Kill Ray on all nodes."""
         ray.shutdown()
         self.cluster.shutdown()
 
     def renew(self) -> None:
-        """Have three sites that have joined, whatever was done to them."""
+        """Restore three joined sites, after any losses."""
         if not ray.is_initialized():
             connect(self.address)
         for extra in self.sites[3:]:
@@ -257,7 +257,7 @@ class Sites:
             until(site.joined, f"{site.name} has joined")
 
     def add(self, *options: str, store: int | None = None, beside: Site | None = None, **named: str) -> Site:
-        """One more node with its broker; or a broker ``beside`` that of another site, on the same node."""
+        """Add a node with its broker, or a broker on the node of the site ``beside``."""
         if beside is not None:
             node = beside.ray_node
         elif self._free and store is None:
@@ -271,32 +271,32 @@ class Sites:
         return site.serve(*options, **named)
 
     def mark(self, name: str) -> Path:
-        """Close a gate for builds (``"gate-NAME"``), or have them fail (``"broken-NAME"``), until it is unlinked."""
+        """Make builds wait (``"gate-NAME"``) or fail (``"broken-NAME"``), until the file is unlinked."""
         path = self.root / name
         path.touch()
         return path
 
     def hold(self, what: str, site: Site) -> Path:
-        """Have the agent of a site wait before it gives (``"give"``) or takes a part, or refuse or damage one."""
+        """Make the agent of a site wait before it sends (``"give"``) or receives a part, or refuse or damage a part."""
         (self.root / f"{site.node_id}-{what}-begun").unlink(missing_ok=True)
         return self.mark(f"{site.node_id}-{what}")
 
     def held(self, what: str, site: Site) -> bool:
-        """Whether it waits there."""
+        """Return True if the agent waits there."""
         return (self.root / f"{site.node_id}-{what}-begun").exists()
 
     def builds(self, name: str) -> list[str]:
-        """The sites that have begun to build a name, in order."""
+        """Return the sites that have started to build a name, in order."""
         path = self.root / f"builds-{name}"
         return path.read_text().split() if path.exists() else []
 
     def status(self) -> dict[str, Any]:
-        """What the directory knows."""
+        """Return the directory's status."""
         with SharedCluster() as found:
             return found.status()
 
     def key(self, name: str) -> dict[str, Any]:
-        """What it knows of a model."""
+        """Return the directory's status of a model."""
         keys = [key for key in self.status()["keys"] if f"'{name}'" in key["cache_key"]]
         return keys[0] if keys else {"waiting": [], "nodes": {}, "building": None}
 
@@ -310,7 +310,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def loading(sites: Sequence[Site], *args: Any) -> list[Got]:
-    """What a process of each of the sites gets, when the directory knows that they have it."""
+    """Return the result of a process of each site, when the directory has recorded it."""
     found = [got(call) for call in [site.start(*args) for site in sites]]
     nodes, cluster = {site.node for site in sites}, sites[0].cluster
     until(lambda: nodes <= cluster.key(args[0])["nodes"].keys(), "the directory knows who has it")
@@ -318,5 +318,5 @@ def loading(sites: Sequence[Site], *args: Any) -> list[Got]:
 
 
 def until(condition: Callable[[], bool], what: str = "") -> None:
-    """Wait for what several processes do. Each look is work for one of them, so there are few."""
+    """Wait for a condition of several processes. Polls rarely, because each poll is work for one of them."""
     eventually(condition, 40.0, what, 0.05)

@@ -1,4 +1,4 @@
-"""Refreshes and invalidations that reach every node; nodes that cannot take part are left out, named, and mended."""
+"""Refreshes and invalidations on every node; nodes that fail are left out, reported, and updated later."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ pytestmark = pytest.mark.timeout(150)
 
 @pytest.fixture
 def users(cluster: Sites) -> Cluster:
-    """The cluster as a user's process sees it."""
+    """The client of the cluster in a user's process."""
     return Cluster(timeout=100.0)
 
 
 def test_a_refresh_is_built_once_and_reaches_every_node(cluster: Sites, name: str, users: Cluster) -> None:
-    """One node builds, and all change over."""
+    """One node builds, and all switch."""
     before = loading(cluster.sites, name)
     [change] = users.refresh("load_model", name)
     assert (change.version, len(change.nodes), change.left_out) == (2, 3, {})
@@ -31,18 +31,16 @@ def test_a_refresh_is_built_once_and_reaches_every_node(cluster: Sites, name: st
     assert {got.generation for got in after} == {2}
 
 
-def test_a_refresh_of_what_nobody_has_builds_it(cluster: Sites, name: str, users: Cluster) -> None:
-    """Once; the other nodes get it when they ask for it."""
+def test_a_refresh_without_holders_builds_the_object(cluster: Sites, name: str, users: Cluster) -> None:
+    """Once; the other nodes receive it on request."""
     [change] = users.refresh("load_model", name)
     assert (len(change.nodes), change.left_out) == (1, {})
     assert len({got.digest for got in loading(cluster.sites, name)}) == 1
     assert len(cluster.builds(name)) == 1
 
 
-def test_two_refreshes_at_once_come_one_after_the_other(
-    cluster: Sites, name: str, users: Cluster, threads: ThreadPoolExecutor
-) -> None:
-    """All nodes end with the later one."""
+def test_concurrent_refreshes_are_serialised(cluster: Sites, name: str, users: Cluster, threads: ThreadPoolExecutor) -> None:
+    """All nodes finally have the later version."""
     loading(cluster.sites, name)
     gate = cluster.mark(f"gate-{name}")
     first = threads.submit(users.refresh, "load_model", name)
@@ -63,8 +61,8 @@ def test_an_exception_of_the_endpoint_is_raised_and_changes_nothing(cluster: Sit
     assert {got.digest for got in loading(cluster.sites, name)} == {before.digest}
 
 
-def test_what_is_invalidated_is_built_again_by_whoever_calls_next(cluster: Sites, name: str, users: Cluster) -> None:
-    """Once, for all."""
+def test_the_next_call_rebuilds_an_invalidated_object(cluster: Sites, name: str, users: Cluster) -> None:
+    """Once, for all nodes."""
     [before, *_] = loading(cluster.sites, name)
     [change] = users.invalidate("load_model", name)
     assert (change.version, len(change.nodes), change.left_out) == (None, 3, {})
@@ -74,7 +72,7 @@ def test_what_is_invalidated_is_built_again_by_whoever_calls_next(cluster: Sites
 
 
 def test_a_node_that_fails_an_invalidation_drops_its_object_later(cluster: Sites, name: str, users: Cluster) -> None:
-    """It is named, and serves its stale object no longer than it has to."""
+    """It is reported, and serves its stale object until it drops it."""
     third = cluster.sites[2]
     [before, *_] = loading(cluster.sites, name)
     refused = cluster.hold("refuse", third)
@@ -89,7 +87,7 @@ def test_a_node_that_fails_an_invalidation_drops_its_object_later(cluster: Sites
 
 
 def test_damaged_parts_come_from_another_node(cluster: Sites, name: str) -> None:
-    """The digest of a part does not fit: no node gets a damaged object."""
+    """The digest of a part differs: no node gets a damaged object."""
     first, second, third = cluster.sites
     digest = first.load(name).digest
     damage = cluster.hold("damage", first)
@@ -99,8 +97,10 @@ def test_damaged_parts_come_from_another_node(cluster: Sites, name: str) -> None
     assert len(cluster.builds(name)) == 1
 
 
-def test_a_node_that_gets_nothing_whole_is_left_out_and_mended(cluster: Sites, name: str, users: Cluster) -> None:
-    """A refresh does not wait for it, and names it; once it can, it has the version that the others have."""
+def test_a_node_that_receives_only_damaged_parts_is_left_out_and_updated_later(
+    cluster: Sites, name: str, users: Cluster
+) -> None:
+    """A refresh does not wait for it, and reports it; later it receives the version of the others."""
     first, second, third = cluster.sites
     loading(cluster.sites, name)
     refused = cluster.hold("refuse", third)
@@ -128,7 +128,7 @@ def test_a_quota_of_one_node_fails_its_callers_alone(cluster: Sites, name: str, 
 
 
 def test_an_endpoint_that_no_node_has_is_named(cluster: Sites, users: Cluster) -> None:
-    """So is a call that is not cached."""
+    """And so is an uncached call."""
     with pytest.raises(EndpointNotFound, match="no_such"):
         users.refresh("no_such")
     for ask in (lambda another: another.refresh("load_model"), Cluster.status):

@@ -1,4 +1,4 @@
-"""What a cluster's client and ``shared-rpc cluster`` make of the outcomes of a change. No Ray."""
+"""Outcomes of changes in the client of a cluster and in ``shared-rpc cluster``, without Ray."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FAILED = Change("load", "load()", {"device": "cpu"}, None, (), {}, ClusterError(
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    """A cluster without a connection, in whose process Ray says something whenever it is used."""
+    """A cluster without a connection, in whose process Ray prints a line at each use."""
     made = Cluster.__new__(Cluster)
 
     def said(*_: Any, **__: Any) -> Any:
@@ -38,13 +38,13 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
 
 
 def outcomes(cluster: Cluster, *changes: Change) -> None:
-    """Have changes end so."""
+    """Set the outcomes of changes."""
     directory = SimpleNamespace(remote=lambda *_: print(SAID) or list(changes))  # type: ignore[func-returns-value]
     cluster._directory = lambda: SimpleNamespace(refresh=directory, invalidate=directory)  # type: ignore[method-assign]
 
 
-def test_a_refresh_is_raised_where_it_failed_for_all_kinds_of_nodes(cluster: Cluster) -> None:
-    """Where it failed for some, the error is theirs alone."""
+def test_a_refresh_raises_if_it_failed_for_all_kinds_of_nodes(cluster: Cluster) -> None:
+    """If it failed for some, only their changes have the error."""
     outcomes(cluster, FAILED, DONE)
     assert cluster.refresh("load") == [FAILED, DONE]
     outcomes(cluster, FAILED, FAILED)
@@ -54,8 +54,8 @@ def test_a_refresh_is_raised_where_it_failed_for_all_kinds_of_nodes(cluster: Clu
 
 @pytest.mark.parametrize("change", [SLOW, FAILED], ids=["left-out", "failed"])
 @pytest.mark.parametrize("words", [["refresh", "load"], ["invalidate", "load"]], ids=" ".join)
-def test_a_command_that_did_not_reach_all_nodes_fails(cluster: Cluster, words: list[str], change: Change) -> None:
-    """The exit code is 1, and what was done is printed."""
+def test_a_command_fails_if_it_left_nodes_out(cluster: Cluster, words: list[str], change: Change) -> None:
+    """The exit code is 1, and the changes are printed."""
     outcomes(cluster, DONE, change)
     ran = CliRunner().invoke(commands.app, words)
     assert ran.exit_code == 1
@@ -63,8 +63,8 @@ def test_a_command_that_did_not_reach_all_nodes_fails(cluster: Cluster, words: l
 
 
 @pytest.mark.parametrize("words", [["status"], ["refresh", "load"], ["invalidate", "load", "size=1"]], ids=" ".join)
-def test_what_ray_prints_is_no_output(cluster: Cluster, words: list[str]) -> None:
-    """Programs read that: it goes to standard error."""
+def test_rays_output_goes_to_standard_error(cluster: Cluster, words: list[str]) -> None:
+    """Standard output has only the command's own output, for programs."""
     outcomes(cluster, DONE)
     ran = CliRunner().invoke(commands.app, [*words, "--json"])
     assert ran.exit_code == 0, ran.output

@@ -1,4 +1,4 @@
-"""Nodes that differ, and what cannot be: other versions and devices, no Ray, a socket that two nodes would share."""
+"""Nodes that differ in versions or devices, and refused joiners: without Ray, or with a socket of another node."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ sys.exit(join.main(sys.argv[2:]))
 
 
 @pytest.mark.parametrize("fact", ["python=3.99", "torch=1.0", "device=NVIDIA A100"])
-def test_nodes_that_differ_build_each_for_themselves(cluster: Sites, name: str, victim: Callable[..., Site], fact: str) -> None:
-    """The status says in what."""
+def test_nodes_that_differ_build_separately(cluster: Sites, name: str, victim: Callable[..., Site], fact: str) -> None:
+    """The status lists the difference."""
     other = victim(cluster=f"{sys.executable} -c '{DIFFERING}' '{fact}'", beside=cluster.sites[0])
     first = cluster.sites[0].load(name)
     assert other.load(name).digest != first.digest
@@ -37,7 +37,7 @@ def test_nodes_that_differ_build_each_for_themselves(cluster: Sites, name: str, 
 
 
 NO_TARGETS = "import ray.experimental; vars(ray.experimental).pop('set_target_for_ref', None); "
-#: What a joiner is refused for: another environment, code before it, and what it prints, apart from the ids of these nodes.
+#: Reasons to refuse a joiner: its environment, code that runs first, and its output, without the ids of these nodes.
 REFUSALS = {
     "two nodes cannot have one server": ({"SHARED_TENSOR_CLUSTER_NODE": 1}, "", "SHARED_TENSOR_BASE_PATH", [0, 1]),
     "a machine with several nodes wants one named": (
@@ -52,8 +52,8 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("what", REFUSALS)
-def test_a_joiner_says_why_it_is_refused(cluster: Sites, what: str) -> None:
-    """It names the nodes, where that helps, and the remedy."""
+def test_a_refused_joiner_prints_the_reason(cluster: Sites, what: str) -> None:
+    """With the nodes, if relevant, and the remedy."""
     environ, before, printed, named = REFUSALS[what]
     site, *_ = cluster.sites
     ids = [found.node_id for found in cluster.sites]

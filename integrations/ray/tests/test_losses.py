@@ -1,4 +1,4 @@
-"""Nodes, agents, brokers and the directory are lost during a build, a move and a swap: the others go on."""
+"""Losses of nodes, agents, brokers and the directory during a build, a transfer and a swap: the others continue."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from sites import Site, Sites, got, loading, until
 
 pytestmark = pytest.mark.timeout(200)
 
-#: MiB of an object that is moved: several parts.
+#: MiB of a transferred object, which has several parts.
 SIZE = 48
-#: What is lost of a node.
+#: The lost part of a node.
 LOSSES: dict[str, Callable[[Site], None]] = {
     "node": Site.lose,
     "agent": Site.kill_agent,
@@ -30,7 +30,7 @@ LOSSES: dict[str, Callable[[Site], None]] = {
 
 @pytest.fixture
 def lost(cluster: Sites) -> Site:
-    """One more site, of which something is going to be lost; the next test has the same one, if its node was not."""
+    """A fourth site, of which a part will be lost; reused by the next test if its node survives."""
     site = cluster.sites[3] if len(cluster.sites) > 3 else cluster.add()
     if not site.serves:
         site.serve()
@@ -40,7 +40,7 @@ def lost(cluster: Sites) -> Site:
 
 @pytest.mark.parametrize("loss", ["node", "broker"])
 def test_another_node_builds_when_the_builder_is_lost(cluster: Sites, name: str, lost: Site, loss: str) -> None:
-    """Those that waited for it get what the other one builds."""
+    """The waiting nodes get the object of the other builder."""
     gate = cluster.mark(f"gate-{name}")
     lost.start(name)
     until(lambda: cluster.builds(name) == [lost.name], "it builds")
@@ -52,8 +52,8 @@ def test_another_node_builds_when_the_builder_is_lost(cluster: Sites, name: str,
     assert len(cluster.builds(name)) == 2
 
 
-def test_a_build_goes_on_without_its_agent(cluster: Sites, name: str, lost: Site) -> None:
-    """The next agent finds it in the broker: nobody else builds, and all get it."""
+def test_a_build_continues_without_its_agent(cluster: Sites, name: str, lost: Site) -> None:
+    """The next agent finds it in the broker: no other node builds, and all get it."""
     gate = cluster.mark(f"gate-{name}")
     mine = lost.start(name)
     until(lambda: cluster.builds(name) == [lost.name], "it builds")
@@ -68,8 +68,8 @@ def test_a_build_goes_on_without_its_agent(cluster: Sites, name: str, lost: Site
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_the_source_of_a_move_is_lost(cluster: Sites, name: str, lost: Site, loss: str) -> None:
-    """The bytes come from another node that has them, as far as they have not come yet."""
+def test_a_transfer_survives_the_loss_of_its_source(cluster: Sites, name: str, lost: Site, loss: str) -> None:
+    """Another node sends the remaining bytes."""
     first, second, *_ = cluster.sites
     lost.load(name, SIZE)
     first.load(name, SIZE)
@@ -85,8 +85,8 @@ def test_the_source_of_a_move_is_lost(cluster: Sites, name: str, lost: Site, los
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_the_receiver_of_a_move_is_lost(cluster: Sites, name: str, lost: Site, loss: str) -> None:
-    """The others go on, the source keeps nothing for it, and where only the agent was lost, the next one receives it."""
+def test_a_transfer_survives_the_loss_of_a_receiver(cluster: Sites, name: str, lost: Site, loss: str) -> None:
+    """The others continue, the source keeps nothing for it, and a restarted agent receives the object."""
     first, second, *_ = cluster.sites
     digest = first.load(name, SIZE).digest
     source = first.client()
@@ -109,13 +109,15 @@ def test_the_receiver_of_a_move_is_lost(cluster: Sites, name: str, lost: Site, l
 
 
 def objects_of(client: Client, name: str) -> list[ObjectInfo]:
-    """The objects of a name, current or not."""
+    """Return the objects of a name, current or not."""
     return [found for found in client.list_objects() if f"'{name}'" in str(found["cache_key"])]
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_a_node_is_lost_during_a_swap(cluster: Sites, name: str, lost: Site, loss: str, threads: ThreadPoolExecutor) -> None:
-    """It has got the new version, another node has not, and nobody has changed over yet: the others do when all are ready."""
+def test_a_swap_survives_the_loss_of_a_node(
+    cluster: Sites, name: str, lost: Site, loss: str, threads: ThreadPoolExecutor
+) -> None:
+    """It has the new version, another node does not yet: the others switch when all are ready."""
     first, second, third = cluster.sites[:3]
     [before, *_] = loading([first, second, third, lost], name)
     node = lost.node
@@ -130,12 +132,12 @@ def test_a_node_is_lost_during_a_swap(cluster: Sites, name: str, lost: Site, los
     until(lambda: received() > before_bytes, "the other one is")
     assert first.load(name).digest == before.digest
     LOSSES[loss](lost)
-    if loss != "agent":  # that comes back
+    if loss != "agent":  # a restarted agent has the object
         until(lambda: node not in cluster.status()["nodes"], "the loss is noticed")
     held.unlink()
     [done] = refresh.result(120)
     assert {first.node, second.node} <= set(done.nodes)
-    # Where the loss was noticed late, the directory has not waited for the one that was held up.
+    # If the loss was detected late, the directory has not waited for the delayed node.
     until(lambda: cluster.key(name)["nodes"].get(third.node) == done.version, "all have changed over")
     after = loading([first, second, third], name)
     assert len({one.digest for one in after}) == 1 and after[0].digest != before.digest
@@ -144,8 +146,8 @@ def test_a_node_is_lost_during_a_swap(cluster: Sites, name: str, lost: Site, los
         assert lost.load(name).digest == after[0].digest
 
 
-def test_the_directorys_node_is_lost(cluster: Sites, name: str, victim: Callable[..., Site]) -> None:
-    """Another node has it then; it is in a cluster of its own here, which those of the other tests know nothing of."""
+def test_the_directory_moves_to_another_node(cluster: Sites, name: str, victim: Callable[..., Site]) -> None:
+    """If its node is lost; the test uses a separate cluster."""
     first, second = (victim(cluster="other") for _ in range(2))
     digest = first.load(name).digest
     assert second.load(name).digest == digest
@@ -156,8 +158,8 @@ def test_the_directorys_node_is_lost(cluster: Sites, name: str, victim: Callable
     assert cluster.builds(name) == [first.name]
 
 
-def test_the_directory_is_lost_during_a_build(cluster: Sites, name: str) -> None:
-    """The next one is told by the agents what is there and what goes on: nobody builds a second time."""
+def test_a_build_survives_the_loss_of_the_directory(cluster: Sites, name: str) -> None:
+    """The agents report objects and builds to the next directory: no node builds twice."""
     gate = cluster.mark(f"gate-{name}")
     calls = [site.start(name) for site in cluster.sites[:3]]
     until(lambda: len(cluster.key(name)["waiting"]) == 3, "all wait")
@@ -167,8 +169,8 @@ def test_the_directory_is_lost_during_a_build(cluster: Sites, name: str) -> None
     assert len({got(call).digest for call in calls}) == len(cluster.builds(name)) == 1
 
 
-def test_the_directory_is_lost_during_a_move(cluster: Sites, name: str) -> None:
-    """The next one has the move go on."""
+def test_a_transfer_survives_the_loss_of_the_directory(cluster: Sites, name: str) -> None:
+    """The next directory continues it."""
     first, second, *_ = cluster.sites
     digest = first.load(name, SIZE).digest
     held = cluster.hold("take", second)
@@ -181,8 +183,8 @@ def test_the_directory_is_lost_during_a_move(cluster: Sites, name: str) -> None:
     assert cluster.builds(name) == [first.name]
 
 
-def test_the_directory_is_lost_during_a_swap(cluster: Sites, name: str, threads: ThreadPoolExecutor) -> None:
-    """The next one begins the refresh again: all nodes have one version, and no candidate is left."""
+def test_a_swap_survives_the_loss_of_the_directory(cluster: Sites, name: str, threads: ThreadPoolExecutor) -> None:
+    """The next directory restarts the refresh: all nodes have one version, and no candidate is left."""
     *_, third = cluster.sites[:3]
     [before, *_] = loading(cluster.sites[:3], name)
     held = cluster.hold("take", third)
@@ -200,8 +202,8 @@ def test_the_directory_is_lost_during_a_swap(cluster: Sites, name: str, threads:
     until(lambda: sum(len(objects_of(client, name)) for client in clients) == 3, "the lost directory's candidates are released")
 
 
-def test_a_joiner_that_is_killed_is_started_again(cluster: Sites, name: str, lost: Site) -> None:
-    """The agent does not notice."""
+def test_a_killed_joiner_is_restarted(cluster: Sites, name: str, lost: Site) -> None:
+    """The agent is not affected."""
     before, joiner = lost.agent_pid(), lost.source()["joiner"]
     os.kill(joiner["pid"], signal.SIGKILL)
     until(lambda: lost.source()["joiner"]["starts"] == joiner["starts"] + 1, "there is another one")

@@ -1,4 +1,4 @@
-"""Ray ends and is started again, or not, while brokers and their clients live on."""
+"""Stops and restarts of Ray, which brokers and their clients survive."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(200)
 
 @pytest.fixture
 def own(ray_of_its_own: None) -> Iterator[Sites]:
-    """A cluster that may be restarted, at a port that stays."""
+    """A cluster that can be restarted at the same port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -23,9 +23,9 @@ def own(ray_of_its_own: None) -> Iterator[Sites]:
         yield sites
 
 
-def test_brokers_live_on_and_join_again_when_ray_is_restarted(own: Sites) -> None:
-    """What they have is what the cluster has then; meanwhile they build by themselves; nothing is built twice."""
-    # Both on one node: the node of a machine that has one need not be named, and has another id after a restart.
+def test_brokers_survive_and_rejoin_when_ray_is_restarted(own: Sites) -> None:
+    """The cluster then has the objects that they hold; without Ray they build themselves; nothing is built twice."""
+    # Both on one node, which then needs no name, although it has another id after the restart.
     first = own.add("--source-grace", "1", SHARED_TENSOR_CLUSTER_NODE="")
     second = own.add("--source-grace", "1", SHARED_TENSOR_CLUSTER_NODE="", beside=first)
     until(lambda: first.joined() and second.joined())

@@ -1,4 +1,4 @@
-"""The example of Ray Serve: replicas on two nodes, and one copy of the model for each node."""
+"""The Ray Serve example: replicas on two nodes, and one copy of the model per node."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXAMPLE = ROOT / "examples" / "ray_serve"
 
 @pytest.mark.timeout(420)
 def test_replicas_of_a_node_share_one_copy(tmp_path: Path) -> None:
-    """The example starts two nodes with two replicas each, checks what it claims, and leaves no process behind."""
+    """The example starts two nodes with two replicas each, checks its claims, and leaves no process."""
     environ = {**os.environ, "PYTHONPATH": PYTHONPATH, "TMPDIR": "/tmp", "RAY_SERVE_WIDTH": "256"}
     ran = subprocess.run(
         [sys.executable, str(EXAMPLE / "run.py")],

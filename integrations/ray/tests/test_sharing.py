@@ -1,4 +1,4 @@
-"""One build for the cluster: every process of every node gets the same object by an ordinary call."""
+"""One build per cluster: every process of every node gets the same object by an ordinary call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def test_an_object_is_built_once_and_has_the_same_bits_on_every_node(cluster: Sites, name: str) -> None:
-    """Nodes that call during the build wait. The weights are random, and arrive with their ties; agents load no torch."""
+    """Nodes that call during the build wait. The random weights stay tied; agents load no torch."""
     gate = cluster.mark(f"gate-{name}")
     calls = [site.start(name) for site in cluster.sites]
     until(lambda: len(cluster.key(name)["waiting"]) == 3, "all nodes wait")
@@ -31,8 +31,8 @@ def test_an_object_is_built_once_and_has_the_same_bits_on_every_node(cluster: Si
             assert "libtorch" not in Path(f"/proc/{site.agent_pid()}/maps").read_text()
 
 
-def test_an_exception_of_the_endpoint_reaches_all_who_wait(cluster: Sites, name: str) -> None:
-    """It has its own type there; the next call tries anew."""
+def test_an_exception_of_the_endpoint_reaches_all_waiting_nodes(cluster: Sites, name: str) -> None:
+    """With its own type; the next call tries again."""
     gate, broken = cluster.mark(f"gate-{name}"), cluster.mark(f"broken-{name}")
     children = [site.start(name) for site in cluster.sites]
     until(lambda: len(cluster.key(name)["waiting"]) == 3, "all nodes wait")
@@ -44,15 +44,15 @@ def test_an_exception_of_the_endpoint_reaches_all_who_wait(cluster: Sites, name:
     assert len({one.digest for one in loading(cluster.sites, name)}) == 1
 
 
-def test_a_late_node_gets_what_the_cluster_has(cluster: Sites, name: str, victim: Callable[..., Site]) -> None:
-    """It builds nothing."""
+def test_a_late_node_receives_existing_objects(cluster: Sites, name: str, victim: Callable[..., Site]) -> None:
+    """Without a build."""
     first = cluster.sites[0].load(name)
     assert victim().load(name).digest == first.digest
     assert len(cluster.builds(name)) == 1
 
 
 def test_an_object_may_be_larger_than_the_object_store(cluster: Sites, name: str, victim: Callable[..., Site]) -> None:
-    """It goes through a store of 80 MiB in parts, on either side."""
+    """It passes through stores of 80 MiB in parts."""
     small = victim(store=80 << 20)
     first = small.load(name, 100)
     other = cluster.sites[0].load(name, 100)
@@ -61,10 +61,10 @@ def test_an_object_may_be_larger_than_the_object_store(cluster: Sites, name: str
     assert cluster.sites[1].load(f"{name}-back", 100).digest == small.load(f"{name}-back", 100).digest
 
 
-def test_a_store_may_be_full_of_other_objects(cluster: Sites, name: str) -> None:
-    """Ray moves them to the disk."""
+def test_transfers_work_with_a_store_full_of_other_objects(cluster: Sites, name: str) -> None:
+    """Ray spills them to disk."""
 
-    # Ray 2.50 may have a node schedule an actor that was lost just before, as by another test, and fails it then.
+    # Ray 2.50 may schedule an actor on a node that was just lost, for example by another test, and then fails it.
     @ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)
     class Hoarder:
         def __init__(self) -> None:
@@ -81,8 +81,10 @@ def test_a_store_may_be_full_of_other_objects(cluster: Sites, name: str) -> None
     assert len(cluster.builds(name)) == 1
 
 
-def test_records_come_by_nixl_where_both_nodes_ask_for_it(cluster: Sites, name: str, victim: Callable[..., Site]) -> None:
-    """Other nodes get them by the object store."""
+def test_records_are_transferred_by_nixl_if_both_nodes_select_it(
+    cluster: Sites, name: str, victim: Callable[..., Site]
+) -> None:
+    """Other nodes receive them through the object store."""
     pytest.importorskip("nixl")
     one, two = (victim(SHARED_TENSOR_CLUSTER_MOVER="nixl") for _ in range(2))
     digest = one.load(name, 20).digest
@@ -93,7 +95,7 @@ def test_records_come_by_nixl_where_both_nodes_ask_for_it(cluster: Sites, name: 
 
 
 def test_the_status_names_nodes_brokers_objects_and_bytes(cluster: Sites, name: str) -> None:
-    """In Python, and on the command line; a server shows its own place."""
+    """In Python and on the command line; a server shows its own node."""
     loading(cluster.sites, name)
     status = cluster.status()
     sockets = {site.socket for site in cluster.sites}
@@ -109,8 +111,8 @@ def test_the_status_names_nodes_brokers_objects_and_bytes(cluster: Sites, name: 
     assert (own["cluster"], own["state"]) == ("default", "joined") and cluster.sites[0].socket in own["node"]
 
 
-def test_what_a_node_drops_by_itself_it_gets_again(cluster: Sites, name: str) -> None:
-    """The others keep theirs, and nobody builds."""
+def test_a_node_receives_a_dropped_object_again(cluster: Sites, name: str) -> None:
+    """The others keep theirs, and no node builds."""
     before = loading(cluster.sites, name)
     site = cluster.sites[1]
     assert site.client().invalidate_call_cache("load_model", name) == 1

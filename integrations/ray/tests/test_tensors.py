@@ -1,4 +1,4 @@
-"""Tensors that a host's server keeps for other processes: by reference where they lie there, and else copied once."""
+"""Tensors that a host's server keeps for other processes: by reference if they are in its memory, otherwise copied once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shared_rpc.operations import tensors
 from shared_rpc_ray.tensors import HeldTensors, TensorClient, let_go
 from tests.kit.processes import Child, eventually, python
 
-#: A process that keeps tensors, and tells by which id.
+#: A process that keeps tensors, and prints their id.
 MAKER = """
     import sys
     import torch
@@ -34,7 +34,7 @@ MAKER = """
 
 @pytest.fixture(autouse=True)
 def received(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The clients by which this process takes named memory end with the test."""
+    """Close the clients for named memory of this process after the test."""
     clients: dict[str, Client] = {}
     monkeypatch.setattr(tensors, "_clients", clients)
     yield
@@ -57,25 +57,25 @@ def server(device: str, base_path: str) -> Iterator[Server]:
 
 @pytest.fixture
 def client(server: Server, device: str) -> Iterator[TensorClient]:
-    """A client of it that keeps tensors."""
+    """A client of the server that keeps tensors."""
     with TensorClient(device) as client:
         yield client
 
 
 @pytest.fixture
 def other(server: Server, device: str) -> Iterator[Client]:
-    """A client with a session of its own."""
+    """A client with its own session."""
     with Client(device=device) as client:
         yield client
 
 
 def again(held: HeldTensors) -> list[torch.Tensor]:
-    """The tensors, as any process gets them by what they are called."""
+    """Rebuild the tensors by their names, like any process."""
     return [rebuild_tensor(*name) for name in held.names]
 
 
 def killed_maker(device: str, children: list[Child], linger: float) -> str:
-    """The id of what a process has kept that was killed since."""
+    """Return the id of a held list of a killed process."""
     maker = python(MAKER.format(device=device, linger=linger))
     children.append(maker)
     object_id = maker.expect("held:").split()[1]
@@ -84,14 +84,14 @@ def killed_maker(device: str, children: list[Child], linger: float) -> str:
 
 
 def segment_of(tensor: torch.Tensor) -> str:
-    """The segment that a tensor lies in."""
+    """Return the segment of a tensor."""
     found = MAPPINGS.find(tensor.untyped_storage().data_ptr())
     assert found is not None
     return found[0].info.id
 
 
 def test_a_private_tensor_is_copied_once(client: TensorClient, other: Client, device: str) -> None:
-    """All that get it have one copy: a write of one is seen by the others."""
+    """All receivers share one copy, and see each other's writes."""
     own = torch.arange(1000, device=device)
     held = client.hold([own])
     [one] = again(held)
@@ -101,8 +101,8 @@ def test_a_private_tensor_is_copied_once(client: TensorClient, other: Client, de
         assert handle.value[0].view(torch.int64)[7] == -1 and own[7] == 7
 
 
-def test_what_lies_in_the_server_is_not_copied(client: TensorClient, other: Client) -> None:
-    """Views of a buffer and of an endpoint's result are passed on by reference, with their offsets and strides."""
+def test_tensors_in_the_server_are_not_copied(client: TensorClient, other: Client) -> None:
+    """Views of a buffer and of an endpoint's result are sent by reference, with their offsets and strides."""
     used = other.list_devices()[0]["used"]
     buffer, handle = other.create_buffer((64, 64), "float32"), other.call("weights", 4096)
     before = other.list_devices()[0]["used"]
@@ -116,8 +116,8 @@ def test_what_lies_in_the_server_is_not_copied(client: TensorClient, other: Clie
     assert buffer.value[5, 5] == 5.0 and handle.value[100] == 9 and turned[5, 5] == 5.0
 
 
-def test_what_was_received_is_passed_on_by_reference(client: TensorClient, device: str) -> None:
-    """Also after its first maker has dropped it."""
+def test_received_tensors_are_sent_by_reference(client: TensorClient, device: str) -> None:
+    """Also after their maker has dropped them."""
     held = client.hold([torch.ones(1000, device=device)])
     [received] = again(held)
     let_go(held)
@@ -129,8 +129,8 @@ def test_what_was_received_is_passed_on_by_reference(client: TensorClient, devic
     assert received[9:21].tolist() == [1.0] + [4.0] * 10 + [1.0]
 
 
-def test_what_the_server_has_no_more_is_copied(client: TensorClient, other: Client, device: str) -> None:
-    """Memory that is mapped here, and that no object of the server lies in."""
+def test_tensors_dropped_by_the_server_are_copied(client: TensorClient, other: Client, device: str) -> None:
+    """Their memory is mapped here, but belongs to no object of the server."""
     buffer = other.create_buffer(1000)
     kept = buffer.value
     kept.fill_(3)
@@ -141,15 +141,15 @@ def test_what_the_server_has_no_more_is_copied(client: TensorClient, other: Clie
 
 
 def test_tensors_of_one_storage_share_it_again(client: TensorClient, device: str) -> None:
-    """As they did in their maker."""
+    """Like in the process of their maker."""
     whole = torch.zeros(8, 8, device=device)
     [row, turned] = again(client.hold([whole[2], whole.t()]))
     row[5] = 1.0
     assert turned[5, 2] == 1.0 and turned.stride() == (1, 8)
 
 
-def test_a_thin_slice_does_not_take_the_whole_along(client: TensorClient, other: Client, device: str) -> None:
-    """A column of a large matrix is copied by itself."""
+def test_a_thin_slice_is_copied_alone(client: TensorClient, other: Client, device: str) -> None:
+    """A column of a large matrix is copied without the matrix."""
     matrix = torch.arange(1 << 20, device=device).reshape(1024, 1024)
     held = client.hold([matrix[:, 3]])
     [column] = again(held)
@@ -160,7 +160,7 @@ def test_a_thin_slice_does_not_take_the_whole_along(client: TensorClient, other:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.int64, torch.uint8])
 def test_dtypes(client: TensorClient, device: str, dtype: torch.dtype) -> None:
-    """Every one comes back bit for bit, beside others."""
+    """Every dtype is preserved bit by bit, among others."""
     one = torch.arange(33, device=device).to(dtype)
     [first, second, third] = again(client.hold([torch.ones(3, device=device), one, one[1:]]))
     assert (first.dtype, second.dtype, third.dtype) == (torch.float32, dtype, dtype)
@@ -194,16 +194,16 @@ def test_many_tensors_are_one_object(client: TensorClient, other: Client, device
     assert len(other.list_objects()) == before + 1
 
 
-def test_nothing_to_keep_needs_no_object(client: TensorClient, device: str) -> None:
-    """Tensors without bytes are described, and no more."""
+def test_tensors_without_bytes_need_no_object(client: TensorClient, device: str) -> None:
+    """They are only described."""
     held = client.hold([torch.empty(0, 4, device=device)])
     [empty] = again(held)
     assert held.handle is None and empty.shape == (0, 4) and empty.device.type == device
 
 
 @pytest.mark.parametrize("kind", ["graph", "sparse", "meta"])
-def test_what_cannot_be_kept_is_named(client: TensorClient, device: str, kind: str) -> None:
-    """By its number, and with what to do."""
+def test_unsupported_tensors_are_refused(client: TensorClient, device: str, kind: str) -> None:
+    """With the number of the tensor and a remedy."""
     made: dict[str, Callable[[], Any]] = {
         "graph": lambda: torch.ones(2, device=device, requires_grad=True) * 2,
         "sparse": lambda: torch.eye(2, device=device).to_sparse(),
@@ -214,24 +214,24 @@ def test_what_cannot_be_kept_is_named(client: TensorClient, device: str, kind: s
         client.hold([torch.ones(1, device=device), made[kind]()])
 
 
-def test_the_maker_may_be_killed(server: Server, other: Client, device: str, children: list[Child]) -> None:
-    """Its tensors are there for others, and stay with them."""
+def test_tensors_survive_their_killed_maker(server: Server, other: Client, device: str, children: list[Child]) -> None:
+    """Other processes can get and keep them."""
     object_id = killed_maker(device, children, linger=600)
     eventually(lambda: other.get_object_info(object_id)["leases"] == 0)
     with other.get_buffer(object_id) as handle:
         assert handle.value[0].view(torch.int64)[:100].sum() == 4950
 
 
-def test_a_killed_makers_tensors_go_in_time(server: Server, other: Client, device: str, children: list[Child]) -> None:
-    """Nobody frees them: a while after the last holder they go by themselves."""
+def test_tensors_of_a_killed_maker_expire(server: Server, other: Client, device: str, children: list[Child]) -> None:
+    """Some time after their last holder has ended."""
     object_id = killed_maker(device, children, linger=0.2)
     eventually(lambda: object_id not in {info["object_id"] for info in other.list_objects()})
     with pytest.raises(BufferNotFound, match="last holder"):
         other.get_buffer(object_id)
 
 
-def test_what_is_let_go_stays_with_those_who_have_it(client: TensorClient, other: Client, device: str) -> None:
-    """And no other process gets it."""
+def test_freed_tensors_stay_with_their_holders(client: TensorClient, other: Client, device: str) -> None:
+    """No other process can get them."""
     held = client.hold([torch.ones(100, device=device)])
     assert held.handle is not None
     object_id = held.handle.object_id
@@ -245,8 +245,8 @@ def test_what_is_let_go_stays_with_those_who_have_it(client: TensorClient, other
     eventually(lambda: object_id not in {info["object_id"] for info in other.list_objects()})
 
 
-def test_a_server_is_started_where_none_listens(base_path: str, device: str) -> None:
-    """An empty one, for all processes that use the base path."""
+def test_a_server_is_started_if_none_listens(base_path: str, device: str) -> None:
+    """An empty one, for all processes with this base path."""
     with closing(TensorClient(device)) as client:
         held = client.hold([torch.ones(10, device=device)])
         with Client(device=device) as other:

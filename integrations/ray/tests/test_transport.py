@@ -21,7 +21,7 @@ from shared_rpc_ray import transport  # noqa: E402
 from tests.kit.processes import eventually  # noqa: E402
 
 pytestmark = [
-    # Ray's own, of sockets and files that it leaves to the collector, and of names that it is about to change.
+    # Ray's own: unclosed sockets and files, and deprecated names.
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.timeout(180),
 ]
@@ -29,7 +29,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def nodes(ray_of_its_own: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    """Two nodes for all tests of this file: they take seconds to start."""
+    """Two nodes for all tests of this file, because they take seconds to start."""
     folder = tmp_path_factory.mktemp("ray")
     folder.chmod(0o700)
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -38,8 +38,8 @@ def nodes(ray_of_its_own: None, tmp_path_factory: pytest.TempPathFactory) -> Ite
         nodes.close()
 
 
-def test_an_argument_is_the_makers_memory(nodes: Nodes) -> None:
-    """Two actors of the maker's node get one segment: a write of the one is seen by the other."""
+def test_an_argument_shares_the_makers_memory(nodes: Nodes) -> None:
+    """Two actors of the maker's node map one segment, and see each other's writes."""
     one, two = nodes.readers[0], nodes.actor(0)
     made = nodes.makers[0].make.remote(1000)
     first, total = ray.get(one.write.remote(made, 0.0))
@@ -50,7 +50,7 @@ def test_an_argument_is_the_makers_memory(nodes: Nodes) -> None:
 
 
 def test_the_driver_gets_the_same_memory(nodes: Nodes) -> None:
-    """``ray.get`` attaches as an actor does."""
+    """``ray.get`` attaches like an actor."""
     made = nodes.makers[0].make.remote(10)
     tensor = ray.get(made)
     tensor[3] = -3
@@ -58,8 +58,8 @@ def test_the_driver_gets_the_same_memory(nodes: Nodes) -> None:
     assert segment == segment_of(tensor) and total == 39
 
 
-def test_what_lies_in_the_nodes_server_is_not_copied(nodes: Nodes) -> None:
-    """A view of a buffer arrives as that view."""
+def test_tensors_in_the_nodes_server_are_not_copied(nodes: Nodes) -> None:
+    """A view of a buffer is received as that view."""
     maker = nodes.makers[0]
     made = maker.view_of_buffer.remote()
     tensor = ray.get(made)
@@ -68,8 +68,8 @@ def test_what_lies_in_the_nodes_server_is_not_copied(nodes: Nodes) -> None:
     assert ray.get(maker.buffer.remote()) == (segment_of(tensor), 68.0)
 
 
-def test_the_maker_may_be_killed(nodes: Nodes) -> None:
-    """By SIGKILL, and actors and the driver of its node still get the tensor."""
+def test_tensors_survive_their_killed_maker(nodes: Nodes) -> None:
+    """Actors and the driver of its node still get them after SIGKILL."""
     maker = nodes.actor(0)
     made = maker.make.remote(1000)
     ray.wait([made])
@@ -81,7 +81,7 @@ def test_the_maker_may_be_killed(nodes: Nodes) -> None:
 
 
 def test_a_dropped_reference_frees_the_memory(nodes: Nodes) -> None:
-    """The maker lets go of it, and the server has the object no more."""
+    """The server no longer has the object."""
     made = nodes.makers[0].make.remote(1000)
     ray.get(made)
     [held] = nodes.ids_of(made)
@@ -90,8 +90,8 @@ def test_a_dropped_reference_frees_the_memory(nodes: Nodes) -> None:
     eventually(lambda: held not in nodes.objects(0), seconds=30)
 
 
-def test_a_receiver_keeps_what_is_freed(nodes: Nodes) -> None:
-    """Until its tensor goes, the memory is its own, and the server knows."""
+def test_a_receiver_keeps_freed_memory(nodes: Nodes) -> None:
+    """Until its tensor is deleted; the server lists the lease."""
     made = nodes.makers[0].make.remote(1000)
     tensor = ray.get(made)
     [held] = nodes.ids_of(made)
@@ -103,8 +103,8 @@ def test_a_receiver_keeps_what_is_freed(nodes: Nodes) -> None:
     eventually(lambda: held not in nodes.objects(0), seconds=30)
 
 
-def test_every_kind_of_tensor_arrives_as_it_was(nodes: Nodes) -> None:
-    """On the maker's node with its strides; on another one with its values."""
+def test_every_kind_of_tensor_is_preserved(nodes: Nodes) -> None:
+    """With strides on the maker's node, with values on another one."""
     near, far = nodes.readers
     made = nodes.makers[0].odd.remote()
     whole = torch.arange(24.0).reshape(4, 6)
@@ -122,7 +122,7 @@ def test_every_kind_of_tensor_arrives_as_it_was(nodes: Nodes) -> None:
 
 
 def test_another_node_gets_a_copy(nodes: Nodes) -> None:
-    """In parts, for which the object stores have room, but not for all of them; the maker's memory is not written to."""
+    """In parts, because the object stores cannot hold all of it; writes do not affect the maker's memory."""
     far, before = nodes.readers[1], nodes.spilled()
     count = STORE // 4 * 5 // 4 + 1
     made = nodes.makers[0].make.remote(count)
@@ -132,8 +132,8 @@ def test_another_node_gets_a_copy(nodes: Nodes) -> None:
     assert nodes.spilled() == before
 
 
-def test_another_node_gets_a_copy_though_the_maker_was_killed(nodes: Nodes) -> None:
-    """What reads there is a task, and not the maker."""
+def test_another_node_gets_a_copy_after_the_maker_was_killed(nodes: Nodes) -> None:
+    """A task reads the tensors, not the maker."""
     maker = nodes.actor(0)
     made = maker.make.remote(1000)
     ray.wait([made])
@@ -142,8 +142,8 @@ def test_another_node_gets_a_copy_though_the_maker_was_killed(nodes: Nodes) -> N
 
 
 @pytest.mark.parametrize("node", [0, 1])
-def test_a_reference_of_put_is_borrowed(nodes: Nodes, node: int) -> None:
-    """What an actor or the driver has put is got by others, wherever they are."""
+def test_a_tensor_of_put_is_available_everywhere(nodes: Nodes, node: int) -> None:
+    """Put by an actor or the driver, received on either node."""
     reader = nodes.readers[node]
     assert ray.get(reader.fetched.remote(ray.get(nodes.makers[0].put.remote(100))))[1] == 4950
     mine = ray.put(torch.arange(100.0), _tensor_transport="SHARED_RPC")
@@ -152,19 +152,19 @@ def test_a_reference_of_put_is_borrowed(nodes: Nodes, node: int) -> None:
 
 @pytest.mark.parametrize("node", [0, 1])
 def test_tensors_are_received_into_buffers(nodes: Nodes, node: int) -> None:
-    """``set_target_for_ref`` names memory of the receiver."""
+    """``set_target_for_ref`` sets memory of the receiver."""
     references = ray.get(nodes.makers[0].put.remote(1000))
     assert ray.get(nodes.readers[node].into.remote(references, 1000)) == (True, 499500.0)
 
 
-def test_a_tensor_that_cannot_be_passed_on_is_named(nodes: Nodes) -> None:
-    """The caller is told by the task's error."""
+def test_an_unsupported_tensor_fails_the_task(nodes: Nodes) -> None:
+    """The caller gets the error."""
     with pytest.raises(Exception, match=r"tensor 0 of 1 .*tensor\.detach\(\)"):
         ray.get(nodes.makers[0].graph.remote())
 
 
-def test_a_server_that_is_away_is_named(nodes: Nodes) -> None:
-    """With the node, the socket and what went wrong."""
+def test_a_missing_server_is_reported(nodes: Nodes) -> None:
+    """With the node, the socket and the reason."""
     far, near = nodes.readers
     made = nodes.makers[1].make.remote(10)
     ray.wait([made])
@@ -176,14 +176,14 @@ def test_a_server_that_is_away_is_named(nodes: Nodes) -> None:
             ray.get(actor.write.remote(made, 1.0))
 
 
-def test_registering_again_does_nothing(nodes: Nodes) -> None:
+def test_registering_again_has_no_effect(nodes: Nodes) -> None:
     """Every module of an app may do it."""
     transport.register()
     transport.register()
 
 
 def _refused(code: str) -> str:
-    """The error of a process that imports the transport after ``code``."""
+    """Return the error of a process that imports the transport after ``code``."""
     program = textwrap.dedent(code) + textwrap.dedent(
         """
         from shared_rpc.errors import ConfigurationError
@@ -196,14 +196,14 @@ def _refused(code: str) -> str:
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60).stdout
 
 
-def test_without_ray_the_extra_is_named() -> None:
-    """Its import says what to install."""
+def test_the_import_without_ray_names_the_extra() -> None:
+    """The error has the command that installs it."""
     said = _refused("import sys; sys.modules['ray'] = None")
     assert "refused:" in said and "pip install 'shared-rpc[ray]'" in said
 
 
-def test_a_ray_without_transports_is_named_by_its_version() -> None:
-    """Its import says which Ray it needs."""
+def test_the_import_names_a_ray_without_transports() -> None:
+    """The error has its version and a suitable one."""
     said = _refused(
         """
         import ray.experimental

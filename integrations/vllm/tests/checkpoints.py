@@ -1,4 +1,4 @@
-"""Checkpoints with random weights, small enough for a test: as transformers writes them, and vLLM reads them."""
+"""Small checkpoints with random weights, written by transformers and read by vLLM."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 
 __all__ = ["FAMILIES", "write", "write_adapter"]
 
-#: Weights much larger than usual, so that one token is far more likely than the next: kernels differ in the last bits.
+#: Weights much larger than usual, so that one token is far more likely than the next, because kernels differ in the last bits.
 _SPREAD = 0.2
 
-#: Heads of 80: the attention of vLLM 0.32 for AMX, which takes multiples of 32, ends with SIGILL on some hosts.
+#: Heads of 80, because the attention of vLLM 0.32 for AMX, which takes multiples of 32, crashes with SIGILL on some hosts.
 _SIZES = {
     "vocab_size": 512, "hidden_size": 160, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": _SPREAD, "bos_token_id": 1,
     "eos_token_id": 2,
 }  # fmt: skip
 
-#: A class of transformers for each family, and what its configuration has beside the sizes.
+#: The class of transformers for each family, and the options of its configuration besides the sizes.
 FAMILIES = {
     "llama": ("Llama", {"tie_word_embeddings": False}),
     "qwen": ("Qwen2", {"tie_word_embeddings": True}),
@@ -28,7 +28,7 @@ FAMILIES = {
 
 
 def write_adapter(folder: Path) -> Path:
-    """Write an adapter for low ranks, as peft does, for the attention of a Llama."""
+    """Write a LoRA adapter for the attention of a Llama, like peft."""
     from safetensors.torch import save_file
 
     torch.manual_seed(7)
@@ -46,7 +46,7 @@ def write_adapter(folder: Path) -> Path:
 
 
 def write(folder: Path, family: str, seed: int = 0) -> Path:
-    """Write a checkpoint of a family into a folder, over one that is there; other seeds are other weights."""
+    """Write a checkpoint of a family into a folder, replacing an existing one; other seeds give other weights."""
     import transformers
 
     name, more = FAMILIES[family]

@@ -1,4 +1,4 @@
-"""Fixtures: checkpoints, servers, and engines in processes of their own, which begin as forks of one that has imported vLLM."""
+"""Fixtures: checkpoints, servers, and engines in separate processes, which are forks of one that has imported vLLM."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shared_rpc import Client
 from shared_rpc.integrations.keys import files_of
 from shared_rpc.memory.devices import device_id, device_tag
 
-#: What vLLM's CPU build wants to know where there are few cores, and what keeps its engine in the process that asks for it.
+#: Options of vLLM's CPU build for few cores, and for an engine in the calling process.
 ENVIRON = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -34,7 +34,7 @@ ENVIRON = {
 }
 REPORT = pytest.StashKey[list[str]]()
 
-#: An engine that is small, and reads no tokenizer.
+#: A small engine without a tokenizer.
 SMALL: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "enforce_eager": True,
@@ -44,12 +44,12 @@ SMALL: dict[str, Any] = {
 }
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cuda":
-    # Several start at once: vLLM would look at how much memory is free while the others take theirs.
+    # Fixed, because several start concurrently: vLLM would measure free memory while the others allocate theirs.
     SMALL |= {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 256 << 20}
 
 
 class Engine:
-    """An engine in a process of its own. It is there at once; :meth:`ready` waits until it has its model.
+    """An engine in a separate process. The constructor does not wait; :meth:`ready` waits until the model is loaded.
 
     :param options: of ``vllm.LLM``.
     """
@@ -67,7 +67,7 @@ class Engine:
 
     @property
     def pid(self) -> int:
-        """The process id."""
+        """Return the process id."""
         assert self.process.pid is not None
         return self.process.pid
 
@@ -79,7 +79,7 @@ class Engine:
         return self
 
     def ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function of :mod:`engine` there, with the engine and these arguments; return what it does."""
+        """Call a function of :mod:`engine` there, with the engine and these arguments; return its result."""
         self.ready()
         self._pipe.send((function.__name__, arguments))
         return self._answer()
@@ -95,17 +95,17 @@ class Engine:
         return value
 
     def written(self) -> str:
-        """Return what the process has written so far."""
+        """Return the output of the process so far."""
         return self.log.read_text(errors="replace")
 
     def attached(self) -> tuple[str, float, float]:
-        """Return the label of what it is attached to, and the milliseconds to attach and to make the model."""
+        """Return the label of its weights, and the milliseconds to attach and to build the model."""
         found = re.search(r"attached to '(.+)' in ([\d.]+) ms, made the model in ([\d.]+) ms", self.ready().written())
         assert found is not None, self.written()
         return found[1], float(found[2]), float(found[3])
 
     def kill(self) -> None:
-        """End the process as the kernel does when there is no memory left."""
+        """Kill the process, like the kernel when memory is exhausted."""
         os.kill(self.pid, signal.SIGKILL)
         self.process.join()
 
@@ -116,7 +116,7 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """End the process, with its engine, and wait for that."""
+        """Stop the process with its engine, and wait for its exit."""
         self._pipe.close()
         self.process.join(60)
         self.process.kill()
@@ -124,15 +124,15 @@ class Engine:
 
 
 class Failed(Exception):
-    """An error in an engine's process, with what the process has written."""
+    """An error in an engine's process, with the output of the process."""
 
 
 class Ended(Exception):
-    """The end of an engine's process that was to answer."""
+    """The exit of an engine's process instead of an answer."""
 
 
 class Place:
-    """A base path, with the engines of a test, and the server that the first of them starts."""
+    """A base path with the engines of a test, and the server started by the first of them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -156,21 +156,21 @@ class Place:
             yield client
 
     def server_log(self) -> str:
-        """Return what the server and its workers have written."""
+        """Return the output of the server and its workers."""
         return Path(f"{self.base_path}-{device_tag(device_id(DEVICE))}.sock.log").read_text(errors="replace")
 
     def loaded(self) -> int:
-        """Return how often the server has loaded weights."""
+        """Return the number of loads in the server."""
         return self.server_log().count("Loading weights took")
 
     def pids(self) -> list[int]:
-        """Return the processes of the server: the broker, and its workers."""
+        """Return the processes of the server: the broker and its workers."""
         with self.client() as client:
             info = client.get_server_info()
         return [info["pid"], *(worker["pid"] for worker in info["workers"])]
 
     def stop(self) -> None:
-        """End the engines, and the server."""
+        """Stop the engines and the server."""
         for started in self._engines:
             started.close()
         command = [sys.executable, "-m", "shared_rpc.cli", "stop", "--base-path", self.base_path]
@@ -178,7 +178,7 @@ class Place:
 
 
 def run(action: str, model: Path, place: Place, cwd: Path | None = None) -> str:
-    """Run ``shared-rpc-vllm`` with the options that engines have here; return the last line that it prints."""
+    """Run ``shared-rpc-vllm`` with the options of the engines of tests; return the last line of its output."""
     options = ["--load-format", "shared_rpc", "--model-loader-extra-config", json.dumps({"base_path": place.base_path})]
     options += ["--max-model-len", str(SMALL["max_model_len"])]
     command = [sys.executable, "-m", "shared_rpc_vllm", action, str(model), *options]
@@ -190,7 +190,7 @@ def run(action: str, model: Path, place: Place, cwd: Path | None = None) -> str:
 
 @contextmanager
 def serving(*words: str) -> Iterator[None]:
-    """Run a server of ``shared-rpc``, from when it serves."""
+    """Run ``shared-rpc serve``; enter the block when it serves."""
     command = [sys.executable, "-m", "shared_rpc.cli", *words]
     with subprocess.Popen(command, env={**os.environ, **ENVIRON}, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -203,14 +203,14 @@ def serving(*words: str) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A checkpoint of each family. They are read alone: a test that changes one writes its own."""
+    """A checkpoint of each family, for reading only: a test that changes one writes its own."""
     folder = tmp_path_factory.mktemp("models")
     return {family: checkpoints.write(folder / family, family) for family in checkpoints.FAMILIES}
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    """A base path, and nothing there."""
+    """An empty base path, shared by the tests of a file."""
     with ExitStack() as stack:
         made = Place(tmp_path_factory.mktemp("place"))
         stack.callback(made.stop)
@@ -219,7 +219,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 @pytest.fixture
 def own_place(tmp_path: Path) -> Iterator[Place]:
-    """The same, for one test."""
+    """An empty base path for one test."""
     made = Place(tmp_path)
     try:
         yield made
@@ -229,7 +229,7 @@ def own_place(tmp_path: Path) -> Iterator[Place]:
 
 @pytest.fixture(scope="session")
 def ordinary(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], list[int]]:
-    """A function that returns the tokens of an engine with vLLM's own loader."""
+    """Return a function that returns the tokens of an engine with vLLM's own loader."""
     folder = Place(tmp_path_factory.mktemp("ordinary"))
     known: dict[str, list[int]] = {}
 
@@ -245,11 +245,11 @@ def ordinary(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture
 def report(pytestconfig: pytest.Config) -> Callable[[str], None]:
-    """A function that takes a line for the end of the tests' output."""
+    """Return a function that adds a line to the summary of the test run."""
     return pytestconfig.stash.setdefault(REPORT, []).append
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Write what tests have reported: figures, which none of them asserts."""
+    """Write the reported figures, which no test asserts."""
     for line in config.stash.get(REPORT, []):
         terminalreporter.write_line(line)

@@ -1,4 +1,4 @@
-"""An engine of a test: a process with a vLLM in it, which does what the test asks over a pipe."""
+"""The process of an engine, which executes functions of this module on request over a pipe."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ __all__ = [
     "write_into_a_weight",
 ]
 
-#: What engines import, once for all of them.
+#: Imports of engines, made once for all of them.
 PRELOAD = ["vllm", "vllm.entrypoints.llm", "vllm.v1.engine.llm_engine"]
 if not os.path.exists("/dev/nvidiactl"):  # torch.cuda would initialise CUDA before the forks
-    PRELOAD.append("vllm.v1.worker.cpu_worker")  # which takes streams from torch.cuda
+    PRELOAD.append("vllm.v1.worker.cpu_worker")  # which uses streams of torch.cuda
 
 PROMPT = [1, 17, 42, 99]
 
 
 def work(pipe: Connection, log: Path, environ: Mapping[str, str], options: Mapping[str, Any]) -> None:
-    """Make an engine, and call functions of this module with it, by name, until the pipe ends."""
+    """Create an engine, and call functions of this module with it, by name, until the pipe is closed."""
     with log.open("wb") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
@@ -74,7 +74,7 @@ def work(pipe: Connection, log: Path, environ: Mapping[str, str], options: Mappi
 
 
 def _limit_shm(nbytes: int) -> None:
-    """Give this process, and those that it starts, a /dev/shm of so many bytes, as a container has one; where it may."""
+    """Give this process and its children a /dev/shm of ``nbytes`` bytes, as in a container, if permitted."""
     libc = ctypes.CDLL(None, use_errno=True)
     new_namespace, private, recursive = 0x20000, 1 << 18, 1 << 14  # CLONE_NEWNS, MS_PRIVATE, MS_REC
     if libc.unshare(new_namespace) == 0 and libc.mount(b"none", b"/", None, private | recursive, None) == 0:
@@ -82,7 +82,7 @@ def _limit_shm(nbytes: int) -> None:
 
 
 def _misfit() -> None:
-    """Make models have a tensor that no server has, as a model of a later vLLM may."""
+    """Add a tensor to models that no server has, as a later vLLM might."""
     from shared_rpc_vllm import loader
 
     def bind(model: Any, tensors: Any) -> None:
@@ -93,12 +93,12 @@ def _misfit() -> None:
 
 
 def override(config: Any) -> Any:
-    """Change a model's configuration, as ``hf_overrides`` may."""
+    """Change a model's configuration, for ``hf_overrides``."""
     return config
 
 
 def sleep(llm: Any, level: int = 1) -> None:
-    """Have the worker sleep by the backend that vLLM would choose on a GPU; its worker for the CPU ignores the request."""
+    """Suspend the worker with the backend that vLLM selects on a GPU, because its worker for the CPU ignores sleep requests."""
     llm.collective_rpc(_sleep, args=(level,))
 
 
@@ -107,7 +107,7 @@ def _sleep(worker: Any, level: int) -> None:
 
 
 def wake(llm: Any) -> None:
-    """Have it wake."""
+    """Resume the worker."""
     llm.collective_rpc(_wake)
 
 
@@ -131,7 +131,7 @@ def shm_bytes(llm: Any) -> int:
 
 
 def generate(llm: Any, count: int = 12, adapter: Path | None = None) -> list[int]:
-    """Return the tokens that follow the prompt, the most likely one each time; with an adapter, if one is given."""
+    """Return the most likely tokens after the prompt, with an adapter if given."""
     from vllm import SamplingParams, TokensPrompt
     from vllm.lora.request import LoRARequest
 
@@ -142,7 +142,7 @@ def generate(llm: Any, count: int = 12, adapter: Path | None = None) -> list[int
 
 
 def tensors(llm: Any) -> dict[str, tuple[bool, str]]:
-    """Return of each tensor of the model whether it is a parameter, and the permissions of the memory in which it lies."""
+    """Return for each tensor of the model whether it is a parameter, and the permissions of its memory."""
     (found,) = llm.apply_model(_tensors)
     return dict(found)
 
@@ -159,7 +159,7 @@ def _tensors(model: Any) -> dict[str, tuple[bool, str]]:
 
 
 def addresses(llm: Any) -> dict[str, int]:
-    """Return where the tensors of the model are."""
+    """Return the addresses of the model's tensors."""
     (found,) = llm.apply_model(_addresses)
     return dict(found)
 
@@ -169,22 +169,22 @@ def _addresses(model: Any) -> dict[str, int]:
 
 
 def reload(llm: Any) -> None:
-    """Ask the worker to load the weights from disk again."""
+    """Call ``reload_weights`` of the worker."""
     llm.collective_rpc("reload_weights")
 
 
 def reload_from(llm: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Give the worker other weights, as a trainer does."""
+    """Load other weights into the worker, like a trainer."""
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": [(name, torch.zeros(*shapes[name])) for name in shapes]})
 
 
 def weight_sync(llm: Any, step: str, *arguments: Any) -> None:
-    """Do a step of weight transfer, as the routes of vLLM's server for it do."""
+    """Execute a step of weight transfer, like the routes of vLLM's server."""
     getattr(llm, step)(*arguments)
 
 
 def write_into_a_weight(llm: Any) -> None:
-    """Write into a parameter, as a faulty extension of vLLM would."""
+    """Write to a parameter, like a faulty extension of vLLM."""
     llm.apply_model(_write)
 
 

@@ -1,4 +1,4 @@
-"""Binding: models from the meta device around tensors that are there, as vLLM's models are laid out."""
+"""Binding of existing tensors to models on the meta device, with layouts like those of vLLM's models."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from shared_rpc_vllm.request import label
 
 
 class Weight(nn.Parameter):
-    """A parameter of a class of its own, as vLLM's are, with a loader of the layer that has it."""
+    """A parameter of a custom class with a loader of its layer, like vLLM's."""
 
 
 class Fused(nn.Module):
-    """A layer that has several of a checkpoint in one, with a buffer, and another object that refers to its parameter."""
+    """A layer that fuses several weights of a checkpoint, with a buffer, and another object that refers to its parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,18 +28,18 @@ class Fused(nn.Module):
         self.kernel = Kernel(self.qkv)
 
     def load(self) -> None:
-        """Stand for a loader."""
+        """Do nothing, instead of loading."""
 
 
 class Kernel:
-    """What computes with a layer's weights, and has a reference to them of its own."""
+    """An object that computes with a layer's weights, and has its own reference to them."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.weight = weight
 
 
 class Model(nn.Module):
-    """Two layers, of which the embeddings are those of the head."""
+    """Two layers, whose embeddings are tied to the head."""
 
     def __init__(self, *, tied: bool = True) -> None:
         super().__init__()
@@ -50,8 +50,8 @@ class Model(nn.Module):
             self.head.weight = self.embed.weight
 
 
-def test_a_model_has_the_tensors_and_copies_none() -> None:
-    """By every name; what refers to one has it too."""
+def test_a_model_gets_the_tensors_without_copies() -> None:
+    """Under every name; other references to a tensor follow."""
     source = Model()
     nn.init.normal_(source.layer.qkv)
     given = tensors_of(source)
@@ -65,8 +65,8 @@ def test_a_model_has_the_tensors_and_copies_none() -> None:
     assert torch.equal(model.layer.kernel.weight, source.layer.qkv)
 
 
-def test_a_model_without_weights_has_what_is_computed() -> None:
-    """Such as tables: code that makes a model may look at them at once."""
+def test_a_model_without_weights_has_computed_tensors() -> None:
+    """Such as tables, which constructors may read."""
     with WithoutWeights():
         model = Model()
     assert {name for name, tensor in tensors_of(model).items() if tensor.is_meta} == {
@@ -75,8 +75,8 @@ def test_a_model_without_weights_has_what_is_computed() -> None:
     assert model.layer.table.tolist() == [0, 1, 2]
 
 
-def test_a_parameter_that_is_filled_when_it_is_made_becomes_the_given_one_too() -> None:
-    """What refers to it would go on with what it was filled with."""
+def test_a_parameter_that_is_filled_by_the_constructor_is_replaced_too() -> None:
+    """Otherwise other references would keep the initial values."""
     source, model = Model(), Model()
     nn.init.ones_(source.layer.qkv)
     nn.init.zeros_(model.layer.qkv)
@@ -84,8 +84,8 @@ def test_a_parameter_that_is_filled_when_it_is_made_becomes_the_given_one_too() 
     assert torch.equal(model.layer.kernel.weight, source.layer.qkv)
 
 
-def test_a_parameter_stays_of_its_class_with_its_attributes() -> None:
-    """vLLM finds loaders there."""
+def test_a_parameter_keeps_its_class_and_attributes() -> None:
+    """vLLM stores loaders there."""
     with WithoutWeights():
         model = Model()
     bind(model, tensors_of(Model()))
@@ -93,8 +93,8 @@ def test_a_parameter_stays_of_its_class_with_its_attributes() -> None:
     assert model.layer.qkv.weight_loader == model.layer.load  # type: ignore[attr-defined]
 
 
-def test_tensors_go_without_what_refers_to_the_model() -> None:
-    """A loader would take the whole model along."""
+def test_tensors_are_sent_without_references_to_the_model() -> None:
+    """A loader refers to the whole model."""
     given = tensors_of(Model())
     assert {type(tensor) for tensor in given.values()} == {nn.Parameter, torch.Tensor}
     assert not any(tensor.__dict__ for tensor in given.values())
@@ -102,15 +102,15 @@ def test_tensors_go_without_what_refers_to_the_model() -> None:
 
 @pytest.mark.parametrize("tied_here", [True, False])
 def test_ties_are_those_of_the_source(tied_here: bool) -> None:
-    """Where the loader has tied what this model has not, there is one memory for both."""
+    """If the loader has tied tensors that this model has not, they share memory too."""
     with WithoutWeights():
         model = Model(tied=tied_here)
     bind(model, tensors_of(Model()))
     assert model.head.weight.data_ptr() == model.embed.weight.data_ptr()
 
 
-def test_what_the_source_has_no_more_goes_and_what_it_has_gained_comes() -> None:
-    """Processing packs one tensor into another, of another shape."""
+def test_removed_tensors_are_removed_and_added_ones_added() -> None:
+    """Processing packs a tensor into one of another shape."""
     source = Model()
     del source.layer._parameters["qkv"]
     source.layer.register_parameter("packed", nn.Parameter(torch.ones(3, 8), requires_grad=False))
@@ -125,8 +125,8 @@ def test_what_the_source_has_no_more_goes_and_what_it_has_gained_comes() -> None
     assert model.embed.weight.shape == (2, 2)
 
 
-def test_tensors_are_bound_again_after_others_were_put_in_their_place() -> None:
-    """As vLLM does to load weights anew."""
+def test_tensors_are_bound_again_after_they_were_replaced() -> None:
+    """vLLM replaces them to reload weights."""
     given = tensors_of(Model())
     with WithoutWeights():
         model, others = Model(), Model()
@@ -138,8 +138,8 @@ def test_tensors_are_bound_again_after_others_were_put_in_their_place() -> None:
     assert not model.layer.scale.is_meta
 
 
-def test_a_tensor_of_a_module_that_there_is_not_is_refused_by_name() -> None:
-    """The server's model is another one."""
+def test_a_tensor_of_a_missing_module_is_refused_by_name() -> None:
+    """The server has another model."""
     with WithoutWeights():
         model = Model()
     with pytest.raises(NotShareable, match=r"layer\.other\.weight: .* has no module 'layer.other'"):
@@ -147,7 +147,7 @@ def test_a_tensor_of_a_module_that_there_is_not_is_refused_by_name() -> None:
 
 
 def test_a_buffer_of_another_shape_is_refused_by_name() -> None:
-    """An option that decides about it is not among those that the weights are known by."""
+    """An option that determines the shape is missing in the request."""
     with WithoutWeights():
         model = Model()
     with pytest.raises(NotShareable, match=r"layer\.scale is \(2,\) in the server, and \(1,\) in this engine"):
@@ -155,8 +155,8 @@ def test_a_buffer_of_another_shape_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("where", ["attribute", "kernel"])
-def test_a_tensor_that_is_left_without_a_value_is_refused_by_name(where: str) -> None:
-    """It would be read later, where nothing says why it cannot be."""
+def test_a_tensor_without_a_value_is_refused_by_name(where: str) -> None:
+    """Otherwise it would fail later with an unclear error."""
     with WithoutWeights():
         model = Model()
         if where == "kernel":
@@ -168,8 +168,8 @@ def test_a_tensor_that_is_left_without_a_value_is_refused_by_name(where: str) ->
         refuse_meta(model)
 
 
-def test_weights_are_loaded_under_the_label_of_their_request_alone() -> None:
-    """An engine that asks for others by that label would give them to all who ask for these."""
+def test_weights_are_loaded_only_under_the_label_of_their_request() -> None:
+    """Otherwise engines with that label would get other weights."""
     asked, other = ({"arguments": {"model": name}, "layout": {}} for name in ("asked", "other"))
     with pytest.raises(NotShareable, match=r"the weights of other .* were requested as asked"):
         weights.__wrapped__(label(asked), other)  # type: ignore[attr-defined]

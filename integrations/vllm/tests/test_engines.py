@@ -1,4 +1,4 @@
-"""Engines in processes of their own, over one copy of the weights: vLLM's CPU build, from start to end."""
+"""End-to-end tests with vLLM's CPU build: engines in separate processes over one copy of the weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from conftest import DEVICE, Ended, Engine, Failed, Place, run, serving
 from shared_rpc import Provider, Server
 from shared_rpc.memory.devices import device_id, device_tag
 
-#: Bytes of /dev/shm that there are where the first engines start, and their server.
+#: Bytes of /dev/shm for the first engines and their server.
 SHM = 64 << 10
 
 Ordinary = Callable[[Path], list[int]]
@@ -29,12 +29,12 @@ two_devices = pytest.mark.skipif(torch.cuda.device_count() == 1, reason="NCCL wa
 
 @pytest.fixture(scope="module")
 def pair(place: Place, models: dict[str, Path]) -> Iterator[list[Engine]]:
-    """Two engines that have started at the same time, where nothing was."""
+    """Two engines that were started concurrently, without a server."""
     both = [place.start(models["llama"], {"TEST_SHM": str(SHM)}) for _ in range(2)]
     yield [made.ready() for made in both]
 
 
-def test_two_engines_that_start_at_once_load_once(place: Place, pair: list[Engine]) -> None:
+def test_two_concurrent_engines_load_once(place: Place, pair: list[Engine]) -> None:
     """One of them starts the server, which loads for both."""
     assert place.loaded() == 1
     with place.client() as client:
@@ -43,8 +43,8 @@ def test_two_engines_that_start_at_once_load_once(place: Place, pair: list[Engin
 
 
 @on_a_host
-def test_parameters_are_shared_and_read_only_and_nothing_else_is(pair: list[Engine]) -> None:
-    """What an engine may write to is its own."""
+def test_only_parameters_are_shared_and_read_only(pair: list[Engine]) -> None:
+    """Tensors that an engine writes to are private."""
     for made in pair:
         found = made.ask(engine.tensors)
         assert {kind for kind, _ in found.values()} == {True, False}, "it has parameters and buffers"
@@ -54,7 +54,7 @@ def test_parameters_are_shared_and_read_only_and_nothing_else_is(pair: list[Engi
 
 @on_a_host
 def test_the_weights_are_in_memory_once(place: Place, pair: list[Engine]) -> None:
-    """Each process has all of them mapped, and their shares of the memory make one copy."""
+    """Each process maps all of them, and their proportional shares add up to one copy."""
     for made in pair:
         made.ask(engine.generate)
     with place.client() as client:
@@ -65,7 +65,7 @@ def test_the_weights_are_in_memory_once(place: Place, pair: list[Engine]) -> Non
 
 
 def _proportional(pid: int) -> int:
-    """Return a process's share of the segments that it has mapped, in bytes: Pss of proc(5)."""
+    """Return a process's share of its mapped segments in bytes: Pss of proc(5)."""
     share, counts = 0, False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
@@ -76,8 +76,8 @@ def _proportional(pid: int) -> int:
 
 
 @on_a_host
-def test_hardly_any_shared_memory_of_the_file_system_is_needed(place: Place, pair: list[Engine]) -> None:
-    """The weights lie in anonymous files: where /dev/shm has room for a few semaphores, all goes well."""
+def test_a_small_dev_shm_suffices(place: Place, pair: list[Engine]) -> None:
+    """It needs space for a few semaphores only, because the weights are in anonymous files."""
     sizes = [made.ask(engine.shm_bytes) for made in pair]
     if max(sizes) > SHM:
         pytest.skip("this user cannot mount a small /dev/shm")
@@ -86,10 +86,10 @@ def test_hardly_any_shared_memory_of_the_file_system_is_needed(place: Place, pai
 
 
 @pytest.mark.parametrize("family", checkpoints.FAMILIES)
-def test_tokens_are_those_of_vllms_own_loader(
+def test_tokens_equal_those_of_vllms_own_loader(
     place: Place, models: dict[str, Path], ordinary: Ordinary, family: str, report: Callable[[str], None]
 ) -> None:
-    """The weights are the same, and what is made of them is; a second engine does not wait for them."""
+    """In the first and in the second engine, which attaches without a load."""
     first, second = place.start(models[family]).ready(), place.start(models[family]).ready()
     assert first.ask(engine.generate) == second.ask(engine.generate) == ordinary(models[family])
     for name, made in (("first", first), ("second", second)):
@@ -98,10 +98,8 @@ def test_tokens_are_those_of_vllms_own_loader(
         made.close()
 
 
-def test_a_checkpoint_that_changes_is_loaded_for_engines_that_start_afterwards(
-    place: Place, ordinary: Ordinary, tmp_path: Path
-) -> None:
-    """An engine that runs keeps the weights that it has."""
+def test_a_changed_checkpoint_is_loaded_for_new_engines(place: Place, ordinary: Ordinary, tmp_path: Path) -> None:
+    """Running engines keep their weights."""
     model = checkpoints.write(tmp_path / "llama", "llama", seed=1)
     before = place.start(model)
     tokens = before.ask(engine.generate)
@@ -115,10 +113,8 @@ def test_a_checkpoint_that_changes_is_loaded_for_engines_that_start_afterwards(
     after.close()
 
 
-def test_refresh_loads_a_copy_for_engines_that_start_afterwards(
-    place: Place, pair: list[Engine], models: dict[str, Path]
-) -> None:
-    """The command asks for what an engine with the same options asks for, and so does that to load ahead."""
+def test_refresh_loads_a_copy_for_new_engines(place: Place, pair: list[Engine], models: dict[str, Path]) -> None:
+    """``refresh`` and ``preload`` use the label of an engine with the same options."""
     (old,) = _held(place)
     assert run("preload", Path("llama"), place, cwd=models["llama"].parent) == pair[0].attached()[0]
     assert _held(place) == {old}
@@ -134,8 +130,8 @@ def _held(place: Place) -> set[str]:
         return {info["object_id"] for info in client.list_objects() if info["leases"]}
 
 
-def test_an_engine_does_not_load_weights_again(pair: list[Engine]) -> None:
-    """It says so, and goes on with those that it has."""
+def test_an_engine_refuses_to_reload_weights(pair: list[Engine]) -> None:
+    """And continues with its weights."""
     tokens = pair[0].ask(engine.generate)
     with pytest.raises(Failed, match="NotShareable: the weights of --load-format shared_rpc are those of all engines"):
         pair[0].ask(engine.reload)
@@ -145,8 +141,8 @@ def test_an_engine_does_not_load_weights_again(pair: list[Engine]) -> None:
 
 
 @on_a_host
-def test_an_engine_that_writes_into_a_weight_ends_alone(place: Place, pair: list[Engine], models: dict[str, Path]) -> None:
-    """It is told what it wrote to; the weights are as they were."""
+def test_an_engine_that_writes_to_a_weight_crashes_alone(place: Place, pair: list[Engine], models: dict[str, Path]) -> None:
+    """With a message that names the weight; the weights are unchanged."""
     tokens = pair[0].ask(engine.generate)
     faulty = place.start(models["llama"])
     with pytest.raises(Ended, match=rf"exit code -{signal.SIGSEGV.value};"):
@@ -156,7 +152,7 @@ def test_an_engine_that_writes_into_a_weight_ends_alone(place: Place, pair: list
 
 
 def test_a_killed_engine_leaves_nothing(place: Place, models: dict[str, Path]) -> None:
-    """Its lease goes with it, and the weights stay for the next one."""
+    """Its lease is released, and the weights stay for the next one."""
     made = place.start(models["qwen"]).ready()
     with place.client() as client:
         (held,) = [info for info in client.list_objects() if any(holder["pid"] == made.pid for holder in info["holders"])]
@@ -166,10 +162,8 @@ def test_a_killed_engine_leaves_nothing(place: Place, models: dict[str, Path]) -
         assert made.pid not in [session["pid"] for session in client.list_sessions()]
 
 
-def test_an_adapter_lies_over_weights_that_are_shared(
-    place: Place, pair: list[Engine], models: dict[str, Path], tmp_path: Path
-) -> None:
-    """It is the engine's own, and the weights below it those of all."""
+def test_adapters_work_over_shared_weights(place: Place, pair: list[Engine], models: dict[str, Path], tmp_path: Path) -> None:
+    """They are private to their engine."""
     adapter = checkpoints.write_adapter(tmp_path / "adapter")
     with place.start(models["llama"], enable_lora=True, max_lora_rank=8) as made:
         adapted = made.ask(engine.generate, 12, adapter)
@@ -180,8 +174,8 @@ def test_an_adapter_lies_over_weights_that_are_shared(
 
 
 @on_a_host
-def test_an_engine_that_sleeps_lets_go_of_the_weights_and_another_one_goes_on(pair: list[Engine]) -> None:
-    """It generates what it did before, from weights at the addresses that they had."""
+def test_a_sleeping_engine_unmaps_the_weights_and_others_continue(pair: list[Engine]) -> None:
+    """After waking it generates the same tokens, from weights at the same addresses."""
     tokens, awake = pair[0].ask(engine.generate), pair[0].ask(engine.addresses)
     pair[0].ask(engine.sleep)
     asleep = pair[0].ask(engine.tensors)
@@ -194,8 +188,8 @@ def test_an_engine_that_sleeps_lets_go_of_the_weights_and_another_one_goes_on(pa
 
 
 @on_a_host
-def test_weights_of_engines_that_all_sleep_are_in_a_lower_tier(own_place: Place, models: dict[str, Path]) -> None:
-    """Once for all of them; the first one that wakes has them brought back."""
+def test_weights_are_evicted_when_all_engines_sleep(own_place: Place, models: dict[str, Path]) -> None:
+    """As one copy for all; the first engine to wake restores them."""
     words = ["serve", "shared_rpc_vllm.app", "--base-path", own_place.base_path, "--device", "cpu"]
     with serving(*words, "--spill-dir", str(own_place.folder)):
         both = [own_place.start(models["llama"], {"SHARED_TENSOR_ROLE": "client"}).ready() for _ in range(2)]
@@ -222,7 +216,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("options", "words"), REFUSED, ids=[next(iter(options)) for options, _ in REFUSED])
-def test_what_cannot_be_shared_is_refused_by_name(
+def test_unsupported_weights_are_refused_by_name(
     place: Place, models: dict[str, Path], options: dict[str, Any], words: str
 ) -> None:
     """Before anything is loaded."""
@@ -233,10 +227,10 @@ def test_what_cannot_be_shared_is_refused_by_name(
 
 
 @pytest.mark.parametrize("misfit", [False, True], ids=["before it is asked for", "when the model is made"])
-def test_with_fallback_it_is_loaded_for_the_engine_alone(
+def test_with_fallback_they_are_loaded_privately(
     place: Place, pair: list[Engine], models: dict[str, Path], misfit: bool
 ) -> None:
-    """With one warning, that says why."""
+    """With one warning that has the reason."""
     options = {} if misfit else {"hf_overrides": engine.override}
     environ = {"TEST_MISFIT": "1"} if misfit else {}
     with place.start(models["llama"], environ, {"fallback": True}, **options) as made:
@@ -246,7 +240,7 @@ def test_with_fallback_it_is_loaded_for_the_engine_alone(
 
 
 def test_a_server_of_another_app_is_named(own_place: Place, models: dict[str, Path]) -> None:
-    """It may be one of an older release of this plugin, which has no such endpoint."""
+    """It may have an older release of this plugin, without this endpoint."""
     provider = Provider(own_place.base_path, device=DEVICE, execution_mode="server")
     path = f"{own_place.base_path}-{device_tag(device_id(DEVICE))}.sock"
     with Server(provider, socket_path=path), pytest.raises(Failed, match=f"the server at {path} has no endpoint 'vllm_weig"):
@@ -254,8 +248,8 @@ def test_a_server_of_another_app_is_named(own_place: Place, models: dict[str, Pa
 
 
 @two_devices
-def test_ranks_have_their_own_parts_without_each_other(place: Place, models: dict[str, Path]) -> None:
-    """The server loads one after the other: vLLM's processes are as it starts them."""
+def test_ranks_attach_to_their_own_parts(place: Place, models: dict[str, Path]) -> None:
+    """The server loads them one by one, without the other ranks."""
     environ = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     with place.start(models["mixtral"], environ, load_format="auto", tensor_parallel_size=2) as alone:
         tokens = alone.ask(engine.generate)
@@ -264,8 +258,8 @@ def test_ranks_have_their_own_parts_without_each_other(place: Place, models: dic
         assert sorted(re.findall(r"attached to '(mixtral ./2)", made.written())) == ["mixtral 1/2", "mixtral 2/2"]
 
 
-def test_engines_go_on_when_the_process_that_loads_is_killed(place: Place, pair: list[Engine], models: dict[str, Path]) -> None:
-    """The broker has the memory: the next engine attaches, and nothing is loaded again."""
+def test_engines_continue_when_the_loading_process_is_killed(place: Place, pair: list[Engine], models: dict[str, Path]) -> None:
+    """The broker holds the memory: the next engine attaches without a load."""
     tokens, loaded = pair[0].ask(engine.generate), place.loaded()
     _, worker, *_ = place.pids()
     os.kill(worker, signal.SIGKILL)
@@ -275,8 +269,8 @@ def test_engines_go_on_when_the_process_that_loads_is_killed(place: Place, pair:
     assert place.loaded() == loaded
 
 
-def test_engines_go_on_when_the_server_is_killed(place: Place, pair: list[Engine], models: dict[str, Path]) -> None:
-    """Their mappings keep the memory. The next engine starts a server, which loads."""
+def test_engines_continue_when_the_server_is_killed(place: Place, pair: list[Engine], models: dict[str, Path]) -> None:
+    """Their mappings keep the memory. The next engine starts a server, which loads again."""
     tokens, loaded = pair[0].ask(engine.generate), place.loaded()
     broker, *_ = place.pids()
     os.kill(broker, signal.SIGKILL)

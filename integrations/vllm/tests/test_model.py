@@ -1,4 +1,4 @@
-"""What of vLLM can be shared, found out by what it can do: without an engine."""
+"""Checks of vLLM's features and models, without an engine."""
 
 from __future__ import annotations
 
@@ -31,36 +31,38 @@ from shared_rpc_vllm.request import plain, same_release
 
 
 class Lines(logging.Handler):
-    """The lines of a logger."""
+    """Collects the lines of a logger."""
 
     def __init__(self) -> None:
         super().__init__()
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a line."""
+        """Collect a line."""
         self.lines.append(record.getMessage())
 
 
 @pytest.fixture
 def lines() -> Iterator[list[str]]:
-    """What vLLM's logger is given."""
+    """The lines of vLLM's logger."""
     handler, logger = Lines(), logging.getLogger("vllm")
     logger.addHandler(handler)
     yield handler.lines
     logger.removeHandler(handler)
 
 
-def test_an_unknown_release_of_vllm_is_warned_of_once(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> None:
-    """What it can do is looked at, and not its number."""
+def test_an_untested_release_of_vllm_causes_one_warning(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> None:
+    """Features are detected independently of the release."""
     monkeypatch.setattr(vllm, "__version__", "99.1")
     for _ in range(2):
         model.warn_of_version()
     assert lines == ["--load-format shared_rpc is tested with vLLM 0.32.*; this is 99.1"]
 
 
-def test_a_release_of_vllm_that_lacks_what_is_needed_is_left_alone(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> None:
-    """Its engines do without the load format, and say so."""
+def test_an_unsupported_release_of_vllm_works_without_the_load_format(
+    monkeypatch: pytest.MonkeyPatch, lines: list[str]
+) -> None:
+    """With a warning."""
     monkeypatch.setitem(sys.modules, "vllm.model_executor.layers.linear", None)
     monkeypatch.delitem(sys.modules, "shared_rpc_vllm.model")
     monkeypatch.delitem(sys.modules, "shared_rpc_vllm.loader")
@@ -70,7 +72,7 @@ def test_a_release_of_vllm_that_lacks_what_is_needed_is_left_alone(monkeypatch: 
 
 
 def test_the_load_format_is_registered() -> None:
-    """vLLM finds it by itself, as a plugin; its options are read at once."""
+    """By vLLM's plugin mechanism; its options are checked early."""
     load_general_plugins()
     found = get_model_loader(LoadConfig(load_format="shared_rpc", model_loader_extra_config={"fallback": True}))
     assert isinstance(found, loader.SharedRpcLoader)
@@ -79,14 +81,14 @@ def test_the_load_format_is_registered() -> None:
         get_model_loader(LoadConfig(load_format="shared_rpc", model_loader_extra_config={"fall_back": True}))
 
 
-def test_a_tested_release_of_vllm_is_not_warned_of(lines: list[str]) -> None:
-    """The one that the tests are run with is."""
+def test_a_tested_release_of_vllm_causes_no_warning(lines: list[str]) -> None:
+    """Such as the release that runs the tests."""
     model.warn_of_version()
     assert lines == []
 
 
 class Untouched(QuantizeMethodBase):
-    """A method that processes nothing after loading."""
+    """A method without post-load processing."""
 
     def create_weights(self, layer: nn.Module, *_: Any, **__: Any) -> None:
         """Do nothing."""
@@ -97,27 +99,27 @@ class Untouched(QuantizeMethodBase):
 
 
 class Repacked(Untouched):
-    """A method that packs weights anew, in every engine."""
+    """A method that packs weights in every engine."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Pack."""
 
 
 class Processed(Repacked):
-    """A method that leaves weights alone which are packed already."""
+    """A method that skips weights that are packed already."""
 
     supports_pre_processed_weights = True
 
 
 class Kernel:
-    """A kernel that notes something about the weights while it processes them."""
+    """A kernel that records a value while it processes weights."""
 
     def __init__(self) -> None:
         self.width: int | None = None
         self.table: torch.Tensor | None = None
 
     def process_weights_after_loading(self, layer: nn.Module, *, table: bool = False) -> None:
-        """Note it."""
+        """Record it."""
         self.width = layer.weight.shape[0]
         layer.has_scale = False
         if table:
@@ -125,14 +127,14 @@ class Kernel:
 
 
 def kernel_of(made: nn.Module) -> Kernel:
-    """The kernel of a model with one layer, whose method it belongs to."""
+    """Return the kernel of the method of a model with one layer."""
     made.layer.weight = nn.Parameter(torch.zeros(3, 2))
     made.layer.quant_method.kernel = Kernel()
     return made.layer.quant_method.kernel  # type: ignore[no-any-return]
 
 
-def test_an_engine_is_given_what_kernels_noted_in_the_server() -> None:
-    """Of the kernel, and of the layer; what its own processing has noted stays."""
+def test_an_engine_gets_values_that_kernels_recorded_in_the_server() -> None:
+    """Of the kernel and of the layer; values of its own processing stay."""
     there, here, again = (layer_of(Processed()) for _ in range(3))
     processing = kernel_of(there)
     with state.recorded(there) as noted:
@@ -144,8 +146,8 @@ def test_an_engine_is_given_what_kernels_noted_in_the_server() -> None:
     assert (kernel.width, here.layer.has_scale, done.width) == (3, False, 5)
 
 
-def test_what_a_kernel_makes_and_cannot_be_passed_is_refused_by_name() -> None:
-    """Unless the engine has made one too."""
+def test_objects_of_kernels_that_cannot_be_passed_are_refused_by_name() -> None:
+    """Unless the engine has created them too."""
     there, here = layer_of(Processed()), layer_of(Processed())
     kernel = kernel_of(there)
     with state.recorded(there) as noted:
@@ -166,14 +168,14 @@ def layer_of(method: QuantizeMethodBase) -> nn.Module:
 
 
 @pytest.mark.parametrize("method", [Untouched(), Processed()], ids=lambda method: type(method).__name__)
-def test_weights_that_can_be_left_alone_are_shared(monkeypatch: pytest.MonkeyPatch, method: QuantizeMethodBase) -> None:
-    """Whatever the method is called."""
+def test_weights_that_need_no_processing_are_shared(monkeypatch: pytest.MonkeyPatch, method: QuantizeMethodBase) -> None:
+    """Independently of the method's name."""
     monkeypatch.setattr(model.current_platform, "is_cpu", lambda: False)
     model.refuse_methods(layer_of(method))
 
 
-def test_weights_that_are_packed_anew_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The layer, and the method."""
+def test_weights_that_each_engine_packs_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the layer and the method."""
     monkeypatch.setattr(model.current_platform, "is_cpu", lambda: False)
     with pytest.raises(NotShareable, match="layer is of Repacked, whose weights each engine processes for itself"):
         model.refuse_methods(layer_of(Repacked()))
@@ -181,14 +183,14 @@ def test_weights_that_are_packed_anew_are_refused_by_name(monkeypatch: pytest.Mo
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a CPU")
 @pytest.mark.parametrize("method", [Untouched(), Processed()], ids=lambda method: type(method).__name__)
-def test_on_a_cpu_plain_weights_alone_are_shared(method: QuantizeMethodBase) -> None:
-    """Its kernels pack others, and do not say so."""
+def test_on_a_cpu_only_plain_weights_are_shared(method: QuantizeMethodBase) -> None:
+    """Its kernels pack other weights without declaring it."""
     with pytest.raises(NotShareable, match="weights each engine processes for itself on cpu"):
         model.refuse_methods(layer_of(method))
 
 
 def config_with(path: str) -> tuple[Any, Any]:
-    """A configuration in which one option is set, and its model's."""
+    """Return a configuration with one option, and its model configuration."""
     config = SimpleNamespace(model_config=SimpleNamespace())
     place = config
     *parts, last = path.split(".")
@@ -201,14 +203,14 @@ def config_with(path: str) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize(("reason", "path"), model._REFUSED.items(), ids=lambda text: text.split(":")[0])
 def test_an_option_that_moves_weights_is_refused_by_name(reason: str, path: str) -> None:
-    """Before a server is asked for anything."""
+    """Before any request to a server."""
     with pytest.raises(NotShareable) as refused:
         model.refuse_engine(*config_with(path))
     assert str(refused.value) == f"the weights cannot be shared with {reason}"
 
 
-def test_options_that_are_refused_are_there_in_this_vllm() -> None:
-    """A name that is misspelt would refuse nothing."""
+def test_refused_options_exist_in_this_vllm() -> None:
+    """A misspelt name would refuse nothing."""
     config = vllm.config.VllmConfig()
     fields = SimpleNamespace(**{field.name: field for field in dataclasses.fields(vllm.config.ModelConfig)})
     for path in model._REFUSED.values():
@@ -218,28 +220,28 @@ def test_options_that_are_refused_are_there_in_this_vllm() -> None:
             place = getattr(place, name)
 
 
-def test_a_draft_model_is_refused_with_what_to_do() -> None:
-    """It is made with parts of another model."""
+def test_a_draft_model_is_refused_with_a_remedy() -> None:
+    """It is built with parts of another model."""
     config = SimpleNamespace(model_config=SimpleNamespace())
     with pytest.raises(NotShareable, match=r"'draft_load_config': \{'load_format': 'auto'\}"):
         model.refuse_engine(config, SimpleNamespace())
 
 
-def test_a_server_of_another_release_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It goes on with the code that it has imported when this package is installed anew."""
+def test_a_server_of_another_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps the imported code when this package is reinstalled."""
     versions = {"shared-rpc-vllm": "0.0.9", "vllm": vllm.__version__}
     with pytest.raises(NotShareable, match=r"the server has shared-rpc-vllm 0\.1\.0, and this engine 0\.0\.9: end it with"):
         same_release(versions)
 
 
 def test_a_value_that_is_not_plain_is_refused_by_name() -> None:
-    """The server could not be told."""
+    """It cannot be sent to the server."""
     with pytest.raises(NotShareable, match=r"model_config\.hf_overrides\.rope is <object"):
         plain({"rope": object()}, "model_config.hf_overrides")
 
 
-def test_an_engine_is_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it would load into its own memory goes with it."""
+def test_an_engine_cannot_have_the_server_role(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights would be lost with the engine."""
     monkeypatch.setattr(app, "provider", Provider(execution_mode="server"))
     with pytest.raises(ConfigurationError, match="an engine cannot have SHARED_TENSOR_ROLE=server"):
         loader._loads_itself()
@@ -248,13 +250,13 @@ def test_an_engine_is_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("role", "expected"), [("local", True), ("client", False), ("spawn", False)])
 def test_nothing_is_shared_in_the_local_role(monkeypatch: pytest.MonkeyPatch, role: Any, expected: bool) -> None:
-    """As with any provider."""
+    """Like with any provider."""
     monkeypatch.setattr(app, "provider", Provider(execution_mode=role))
     assert loader._loads_itself() is expected
 
 
 def test_the_weights_count_as_memory_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU vLLM asks for their size first, by a loader of its own: what was attached for that is not let go meanwhile."""
+    """On a GPU vLLM gets their size first, with a separate loader: the attached weights are kept until the load."""
     handle = SimpleNamespace(get_object_info=lambda: {"nbytes": 16 << 30})
     monkeypatch.setattr(loader.current_platform, "is_cpu", lambda: False)
     monkeypatch.setattr(loader, "_loads_itself", lambda: False)
@@ -266,10 +268,8 @@ def test_the_weights_count_as_memory_of_the_engine(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("fallback", [False, True])
-def test_weights_that_cannot_be_shared_are_no_memory_of_another_process(
-    monkeypatch: pytest.MonkeyPatch, fallback: bool
-) -> None:
-    """Without a fallback the engine ends there already."""
+def test_weights_that_cannot_be_shared_count_zero_bytes(monkeypatch: pytest.MonkeyPatch, fallback: bool) -> None:
+    """Without a fallback the engine fails there already."""
 
     def refused(*_: object) -> None:
         raise NotShareable("the reason")
@@ -285,8 +285,8 @@ def test_weights_that_cannot_be_shared_are_no_memory_of_another_process(
             asked.get_external_weight_memory(SimpleNamespace(model_config=None))
 
 
-def test_a_process_is_one_rank_of_several_for_a_while() -> None:
-    """Models ask for rank and size; groups that are not told of have one process."""
+def test_a_process_is_one_rank_of_several_during_a_load() -> None:
+    """Models get rank and size; groups that are not in the layout have one process."""
     before = parallel_state._TP
     with layout.seated({"_WORLD": (1, 2), "_TP": (1, 2)}, torch.device("cpu")):
         assert parallel_state.get_tensor_model_parallel_rank() == 1

@@ -1,4 +1,4 @@
-"""Options of the load format, the place where engines meet, and the commit that they ask for."""
+"""Options of the load format, the base path of engines, and the commit of a request."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from shared_rpc_vllm.options import LoaderOptions, base_path
 from shared_rpc_vllm.request import commit_of
 
 
-def test_without_options_there_are_defaults() -> None:
-    """No option has to be given."""
+def test_options_have_defaults() -> None:
+    """No option is required."""
     assert LoaderOptions.of({}) == LoaderOptions(base_path=None, fallback=False, load_format="auto")
 
 
 def test_options_are_read() -> None:
-    """Each by its name."""
+    """By name."""
     values = {"base_path": "/run/weights", "fallback": True, "load_format": "safetensors"}
     assert LoaderOptions.of(values)._asdict() == values
 
 
 def test_an_unknown_option_is_refused_by_name() -> None:
-    """With those that there are."""
+    """With the existing ones."""
     with pytest.raises(
         ConfigurationError, match=r"has 'basepath': with --load-format shared_rpc there are 'base_path', 'fallb"
     ):
@@ -32,29 +32,29 @@ def test_an_unknown_option_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize(("name", "value"), [("base_path", 1), ("fallback", "yes"), ("load_format", None)])
 def test_a_value_of_another_type_is_refused_by_name(name: str, value: object) -> None:
-    """A text for a switch would count as true."""
+    """A string for a switch would be true."""
     with pytest.raises(ConfigurationError, match=rf"{name} is {value!r}, and must be a (str|bool)"):
         LoaderOptions.of({name: value})
 
 
 def test_the_server_cannot_load_by_attaching() -> None:
-    """It would ask itself."""
+    """It would call itself."""
     with pytest.raises(ConfigurationError, match="load_format is 'shared_rpc'"):
         LoaderOptions.of({"load_format": "shared_rpc"})
 
 
-def test_engines_meet_beside_the_users_own_servers() -> None:
-    """One that serves another app has no endpoint for them."""
+def test_engines_use_another_base_path_than_the_users_servers() -> None:
+    """A server of another app has no endpoint for them."""
     assert base_path({"XDG_RUNTIME_DIR": "/"}) == "/shared-tensor-vllm"
 
 
-def test_a_base_path_from_the_environment_is_taken_as_it_is() -> None:
-    """Whoever sets one knows who else uses it."""
+def test_a_base_path_from_the_environment_is_unchanged() -> None:
+    """It is an explicit choice of the user."""
     assert base_path({"SHARED_TENSOR_BASE_PATH": "/run/weights"}) == "/run/weights"
 
 
-def test_a_revision_is_the_commit_that_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`main` stands for another one later."""
+def test_a_revision_is_resolved_to_the_cached_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`main` may be another commit later."""
     hub = pytest.importorskip("huggingface_hub")
     cache = tmp_path / "models--org--model"
     (cache / "refs").mkdir(parents=True)

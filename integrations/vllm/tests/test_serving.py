@@ -1,4 +1,4 @@
-"""vLLM's API server over shared weights, and with those of a trainer, by vLLM's own client for it."""
+"""vLLM's API server with shared weights, and with weights of a trainer sent by vLLM's own client."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from shared_rpc_vllm import app
 from shared_rpc_vllm.weight_transfer import SharedRpcTrainer, SharedRpcTrainerInfo
 from test_weight_transfer import trained
 
-#: Seconds for a server to answer: its processes import vLLM one after the other.
+#: Timeout for a server's start, in seconds: its processes import vLLM one after another.
 START = 180.0
 
 
 class Api:
-    """An API server, in a process of its own; :meth:`ready` waits until it answers."""
+    """An API server in a separate process; :meth:`ready` waits until it answers."""
 
     def __init__(self, place: Place, model: Path, *options: str) -> None:
         with socket.socket() as free:
@@ -62,11 +62,11 @@ class Api:
         raise AssertionError(self.written()[-3000:])
 
     def written(self) -> str:
-        """Return what its processes have written so far."""
+        """Return the output of its processes so far."""
         return self._log.read_text(errors="replace")
 
     def generate(self) -> list[int]:
-        """Return the tokens that :func:`engine.generate` asks for."""
+        """Return the tokens for the request of :func:`engine.generate`."""
         body = {"model": "m", "prompt": engine.PROMPT, "max_tokens": 12, "temperature": 0.0, "return_token_ids": True}
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(f"{self.url}/v1/completions", json.dumps(body).encode(), headers)
@@ -87,17 +87,17 @@ def serving(place: Place, model: Path, *options: str) -> Iterator[Api]:
 
 
 def with_words(model: Path) -> Path:
-    """Add a tokenizer to a checkpoint, of a word for each token."""
+    """Add a tokenizer with one word per token to a checkpoint."""
     words = {f"w{number}": number for number in range(512)}
     made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")), unk_token="w0", eos_token="w2")
     made.save_pretrained(model)
     return model
 
 
-def test_two_servers_share_weights_and_one_takes_those_of_a_trainer(
+def test_two_servers_share_weights_and_one_receives_those_of_a_trainer(
     place: Place, ordinary: Callable[[Path], list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each answers as an engine with vLLM's own loader does; the other server has the weights of the file still."""
+    """Each answers like an engine with vLLM's own loader; the other server keeps the weights of the file."""
     model = with_words(checkpoints.write(tmp_path / "llama", "llama", seed=3))
     monkeypatch.setattr(app.provider, "base_path", place.base_path)
     backend = '--weight-transfer-config={"backend": "shared_rpc"}'

@@ -1,4 +1,4 @@
-"""The sleep-mode backend, over a server in this process and without an engine: what sleeps, what wakes, what is refused."""
+"""The sleep-mode backend with a server in this process and without an engine."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ Weights = Handle[dict[str, torch.Tensor]]
 
 
 class Allocator:
-    """A backend for an engine's own memory, as vLLM has one on a GPU: it notes what it is asked for."""
+    """A backend for private memory, like vLLM's on a GPU, that records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.broken = False
 
     def suspend(self, level: int = 1) -> None:
-        """Note it, or fail."""
+        """Record the call, or fail."""
         if self.broken:
             raise RuntimeError("out of pinned memory")
         self.calls.append(("suspend", level))
 
     def resume(self, tags: list[str] | None = None) -> None:
-        """Note it."""
+        """Record the call."""
         self.calls.append(("resume", tags))
 
     def discard(self, tags: tuple[str, ...]) -> None:
-        """Note it."""
+        """Record the call."""
         self.calls.append(("discard", tags))
 
 
 @pytest.fixture
 def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Weights]:
-    """Weights that a model of this process was made of; their server has a lower tier."""
+    """Attached weights in a model of this process; their server has a lower tier."""
     base_path = str(tmp_path / "s")
     app = Provider(base_path, device="cpu", execution_mode="server")
 
@@ -62,29 +62,27 @@ def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Weights
 
 @pytest.fixture
 def backend() -> SharedRpcSleepMode:
-    """The backend, with an allocator beside it."""
+    """The backend, with an allocator."""
     made = SharedRpcSleepMode()
     made._own = Allocator()  # type: ignore[assignment]
     return made
 
 
 def own(backend: SharedRpcSleepMode) -> Allocator:
-    """The allocator of a backend."""
+    """Return the allocator of a backend."""
     assert isinstance(backend._own, Allocator)
     return backend._own
 
 
 def config(**options: Any) -> Any:
-    """An engine's configuration, as far as it is looked at."""
+    """Return the relevant part of an engine's configuration."""
     model = {"enable_sleep_mode": True, "sleep_mode_backend": "cumem", "sleep_preserve_parameter_names": [], **options}
     return SimpleNamespace(model_config=SimpleNamespace(**model))
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_an_engine_that_sleeps_has_no_weights_and_has_them_again_when_it_wakes(
-    weights: Weights, backend: SharedRpcSleepMode, level: int
-) -> None:
-    """At the same address, at both levels; the server has them in a lower tier meanwhile."""
+def test_a_sleeping_engine_has_no_weights_until_it_wakes(weights: Weights, backend: SharedRpcSleepMode, level: int) -> None:
+    """At the same address, at both levels; the server has them in a lower tier in between."""
     tensor = weights.value["weight"]
     address = tensor.data_ptr()
     backend.suspend(level)
@@ -98,8 +96,8 @@ def test_an_engine_that_sleeps_has_no_weights_and_has_them_again_when_it_wakes(
     assert torch.equal(tensor, torch.arange(1 << 16, dtype=torch.float32))
 
 
-def test_an_engines_own_memory_is_with_vllms_allocator(weights: Weights, backend: SharedRpcSleepMode) -> None:
-    """What is its own among the weights is in no checkpoint, so that level 2 is level 1 for it."""
+def test_private_memory_is_managed_by_vllms_allocator(weights: Weights, backend: SharedRpcSleepMode) -> None:
+    """Level 2 is level 1 for private tensors among the weights, which are in no checkpoint."""
     backend.suspend(2)
     backend.resume(["weights"])
     backend.resume(["kv_cache"])
@@ -107,7 +105,7 @@ def test_an_engines_own_memory_is_with_vllms_allocator(weights: Weights, backend
 
 
 def test_a_wake_of_the_cache_alone_leaves_the_weights_asleep(weights: Weights, backend: SharedRpcSleepMode) -> None:
-    """Until they are asked for."""
+    """Until they are requested."""
     backend.suspend()
     backend.resume(["kv_cache"])
     assert weights.suspended
@@ -115,10 +113,8 @@ def test_a_wake_of_the_cache_alone_leaves_the_weights_asleep(weights: Weights, b
     assert not weights.suspended
 
 
-def test_weights_that_another_engine_has_stay_on_their_device(
-    weights: Weights, backend: SharedRpcSleepMode, tmp_path: Path
-) -> None:
-    """It goes on with them; the engine that sleeps has them again all the same."""
+def test_weights_of_an_awake_engine_stay_on_their_device(weights: Weights, backend: SharedRpcSleepMode, tmp_path: Path) -> None:
+    """It continues with them; the sleeping engine can still wake."""
     with Client(f"{tmp_path}/s", device="cpu") as other, other.call("weights") as awake:
         backend.suspend()
         assert awake.get_object_info()["tier"] == "device"
@@ -128,14 +124,14 @@ def test_weights_that_another_engine_has_stay_on_their_device(
 
 
 def test_shared_weights_are_not_discarded(weights: Weights, backend: SharedRpcSleepMode) -> None:
-    """The rest is."""
+    """Other memory is."""
     backend.discard(("weights", "kv_cache"))
     assert own(backend).calls == [("discard", ("kv_cache",))]
     assert weights.value["weight"][7] == 7
 
 
-def test_an_engine_that_cannot_sleep_is_awake(weights: Weights, backend: SharedRpcSleepMode) -> None:
-    """With its weights: what was suspended is resumed."""
+def test_an_engine_that_cannot_sleep_stays_awake(weights: Weights, backend: SharedRpcSleepMode) -> None:
+    """With its weights: suspended handles are resumed."""
     own(backend).broken = True
     with pytest.raises(RuntimeError, match="pinned"):
         backend.suspend()
@@ -144,13 +140,13 @@ def test_an_engine_that_cannot_sleep_is_awake(weights: Weights, backend: SharedR
 
 
 def test_vllm_finds_the_backend_by_its_name() -> None:
-    """However often the plugin is loaded."""
+    """Even if the plugin is loaded several times."""
     register(), register()
     assert SleepModeBackendFactory.get_backend_class(LOAD_FORMAT) is SharedRpcSleepMode
 
 
-def test_an_engine_with_shared_weights_has_this_backend() -> None:
-    """vLLM has no option by which one could be chosen."""
+def test_an_engine_with_shared_weights_uses_this_backend() -> None:
+    """vLLM has no option to select it."""
     engine = config()
     refuse_engine(engine, engine.model_config)
     choose_sleep_mode(engine.model_config)
@@ -167,7 +163,7 @@ def test_an_engine_with_shared_weights_has_this_backend() -> None:
     ids=["another", "none", "preserve"],
 )
 def test_another_sleep_mode_is_refused(options: dict[str, Any], words: str) -> None:
-    """It would give the weights of all away, or write to them."""
+    """It would free the weights of all engines, or write to them."""
     engine = config(**options)
     with pytest.raises(NotShareable, match=words):
         refuse_engine(engine, engine.model_config)

@@ -1,4 +1,4 @@
-"""Weight transfer: a trainer in this process sends its weights to engines, which generate with them from then on."""
+"""Weight transfer: a trainer in this process sends its weights to engines, which then generate with them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Sync:
-    """Weight-transfer client of engines of this test, as vLLM's own ones are of its server and of Ray's actors."""
+    """Weight-transfer client for the engines of a test, like vLLM's clients for its server and for Ray actors."""
 
     def __init__(self, *engines: Engine) -> None:
         self._engines = engines
@@ -35,15 +35,15 @@ class Sync:
         self._all("init_weight_transfer_engine", {"init_info": init_info})
 
     def start_weight_update(self) -> None:
-        """Begin."""
+        """Start an update."""
         self._all("start_weight_update")
 
     def update_weights(self, update_info: Any) -> None:
-        """Receive."""
+        """Receive weights."""
         self._all("update_weights", {"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """End."""
+        """Finish the update."""
         self._all("finish_weight_update")
 
     def _all(self, *step: Any) -> None:
@@ -52,7 +52,7 @@ class Sync:
 
 
 def trained(model: Path, rate: float = 1.0) -> Any:
-    """Return a model of transformers from a checkpoint, after a step of training."""
+    """Load a model of transformers from a checkpoint, and train it for one step."""
     module = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).to(DEVICE)
     tokens = torch.tensor([[*engine.PROMPT, 200, 300, 400, 7]], device=DEVICE)
     module(input_ids=tokens, labels=tokens).loss.backward()
@@ -64,14 +64,14 @@ def trained(model: Path, rate: float = 1.0) -> Any:
 
 @pytest.fixture(autouse=True)
 def base_path(place: Place, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The server of the test for the trainer too."""
+    """Use the server of the test for the trainer too."""
     monkeypatch.setattr(app.provider, "base_path", place.base_path)
     load_general_plugins()
     return place.base_path
 
 
 def trainer(source: Any, *engines: Engine, **options: Any) -> SharedRpcTrainer:
-    """Make a trainer by the name of the backend."""
+    """Create a trainer by the name of the backend."""
     info = SharedRpcTrainerInfo(rank=0, device=DEVICE, nbytes=1 << 18, readers=len(engines), timeout=30.0, **options)
     made = WeightTransferTrainerFactory.trainer_init(info, client=Sync(*engines), source=source)
     assert isinstance(made, SharedRpcTrainer)
@@ -80,10 +80,10 @@ def trainer(source: Any, *engines: Engine, **options: Any) -> SharedRpcTrainer:
 
 @pytest.mark.parametrize("load_format", ["auto", "shared_rpc"])
 @pytest.mark.parametrize("family", ["llama", "qwen"])
-def test_an_engine_generates_with_what_a_trainer_has_sent(
+def test_an_engine_generates_with_received_weights(
     place: Place, models: dict[str, Path], ordinary: Ordinary, tmp_path: Path, family: str, load_format: str
 ) -> None:
-    """As one that loads the same weights from a file; others that share those which it began with have them still."""
+    """Like one that loads them from a file; engines that share the previous weights keep them."""
     made = place.start(models[family], load_format=load_format, **OPTIONS)
     assert made.ask(engine.generate) == ordinary(models[family])
     module = trained(models[family])
@@ -102,7 +102,7 @@ def test_an_engine_generates_with_what_a_trainer_has_sent(
 
 
 class Faulty(ModuleSource):
-    """A source that does something else before a weight of the last layer, once."""
+    """A source that calls a function once, before a weight of the last layer."""
 
     def __init__(self, module: Any, fault: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__(module)
@@ -125,7 +125,7 @@ def _raising(tensor: torch.Tensor) -> torch.Tensor:
 def test_after_a_failed_transfer_the_next_one_succeeds(
     place: Place, models: dict[str, Path], ordinary: Ordinary, tmp_path: Path, fault: Any, expected: type[Exception]
 ) -> None:
-    """Neither side waits for the other one when one of two engines or the trainer fails; all engines take part again."""
+    """If one of two engines or the trainer fails, neither side waits for the other; then all engines take part again."""
     pair = [place.start(models["llama"], **OPTIONS) for _ in range(2)]
     module = trained(models["llama"])
     sending = trainer(Faulty(module, fault), *pair)
@@ -140,7 +140,7 @@ def test_after_a_failed_transfer_the_next_one_succeeds(
 
 
 def test_an_engine_does_not_wait_for_a_trainer_that_has_ended(place: Place, models: dict[str, Path]) -> None:
-    """The error names the end of the trainer; the engine can be used by another one."""
+    """The error names the end of the trainer; another trainer can use the engine."""
     made = place.start(models["llama"], **OPTIONS)
     sending = trainer(ModuleSource(trained(models["llama"])), made)
     made.ask(engine.weight_sync, "start_weight_update")
@@ -153,7 +153,7 @@ def test_an_engine_does_not_wait_for_a_trainer_that_has_ended(place: Place, mode
     made.close()
 
 
-def test_a_source_of_which_each_rank_has_a_part_is_refused() -> None:
+def test_a_source_with_a_part_on_each_rank_is_refused() -> None:
     """The channel has one sender."""
 
     class Parts(ModuleSource):

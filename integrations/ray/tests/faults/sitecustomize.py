@@ -65,7 +65,7 @@ class _Finder:
     """Patches the transfers before the agent's module is imported."""
 
     def find_spec(self, name: str, *_: Any) -> None:
-        """Find nothing."""
+        """Find no module."""
         if name == "shared_rpc_ray.agent":
             sys.meta_path.remove(self)
             _patch()
