@@ -31,7 +31,7 @@ HOMES = (
 #: Members that are public in the code, for other modules of the package, and no business of its users.
 INTERNAL = {
     "client_options", "detail", "ensure_live", "engine", "in_session", "mechanism_info", "move_to",
-    "registry", "restore", "revision_page", "run_with", "serve_with", "notify",
+    "registry", "restore", "revision_page", "run_in", "run_with", "serve_with", "notify",
 }  # fmt: skip
 
 

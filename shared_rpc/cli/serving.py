@@ -251,7 +251,7 @@ def _serve_in_process(target: str, options: ServeOptions) -> None:
 
     def begin() -> list[Server]:
         for provider in providers:
-            host.adopt(provider)
+            provider.run_in(host)
         for server in host.servers.values():
             print(f"serving {', '.join(server.info()['endpoints']) or 'no endpoints'} at {server.socket_path}", flush=True)
             if server.metrics_url is not None:

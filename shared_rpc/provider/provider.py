@@ -25,7 +25,7 @@ from shared_rpc.operations.handles import Handle
 from shared_rpc.protocol.generations import Generation
 from shared_rpc.protocol.infos import EndpointInfo, MechanismInfo, RuntimeInfo
 from shared_rpc.provider.main_end import register, unregister
-from shared_rpc.provider.runtime import ClientRuntime, LocalRuntime, Runtime, ServerRuntime, host
+from shared_rpc.provider.runtime import ClientRuntime, Host, LocalRuntime, Runtime, ServerRuntime, host
 from shared_rpc.server.server import Server
 from shared_rpc.settings import Role, resolve_cluster, resolve_role
 
@@ -350,6 +350,11 @@ class Provider(BlockingOperations):
             self._role = "server"
             register(self)
             self._working = ServerRuntime(server)
+
+    def run_in(self, host: Host) -> None:
+        """Begin to run in the host of this process, unless a call did before."""
+        with self._lock:  # before the host's own lock, like a first call from another thread
+            host.adopt(self)
 
     def run_with(self, runtime: Runtime) -> None:
         """Route this process's own calls to the runtime of its host."""

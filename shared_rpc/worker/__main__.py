@@ -22,7 +22,7 @@ def _load(host: WorkerHost, beginning: Beginning, target: str, options: ServeOpt
     if options.socket is not None and len(providers) > 1:
         raise ConfigurationError(f"{target} has {len(providers)} providers for one --socket: name one with {target}:name")
     for provider in providers:
-        host.adopt(provider)
+        provider.run_in(host)
     host.loaded(beginning.imports() if options.preload else None)
 
 

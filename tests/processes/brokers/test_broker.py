@@ -142,6 +142,28 @@ def test_errors_of_endpoints_keep_their_type(app: BrokerApp) -> None:
     assert client.call("model").weight[0, 0] == 4
 
 
+def test_a_thread_may_call_an_endpoint_while_the_app_is_loaded(app: BrokerApp) -> None:
+    """The first call of a provider and the end of the import begin to serve it at the same time."""
+    client = app.serve("""
+        import threading
+        from shared_rpc.worker import host as module
+
+        plain = module.override
+
+        def override(provider, options, number):
+            threading.Thread(target=provider.get_runtime_info, daemon=True).start()
+            for _ in range(100):  # until the thread has the provider, or waits for it
+                if not provider._lock.acquire(blocking=False):
+                    break
+                provider._lock.release()
+                time.sleep(0.002)
+            plain(provider, options, number)
+
+        module.override = override
+    """)
+    assert client.call("echo", torch.ones(1)) == 1
+
+
 def test_tasks_report_progress_and_can_be_stopped(app: BrokerApp) -> None:
     """Progress reaches the waiters; a request to stop reaches the worker."""
     client = app.serve("""
