@@ -42,11 +42,10 @@ class FakeWorker:
         self.number, self.restarts, self.pid = number, restarts, 0
         self.state, self.started = "starting", time.monotonic()
         self.served: dict[str, Any] = {}
-        self.endpoints: dict[str, Any] = {}
         self.runs: dict[int, Any] = {}
         self.requests: dict[int, Any] = {}
         self.refusal: Exception | None = None
-        self.forked = self.loaded = False
+        self.forked = self.loaded = self.bare = False
         self.condemned = ""
         self._handlers, self._ended = handlers, ended
 
@@ -85,7 +84,7 @@ class Stage:
         self.workers: list[Any] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self.zygote = WorkerZygote(WorkerCommand("app"))
-        self.supervisor = Supervisor(WorkerCommand("app"), count, self.zygote, {}, *[lambda *_: None] * 3)
+        self.supervisor = Supervisor(WorkerCommand("app"), count, self.zygote, *[lambda *_: None] * 3)
 
     def make(self, *arguments: Any) -> Any:
         """Make a worker without a process."""
