@@ -51,10 +51,6 @@ class ForwardedTransfer(SessionTransfer):
                 del self._lent[chunk]
                 self._returned.append(chunk)
 
-    def release(self, numbers: Iterable[int]) -> None:
-        """Take back chunks that no worker has received."""
-        self.put_back(numbers)
-
     def made(self, worker: Worker, record: Record) -> None:
         """Record that a result lies in chunks of a worker's pool."""
         self._results.update(dict.fromkeys(record.chunks, worker))
@@ -96,9 +92,9 @@ class ForwardedTransfer(SessionTransfer):
         chunks, self._returned = self._returned, []
         return chunks
 
-    def put_back(self, chunks: Iterable[int]) -> None:
-        """Keep chunks for the next reply."""
-        self._returned += chunks
+    def release(self, numbers: Iterable[int]) -> None:
+        """Keep chunks for the next reply, for example those that no worker has received."""
+        self._returned += numbers
 
     def info(self) -> PoolInfo:
         """Describe the workers' pools for the session's results."""

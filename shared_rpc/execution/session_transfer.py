@@ -62,8 +62,8 @@ class SessionTransfer(ABC):
         """Pop the client's chunks that can be returned now."""
 
     @abstractmethod
-    def put_back(self, chunks: Iterable[int]) -> None:
-        """Take back chunks of :meth:`returned` that could not be sent."""
+    def release(self, numbers: Iterable[int]) -> None:
+        """Take back chunks of the client that are not used, or that :meth:`returned` gave and that could not be sent."""
 
     @abstractmethod
     def info(self) -> PoolInfo:

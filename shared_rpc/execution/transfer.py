@@ -41,8 +41,8 @@ class ServerTransfer(SessionTransfer):
     def returned(self) -> list[int]:
         return self.references.pop_returned()
 
-    def put_back(self, chunks: Iterable[int]) -> None:
-        self.references.release(chunks)
+    def release(self, numbers: Iterable[int]) -> None:
+        self.references.release(numbers)
 
     # Results, on the server's loop.
 

@@ -332,7 +332,7 @@ class RemoteCaller(msgspec.Struct, eq=False):
             return True
         if transfer is not None:
             transfer.release_results(record.chunks)
-            transfer.put_back(message.freed)
+            transfer.release(message.freed)
         if outcome.managed:
             self.core.release(self.session, [message.object_id])
         return False

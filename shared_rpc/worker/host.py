@@ -318,7 +318,7 @@ class WorkerHost:
         except Exception as error:
             if transfer is not None:
                 transfer.release_results(record.chunks)
-                transfer.put_back(message.freed)
+                transfer.release(message.freed)
             return Failure.of(CapabilityError(f"cannot send the result of {run.spec.name}(): {error}"))
         finally:
             record.close()

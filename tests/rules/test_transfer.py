@@ -19,7 +19,6 @@ from shared_rpc.client.results import result_of
 from shared_rpc.client.steps import Reply
 from shared_rpc.client.transfer import ClientTransfer
 from shared_rpc.errors import ConnectionClosed
-from shared_rpc.execution import transfer as server_module
 from shared_rpc.memory import chunk_references
 from shared_rpc.memory.backends.choice import backend_for
 from shared_rpc.memory.backends.host import MemfdBackend
@@ -81,7 +80,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr(lane_module, "FINALIZER", clock)
     monkeypatch.setattr(lane_module, "time", clock)
     monkeypatch.setattr(chunk_references, "time", clock)
-    monkeypatch.setattr(server_module, "FINALIZER", clock)
     return clock
 
 
