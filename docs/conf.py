@@ -1,4 +1,4 @@
-"""How the documentation is built: ``python3 -m nox -s docs``. Nothing is fetched from anywhere."""
+"""Configuration of Sphinx, for ``python3 -m nox -s docs``. The build needs no network."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ extensions = [
     "names",
 ]
 exclude_patterns = ["_build"]
-# An index has patterns, for its order; one that no page goes by is no defect. Sphinx gives this warning no type to suppress.
+# A glob pattern of a toctree may match no page. This warning of Sphinx has no type to suppress.
 logging.getLogger("sphinx.sphinx.directives.other").addFilter(lambda record: "toctree glob pattern" not in str(record.msg))
 
 # Markdown
@@ -40,7 +40,7 @@ myst_links_external_new_tab = True
 copybutton_prompt_text = r"\$ |>>> |\.\.\. "
 copybutton_prompt_is_regexp = True
 
-# Docstrings are reStructuredText with fields (":param x:"), so nothing converts them.
+# Docstrings are reStructuredText with fields (":param x:"), and need no conversion.
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 # The pages on clusters are built where Ray is not installed.
@@ -50,8 +50,8 @@ maximum_signature_line_length = 100
 python_use_unqualified_type_names = True
 add_module_names = False
 
-# A reference that leads nowhere is a warning, and a warning fails the build. Other projects' pages are not looked up, so
-# their names are let through here; those of this project that have no page of their own are resolved in _ext/names.py.
+# An unresolved reference is a warning, which fails the build. Names of other projects are ignored here, because their pages are
+# not fetched; names of this project without a page are resolved in _ext/names.py.
 nitpicky = True
 nitpick_ignore_regex = [
     (
@@ -63,13 +63,13 @@ nitpick_ignore_regex = [
     ("py:.*", r"(shared_rpc\..*\.)?(P|T|R|R_co)"),
 ]
 
-# Doctests see the package and nothing else; each page begins anew, and leaves the environment as it was.
+# Doctests import the package; each page starts with a new namespace, and the environment is restored.
 doctest_global_setup = "import os, shared_rpc; environment = dict(os.environ)"
 doctest_global_cleanup = "os.environ.clear(); os.environ.update(environment)"
 doctest_default_flags = doctest.ELLIPSIS | doctest.DONT_ACCEPT_TRUE_FOR_1
 trim_doctest_flags = True
 
-# The page on the command line includes what typer writes about each command.
+# The page on the command line includes typer's description of each command.
 _made = DOCS / "_build" / "commands.md"
 _made.parent.mkdir(exist_ok=True)
 _made.write_text("")

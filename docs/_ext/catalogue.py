@@ -19,7 +19,7 @@ from shared_rpc.protocol.messages import Message
 
 
 class _Made(SphinxDirective):
-    """A directive for tables whose cells are reStructuredText, as docstrings are."""
+    """A directive for tables with cells in reStructuredText, like docstrings."""
 
     def _table(self, widths: Sequence[int], head: Sequence[str], rows: Iterator[Sequence[str]]) -> nodes.table:
         group = nodes.tgroup("", *(nodes.colspec(colwidth=width) for width in widths), cols=len(widths))
@@ -35,7 +35,7 @@ class _Made(SphinxDirective):
 
 
 def restructured(directive: SphinxDirective, text: str) -> list[nodes.Node]:
-    """Return the nodes of a text in reStructuredText, in a page of any format."""
+    """Parse a text in reStructuredText, in a page of any format."""
     from docutils.frontend import get_default_settings
     from docutils.parsers.rst import Parser
     from docutils.utils import new_document
@@ -104,7 +104,7 @@ def _doc(kind: type[Any]) -> str:
 
 
 class ErrorCodes(_Made):
-    """The classes of ``shared_rpc.errors``, their codes, and what they carry."""
+    """The classes of ``shared_rpc.errors`` with their codes and fields."""
 
     def run(self) -> list[nodes.Node]:
         """See :class:`docutils.parsers.rst.Directive`."""

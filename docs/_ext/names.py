@@ -1,6 +1,6 @@
-"""References from docstrings: to their page where they have one, to nothing where they name what exists, else a warning.
+"""References in docstrings: resolved to a page, to plain text if the name exists but has no page, and otherwise a warning.
 
-A docstring says ``:class:`Handle```, as its reader in the code would; the page knows it as ``shared_rpc.Handle``.
+A docstring has ``:class:`Handle```, as suits a reader of the code; the page calls it ``shared_rpc.Handle``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sphinx.environment import BuildEnvironment
 
 from shared_rpc.observability.events import Event
 
-#: Where a short name may be at home, the public places first.
+#: Modules searched for short names, the public ones first.
 HOMES = (
     "shared_rpc",
     "shared_rpc.errors",
@@ -28,7 +28,7 @@ HOMES = (
     "shared_rpc.protocol.records",
 )
 
-#: Members that are public in the code, for other modules of the package, and no business of its users.
+#: Members that are public for other modules of the package, but not for users.
 INTERNAL = {
     "client_options", "detail", "ensure_live", "engine", "in_session", "mechanism_info", "move_to",
     "registry", "restore", "revision_page", "run_in", "run_with", "serve_with", "notify",
@@ -36,7 +36,7 @@ INTERNAL = {
 
 
 def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nodes.Element) -> nodes.Element | None:
-    """A reference to a name of this project that Sphinx did not find by itself."""
+    """Resolve a reference to a name of this project that Sphinx did not find."""
     if node.get("refdomain") != "py":
         return None
     target = node["reftarget"].removeprefix(".")
@@ -73,11 +73,11 @@ def _exists(name: str) -> bool:
 
 
 def skip(app: Sphinx, what: str, name: str, item: object, skipped: bool, options: Any) -> bool | None:
-    """Whether autodoc leaves a member out."""
+    """Return True if autodoc should omit a member."""
     return True if name in INTERNAL else None
 
 
-#: Classes that a user is given and does not make.
+#: Classes whose objects users get but do not create.
 GIVEN = {
     "AsyncHandle", "Generation", "Handle", "Progress", "Report", "SharedFunction", "Subscription",
     "TaskInfo", "TaskStatus", "Ticket",
@@ -87,7 +87,7 @@ GIVEN = {
 def signature(
     app: Sphinx, what: str, name: str, item: object, options: Any, arguments: str, returned: str
 ) -> tuple[str, str] | None:
-    """What is shown behind a name; nothing where it is no business of the reader."""
+    """Return the signature to show, empty if users do not call the object."""
     made_by_us = what == "class" and (name.rpartition(".")[2] in GIVEN or issubclass(item, Event))
     return ("", "") if made_by_us else None
 
@@ -107,7 +107,7 @@ def docstring(app: Sphinx, what: str, name: str, item: object, options: Any, lin
 
 
 def bases(app: Sphinx, name: str, item: object, options: Any, found: list[Any]) -> None:
-    """The public bases of a class."""
+    """Keep only the public bases of a class."""
     found[:] = [base for base in found if not getattr(base, "__name__", "").startswith("_")]
 
 

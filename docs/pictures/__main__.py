@@ -1,4 +1,4 @@
-"""``python -m docs.pictures``: pictures of the command line at work, from a real server, into docs/_static/cli.
+"""``python -m docs.pictures``: render pictures of the command line with a real server into docs/_static/cli.
 
 A further picture is a further line in :data:`PICTURES`.
 """
@@ -28,14 +28,14 @@ from shared_rpc import Client
 
 HERE = Path(__file__).parent
 FOLDER = HERE.parent / "_static" / "cli"
-#: Seconds that the server is watched before the picture of ``top`` is taken.
+#: Seconds for which ``top`` runs before its picture is taken.
 _WATCHED = 12.0
 
 
 class Picture(NamedTuple):
-    """A command, and the width of the terminal on which it runs to its end; ``top`` is watched for a while.
+    """A command, and the size of its terminal. Commands run until they complete, except ``top``.
 
-    ``gpu``: the server has a model of 16 GB on a GPU, and four processes hold it.
+    ``gpu``: the server has a model of 16 GB on a GPU, held by four processes.
     """
 
     name: str
@@ -60,7 +60,7 @@ PICTURES = [
 
 
 def main() -> None:
-    """Take those that are named, or all that need no GPU."""
+    """Render the named pictures, or all that need no GPU."""
     chosen = [picture for picture in PICTURES if (picture.name in sys.argv[1:] if sys.argv[1:] else not picture.gpu)]
     FOLDER.mkdir(parents=True, exist_ok=True)
     for gpu in {picture.gpu for picture in chosen}:
@@ -77,7 +77,7 @@ def main() -> None:
 
 @contextmanager
 def _scene(gpu: bool) -> Iterator[tuple[dict[str, str], str]]:
-    """A server with processes that hold what it has; on the host also with a task that has ended."""
+    """Run a server with processes that hold its objects; on the host also with a completed task."""
     with ExitStack() as stack:
         # As long as /run/user/1000, which stands for it in the pictures.
         runtime = stack.enter_context(tempfile.TemporaryDirectory(prefix="p", dir="/tmp"))
@@ -102,7 +102,7 @@ def _scene(gpu: bool) -> Iterator[tuple[dict[str, str], str]]:
 
 
 def _await_zygote(base_path: str) -> None:
-    """Wait until later workers of the server would be forks, as in the life of a server they are nearly always."""
+    """Wait until the zygote is ready, as in most of a server's life."""
     until = time.monotonic() + 60
     with Client(base_path, device="cpu") as client:
         while client.get_server_info()["zygote"]["state"] != "ready":
@@ -113,7 +113,7 @@ def _await_zygote(base_path: str) -> None:
 
 @contextmanager
 def _running(environ: dict[str, str], *words: str) -> Iterator[None]:
-    """A process, from its first line on."""
+    """Run a process, and wait for its first line of output."""
     process = subprocess.Popen(
         ["python", *words], cwd=HERE, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -128,7 +128,7 @@ def _running(environ: dict[str, str], *words: str) -> Iterator[None]:
 
 
 def _top(picture: Picture, environ: dict[str, str]) -> str:
-    """Draw ``top``, beside a program that calls where the server is on the host."""
+    """Draw ``top``; if the server is on the host, while a program makes calls."""
     from shared_rpc.cli.top.app import TopApp
     from shared_rpc.cli.top.tables import parts_for
     from shared_rpc.cli.top.watching import ServerWatcher
@@ -149,7 +149,7 @@ def _top(picture: Picture, environ: dict[str, str]) -> str:
 
 
 def _printed(picture: Picture, environ: dict[str, str], runtime: str) -> str:
-    """Draw a terminal in which the command was typed."""
+    """Draw a terminal with a command and its output."""
     master, slave = pty.openpty()
     termios.tcsetwinsize(slave, (picture.lines, picture.columns))
     words = [sys.executable, "-m", "shared_rpc.cli", *shlex.split(picture.command)[1:]]

@@ -1,4 +1,4 @@
-"""What is served while the pictures of the command line are taken."""
+"""The app that is served for the pictures of the command line."""
 
 import time
 
@@ -11,13 +11,13 @@ provider = Provider(device="cpu")
 
 @provider.share(managed=True, access="read")
 def load_model(size: int = 1024) -> torch.nn.Module:
-    """The model that all workers use."""
+    """Build the model of all workers."""
     return torch.nn.Linear(size, size)
 
 
 @provider.share(execution="task", managed=True, idle_ttl=3600)
 def train(steps: int = 100) -> torch.nn.Module:
-    """Take a step now and then."""
+    """Report progress slowly."""
     for step in range(steps):
         raise_if_cancelled()
         time.sleep(0.01)
@@ -27,5 +27,5 @@ def train(steps: int = 100) -> torch.nn.Module:
 
 @provider.share(cache=False)
 async def lookup(ids: torch.Tensor) -> torch.Tensor:
-    """Rows of a table."""
+    """Return rows of a table."""
     return torch.ones(len(ids), 64)

@@ -10,7 +10,7 @@ provider = Provider(device="cuda")
 
 @provider.share(managed=True, access="read")
 def load_model(name: str = "llama-3-8b") -> torch.nn.Module:
-    """The model that all workers use."""
+    """Build the model of all workers."""
     with torch.device("cuda"):
         torch.set_default_dtype(torch.bfloat16)
         return Decoder(SHAPES[name])

@@ -1,4 +1,4 @@
-"""A process that calls for as long as its standard input is open, and submits a task that takes a while."""
+"""A process that makes calls while its standard input is open, and submits a slow task."""
 
 import select
 import sys

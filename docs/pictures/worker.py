@@ -1,4 +1,4 @@
-"""A process that uses a model for as long as its standard input is open."""
+"""A process that uses a model while its standard input is open."""
 
 import sys
 
