@@ -62,7 +62,8 @@ class Copied(msgspec.Struct):
         return Record(ONE_TENSOR, self.table, segments, self.nbytes, device, chunks)
 
 
-def _plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return True if all of a tensor is in its shape, strides, dtype and storage."""
     return not (
         tensor.requires_grad
         or tensor.layout is not torch.strided
@@ -89,7 +90,7 @@ def copy_single(tensor: torch.Tensor, kind: str, pool: Pool, limit: int | None =
         nbytes == 0
         or (limit is not None and nbytes > limit)
         or device.type != kind
-        or not _plain(tensor)
+        or not is_plain(tensor)
         or not tensor.is_contiguous()
         or (kind == "cuda" and _capturing())
     ):
