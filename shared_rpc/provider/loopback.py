@@ -92,7 +92,8 @@ class _Foreign(msgspec.Struct):
 
 def _value_of(stored: StoredObject, live: Any) -> Any:
     """Return an object for the process of the endpoints: their own value, or its memory."""
-    return _Foreign.of(stored) if live is None else live
+    # In the local role nothing is encoded, and None is a result too.
+    return _Foreign.of(stored) if live is None and stored.record.skeleton else live
 
 
 class _LocalLease:
