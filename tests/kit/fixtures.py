@@ -31,6 +31,7 @@ from tests.kit.forks import start_zygote, stop_zygote
 from tests.kit.interpreter import Interpreter
 from tests.kit.joiners import TOKEN
 from tests.kit.processes import Child, Program, eventually, open_fds, python
+from tests.kit.service_manager import ServiceManager
 
 # A command that a shell runs in the background ignores Ctrl-C, and the children of the tests would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -222,6 +223,30 @@ def broker_app(tmp_path: Path, base_path: str, children: list[Child]) -> Iterato
     app.write()
     yield app
     app.close()
+
+
+@pytest.fixture
+def make_manager(broker_app: BrokerApp, tmp_path: Path, children: list[Child]) -> Iterator[Callable[..., ServiceManager]]:
+    """``make_manager(**options)`` makes a service manager of the app, which ends after the broker."""
+    made: list[ServiceManager] = []
+
+    def make(**options: Any) -> ServiceManager:
+        made.append(ServiceManager(broker_app, tmp_path, children, **options))
+        return made[-1]
+
+    yield make
+    for child in children:
+        if child.process.poll() is None:
+            child.process.kill()
+            child.process.wait()
+    for manager in made:
+        manager.close()
+
+
+@pytest.fixture
+def manager(make_manager: Callable[..., ServiceManager]) -> ServiceManager:
+    """A service manager that listens, with unlimited capacity."""
+    return make_manager()
 
 
 @pytest.fixture

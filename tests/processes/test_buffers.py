@@ -247,21 +247,6 @@ def test_a_full_gpu_is_reported(client: Client, device: str) -> None:
         client.free_buffer(buffer)
 
 
-@on_the_host
-def test_a_server_without_descriptors_reports_that(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only to the requester."""
-
-    def refuse(*_: object) -> Segment:
-        raise OSError(24, "Too many open files")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(MemfdBackend, "create", refuse)
-        with pytest.raises(CapabilityError, match=r"the server \(pid \d+\) failed: OSError.*Too many open files"):
-            client.create_buffer(10)
-    assert used(client) == 0 and client.get_server_info()["objects"] == 0
-    client.create_buffer(10).release()
-
-
 def test_devices_are_listed(client: Client, device: str) -> None:
     """Kind, memory, and the server's use of it."""
     chosen = device_id(device)

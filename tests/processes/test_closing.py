@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -106,72 +105,36 @@ def test_every_owner_of_a_descriptor_is_covered(how: str, spared: None, closes: 
     assert closes.threads(number) == ["shared-rpc-closer"]
 
 
-def test_a_forked_child_drops_pending_memory(tmp_path: Path) -> None:
-    """It would keep it until its end; and it closes memory itself."""
-    program = """
-import os, sys
+#: Forks while memory is to be closed, and prints what the child has.
+FORKING = """
+import os
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.closing import CLOSER, LARGE
 from tests.kit.closings import late_closings
 from tests.kit.processes import links_of
 
-def memory():
-    return sorted(link for link in links_of() if "memfd:shared-rpc-" in link)
-
-with CLOSER.spare_this_thread(), late_closings():
-    for _ in range(2):
-        HOST.create(LARGE).close()
-    assert len(memory()) == 2
-    if os.fork() == 0:
-        inherited = memory()
-        HOST.create(LARGE).close()
-        os.write(1, f"{inherited} {memory()} {len(CLOSER)}".encode())
-        os._exit(0)
-    os.wait()
-    assert len(memory()) == 2
-"""
-    assert printed_by(program) == "[] [] 0"
-
-
-def test_a_forked_child_closes_pending_descriptors_of_other_processes() -> None:
-    """They may keep memory that nobody else does."""
-    program = """
-import os, threading
-from shared_rpc.memory.closing import CLOSER
-
-free = threading.Event()
-with CLOSER.spare_this_thread():
-    CLOSER._discarder.submit(free.wait)
-    read, write = os.pipe()
-    CLOSER.discard([read, write])
-    if os.fork() == 0:
-        os.write(1, str([os.path.exists(f"/proc/self/fd/{number}") for number in (read, write)]).encode())
-        os._exit(0)
-    os.wait()
-    free.set()
-"""
-    assert printed_by(program) == "[False, False]"
-
-
-def test_a_child_does_not_close_reused_numbers(tmp_path: Path) -> None:
-    """The kernel reuses the number as soon as close(2) begins, and frees the memory afterwards."""
-    program = """
-import os
-from shared_rpc.memory.backends.host import HOST
-from shared_rpc.memory.closing import CLOSER, LARGE
-from tests.kit.closings import late_closings
-
 with CLOSER.spare_this_thread(), late_closings():
     segment = HOST.create(LARGE)
     number = segment.fileno()
     segment.close()
-    os.dup2(2, number)
+    {before}
     if os.fork() == 0:
-        os.write(1, b"open" if os.path.exists(f"/proc/self/fd/{number}") else b"closed")
+        os.write(1, str([len(CLOSER), any("memfd:shared-rpc-" in link for link in links_of()), {child}]).encode())
         os._exit(0)
     os.wait()
 """
-    assert printed_by(program) == "open"
+
+
+def test_a_forked_child_drops_pending_memory() -> None:
+    """It would keep it until its end; and it closes memory itself."""
+    child = "HOST.create(LARGE).close() or len(CLOSER)"
+    assert printed_by(FORKING.format(before="", child=child)) == "[0, False, 0]"
+
+
+def test_a_forked_child_does_not_close_reused_numbers() -> None:
+    """The kernel reuses the number as soon as close(2) begins, and frees the memory afterwards."""
+    child = 'os.path.exists(f"/proc/self/fd/{number}")'
+    assert printed_by(FORKING.format(before="os.dup2(2, number)", child=child)) == "[0, False, True]"
 
 
 @pytest.mark.parametrize(

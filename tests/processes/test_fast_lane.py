@@ -479,13 +479,6 @@ def test_async_endpoints_run_on_the_loop(client: Client, kept: list[Any]) -> Non
     assert len(set(map(id, runs))) == len(set(tasks)) == 3
 
 
-@pytest.mark.parametrize("size", [1, MIB // 4, MIB], ids=["bytes", "pooled", "a segment"])
-def test_async_results_of_every_size_arrive(client: Client, size: int) -> None:
-    """With or without a thread; all are held, and stay intact."""
-    results = [client.call("full_on_the_loop", float(value), size) for value in range(3)]
-    assert [result.unique().tolist() for result in results] == [[float(value)] for value in range(3)]
-
-
 # Arguments that are returned.
 
 

@@ -432,18 +432,6 @@ def test_malformed_requests_are_refused(server: Server, good: Client, name: str)
 # Requests at odd times, or with odd numbers.
 
 
-@pytest.mark.parametrize("limit", [b"\xd3\x80" + bytes(7), b"\x00", b"\xcf" + b"\xff" * 8])
-def test_page_sizes_are_bounded(server: Server, go: threading.Event, limit: bytes) -> None:
-    """At least one run, and no more than there are."""
-    with Raw(server.socket_path) as raw:
-        raw.say(m.Call("hold"), 7)
-        raw.send(header(NUMBERS[m.ListRuns], body=len(limit) + 1) + b"\x91" + limit)
-        runs = raw.hear(1)
-        assert isinstance(runs, m.Answer)
-        assert [run["endpoint"] for run in m.ListRuns.read(runs)] == ["hold"]
-        go.set()
-
-
 def test_goodbye_does_not_interrupt_calls(server: Server, go: threading.Event) -> None:
     """It has no answer; calls and the session continue."""
     with Raw(server.socket_path) as raw:

@@ -7,7 +7,7 @@ tables fail if a party has an effect between two of them.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -323,14 +323,9 @@ BROKERING = {
 
 
 @pytest.fixture
-def manager(broker_app: BrokerApp, tmp_path: Path, children: list[Child]) -> Iterator[ServiceManager]:
-    """A service manager, which ends after its service."""
-    manager = ServiceManager(broker_app, tmp_path, children, listen=False)
-    yield manager
-    for child in children:
-        child.process.kill()
-        child.process.wait()
-    manager.close()
+def manager(make_manager: Callable[..., ServiceManager]) -> ServiceManager:
+    """A service manager that leaves the socket to the broker."""
+    return make_manager(listen=False)
 
 
 def kinds(manager: ServiceManager) -> list[str]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +11,7 @@ import pytest
 from shared_rpc import AsyncClient, Provider, Server
 from shared_rpc.errors import ConfigurationError, DeadlineExceeded, ServerBusy
 from tests.kit.brokers import BrokerApp, begun, is_running, worker_pids
-from tests.kit.forks import Popen
-from tests.kit.processes import PYTHONPATH, Child, eventually
+from tests.kit.processes import Child, eventually
 
 #: The idle timeout of servers, in seconds.
 IDLE = "0.4"
@@ -39,27 +36,6 @@ def test_an_unused_broker_ends(app: BrokerApp) -> None:
     assert broker.close()[0] == 0
     assert not is_running(worker)
     assert not Path(f"{app.base_path}-cpu.sock").exists()
-
-
-def test_a_broker_with_unread_output_ends(app: BrokerApp) -> None:
-    """It cannot print the reason, and ends nevertheless."""
-    read, write = os.pipe()
-    with open(app.file.parent / "errors", "w+b") as log:
-        words = [sys.executable, "-m", "shared_rpc.cli", "serve", str(app.file), "--idle-exit", IDLE]
-        broker = Popen(words, cwd=app.file.parent, env={**os.environ, "PYTHONPATH": PYTHONPATH}, stdout=write, stderr=log)
-        try:
-            said = b""
-            while b"\n" not in said:
-                said += os.read(read, 4096)
-            assert said.startswith(b"serving")
-            os.close(read)
-            assert broker.wait(20) == 0
-            log.seek(0)
-            assert b"Traceback" not in log.read()
-        finally:
-            broker.kill()
-            broker.wait()
-            os.close(write)
 
 
 def test_tasks_keep_a_broker_running(app: BrokerApp, tmp_path: Path) -> None:

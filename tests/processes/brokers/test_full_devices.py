@@ -19,10 +19,6 @@ MODELS = """
 @provider.share(managed=True, access="read")
 def weights(number):
     return torch.full((1 << 20,), number, dtype=torch.uint8)
-
-@provider.share(managed=True, access="read")
-def more(number):
-    return torch.full((1 << 19,), number, dtype=torch.uint8)
 """
 
 #: Resumes two models in turns, and checks that each is unchanged.

@@ -177,18 +177,6 @@ def test_an_allocation_survives_its_broker(places: list[Place]) -> None:
 # Under a service manager.
 
 
-@pytest.fixture
-def manager(broker_app: BrokerApp, tmp_path: Path, children: list[Child]) -> Iterator[ServiceManager]:
-    """A service manager that keeps a broker's descriptors."""
-    manager = ServiceManager(broker_app, tmp_path, children)
-    yield manager
-    for child in children:
-        if child.process.poll() is None:
-            child.process.kill()
-            child.process.wait()
-    manager.close()
-
-
 def test_an_adopted_object_survives_its_broker(places: list[Place], broker_app: BrokerApp, manager: ServiceManager) -> None:
     """Like a built one: the next broker has it, with its generation and its seals."""
     here, _ = places

@@ -7,7 +7,7 @@ import gc
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,40 +53,14 @@ def gate(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def app(tmp_path: Path, base_path: str, children: list[Child], gate: Path) -> Iterator[BrokerApp]:
+def app(broker_app: BrokerApp, gate: Path) -> BrokerApp:
     """An app, not served yet."""
-    app = BrokerApp(tmp_path, base_path, children)
-    app.file.write_text(GATE.format(gate=str(gate)) + APP)
-    yield app
-    app.close()
+    broker_app.file.write_text(GATE.format(gate=str(gate)) + APP)
+    return broker_app
 
 
 @pytest.fixture
-def make_manager(app: BrokerApp, tmp_path: Path, children: list[Child]) -> Iterator[Callable[..., ServiceManager]]:
-    """Makes the service manager, which ends after the broker."""
-    made: list[ServiceManager] = []
-
-    def make(**options: Any) -> ServiceManager:
-        made.append(ServiceManager(app, tmp_path, children, **options))
-        return made[-1]
-
-    yield make
-    for child in children:
-        if child.process.poll() is None:
-            child.process.kill()
-            child.process.wait()
-    for manager in made:
-        manager.close()
-
-
-@pytest.fixture
-def manager(make_manager: Callable[..., ServiceManager]) -> ServiceManager:
-    """A service manager that listens, with unlimited capacity."""
-    return make_manager()
-
-
-@pytest.fixture
-def broker(manager: ServiceManager) -> Child:
+def broker(app: BrokerApp, manager: ServiceManager) -> Child:
     """The first broker of the service."""
     return manager.start()
 
