@@ -669,6 +669,21 @@ def test_tasks_do_not_block_calls(
         client.wait_for_task(task_id, 10)
 
 
+def test_abandoned_calls_of_task_endpoints_are_dropped(
+    server: Server, client: Client, go: threading.Event, begun: threading.Event
+) -> None:
+    """If they have not begun; running ones continue, and are not kept."""
+    with Raw(server.socket_path) as raw:
+        for number in (1, 2):
+            raw.say(m.Call("task", [number]), number)
+        assert begun.wait(10)
+        eventually(lambda: watchers_of(server) == 2)
+    eventually(lambda: changes(client.list_tasks()) == [("running", False), ("cancelled", True)])
+    go.set()
+    eventually(lambda: len(client.list_tasks("completed")) == 1)
+    assert kept(server) == (0, 0)
+
+
 def test_killed_submitters_do_not_stop_their_task(
     server: Server, client: Client, program: Program, go: threading.Event, begun: threading.Event
 ) -> None:
