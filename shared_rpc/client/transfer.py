@@ -72,10 +72,8 @@ class ClientTransfer:
                 self._keep_spare(Segment.owning(info, os.dup(fd)))
 
     def _keep_spare(self, arena: Segment) -> None:
-        """Own an arena, unless another thread has kept it too, or the session has ended."""
-        if self._spare.setdefault(arena.info.id, arena) is not arena:
-            arena.close()
-        elif self.closed:
+        self._spare[arena.info.id] = arena
+        if self.closed:  # by another thread meanwhile
             self._close_spare(arena.info.id)
 
     def _close_spare(self, segment_id: str) -> None:
