@@ -153,7 +153,7 @@ def demo(directory: str) -> None:
             check(f"client 2 was killed, and its lease is gone after {(took or 0) * 1000:.0f} ms", took is not None)
         server.kill()
         after = [first.ask(question) for question in QUESTIONS]
-        check("the server was killed, and client 1 goes on answering as before", after == answers["alone"])
+        check("the server was killed, and client 1 continues to answer as before", after == answers["alone"])
     finally:
         for app in apps.values():
             app.end()

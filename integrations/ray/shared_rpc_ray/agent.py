@@ -213,7 +213,7 @@ class NodeAgent:
             cache_key = key_of(spec, *arguments) if spec.cache and spec.managed else None
         if cache_key is None:
             raise ConfigurationError(
-                f"this call of {endpoint!r} is no object that a cluster shares: share the endpoint with managed=True and "
+                f"this call of {endpoint!r} is not shared in a cluster: share the endpoint with managed=True and "
                 f"cache=True, or with a cache_format_key"
             )
         return self._key_in(endpoints, endpoint, cache_key)
@@ -385,7 +385,7 @@ class NodeAgent:
                     given = await given if transfer.mover == "objects" else given
                 write = functools.partial(take, given, await room, parts[number], transfer.mover)
                 if digest != await asyncio.get_running_loop().run_in_executor(writers, write):
-                    raise SourceFailed(f"the digests do not fit: what arrived from {transfer.source} is damaged")
+                    raise SourceFailed(f"the digests differ: the bytes from {transfer.source} are damaged")
                 del given, write  # so that Ray frees the part
                 self._received_nbytes += parts[number].nbytes
 

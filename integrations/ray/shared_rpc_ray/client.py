@@ -100,7 +100,7 @@ class Cluster:
             changes: list[Change] = _got(getattr(self._directory(), method).remote(host, endpoint, call), self._timeout)
         except Lost as error:
             raise ClusterError(
-                f"the directory was lost, and with it the answer; 'shared-rpc cluster status' shows what is current: {error}"
+                f"the directory was lost before it answered; 'shared-rpc cluster status' shows the current versions: {error}"
             ) from error
         if changes and all(change.error is not None for change in changes):
             why = changes[0].error
@@ -119,7 +119,7 @@ class Cluster:
         except ClusterError as error:
             raise ClusterError(
                 f"cluster {self.name!r} has no nodes: start brokers with 'shared-rpc serve app.py --cluster "
-                f"{self.name}', or name another cluster (SHARED_TENSOR_CLUSTER)"
+                f"{self.name}', or select another cluster (SHARED_TENSOR_CLUSTER)"
             ) from error
 
 
@@ -131,7 +131,7 @@ def _got(reference: Any, timeout: float | None) -> Any:
     try:
         return ray.get(reference, timeout=timeout)
     except GetTimeoutError as error:
-        raise DeadlineExceeded(f"the cluster did not answer in {timeout:g} s; what it does goes on") from error
+        raise DeadlineExceeded(f"the cluster did not answer in {timeout:g} s; its work continues") from error
     except RayError as error:
         raise reason_of(error) from None
 

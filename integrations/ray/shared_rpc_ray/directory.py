@@ -277,7 +277,7 @@ class Directory:
         :raises Lost: if it has left.
         """
         if node not in self._members:
-            raise Lost(f"{node} is no member of the cluster: it has left, or has to join first")
+            raise Lost(f"{node} is not a member of the cluster: it has left, or must join first")
         return self._members[node]
 
     async def _ask(self, node: str, method: str, *arguments: Any) -> Any:

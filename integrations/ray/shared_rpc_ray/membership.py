@@ -173,7 +173,7 @@ def find(name: str) -> Any:
     try:
         return ray.get_actor(name, namespace=NAMESPACE)
     except ValueError as error:
-        raise ClusterError(f"the Ray cluster has no actor {name!r}, or not any more") from error
+        raise ClusterError(f"the Ray cluster has no actor {name!r} (any more)") from error
 
 
 def find_or_create(kind: type, name: str, node: str, *arguments: Any, soft: bool = False, **options: Any) -> Any:

@@ -171,14 +171,14 @@ def _check(tensors: Sequence[torch.Tensor]) -> None:
             raise CapabilityError(f"{what} is on no device whose memory is shared: use tensors on the host or on an NVIDIA GPU")
         if tensor.device != tensors[0].device:
             raise CapabilityError(
-                f"{what} is on another device than the first, which is on {tensors[0].device}: pass on those of one device "
+                f"{what} is on another device than the first, which is on {tensors[0].device}: send tensors of one device "
                 f"at a time"
             )
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
-            raise CapabilityError(f"{what} is not a plain strided tensor: pass on its parts, or a dense tensor")
+            raise CapabilityError(f"{what} is not a plain strided tensor: send its parts, or a dense tensor")
         if tensor.grad_fn is not None:
             raise CapabilityError(
-                f"{what} carries an autograd graph ({tensor.grad_fn.name()}), which cannot leave the process: pass on "
+                f"{what} carries an autograd graph ({tensor.grad_fn.name()}), which cannot leave the process: send "
                 f"tensor.detach(), or compute under torch.no_grad()"
             )
 

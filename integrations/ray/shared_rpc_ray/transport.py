@@ -43,7 +43,7 @@ try:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 except ImportError as error:
     raise ConfigurationError(
-        f"Ray {importlib.metadata.version('ray')} has no tensor transports of one's own (ray.experimental."
+        f"Ray {importlib.metadata.version('ray')} has no tensor transports for other libraries (ray.experimental."
         f"register_tensor_transport): use a later one, such as 2.60"
     ) from error
 
@@ -271,7 +271,9 @@ class _Writer:
     def write(self, part: Any) -> None:
         """Write the next bytes."""
         if len(part) > self._missing:
-            raise ConfigurationError(f"{len(part)} bytes came where {self._missing} were missing: use one release on all nodes")
+            raise ConfigurationError(
+                f"received {len(part)} bytes, but only {self._missing} are missing: use one release on all nodes"
+            )
         self._missing -= len(part)
         while len(part):
             target = self._targets[0]
@@ -287,4 +289,4 @@ class _Writer:
     def finish(self) -> None:
         """Check that all bytes were received."""
         if self._missing:
-            raise ConfigurationError(f"{self._missing} bytes did not come: use one release on all nodes")
+            raise ConfigurationError(f"{self._missing} bytes are missing: use one release on all nodes")

@@ -40,7 +40,7 @@ NO_TARGETS = "import ray.experimental; vars(ray.experimental).pop('set_target_fo
 #: Reasons to refuse a joiner: its environment, code that runs first, and its output, without the ids of these nodes.
 REFUSALS = {
     "two nodes cannot have one server": ({"SHARED_TENSOR_CLUSTER_NODE": 1}, "", "SHARED_TENSOR_BASE_PATH", [0, 1]),
-    "a machine with several nodes wants one named": (
+    "a machine with several nodes needs a selection": (
         {"SHARED_TENSOR_CLUSTER_NODE": ""},
         "",
         "set SHARED_TENSOR_CLUSTER_NODE",

@@ -54,7 +54,7 @@ def bind(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     for name, tensor in tensors.items():
         owner, _, leaf = name.rpartition(".")
         if owner not in modules:
-            raise NotShareable(f"{name}: the server's model has it, and this engine's has no module {owner!r}")
+            raise NotShareable(f"{name}: the server's model has it, but this engine's model has no module {owner!r}")
         module = modules[owner]
         kind, other = _kinds(module, tensor)
         present = kind.get(leaf)

@@ -109,7 +109,7 @@ class SharedRpcLoader(BaseModelLoader):
         except Exception as error:
             if not self.options.fallback:
                 raise
-            _log.warning_once("the weights are loaded for this engine alone (fallback): %s: %s", type(error).__name__, error)
+            _log.warning_once("the weights are loaded privately (fallback): %s: %s", type(error).__name__, error)
             # Layers of the abandoned model are registered under the names of the new one.
             layers.clear()
             layers.update(before)
@@ -181,7 +181,7 @@ def _alone(vllm_config: Any) -> Any:
     :raises NotShareable: for several ranks, because only they know their parts of the weights.
     """
     if vllm_config.parallel_config.world_size > 1:
-        raise NotShareable("weights of several ranks are loaded when they ask for them: start an engine")
+        raise NotShareable("weights of several ranks are loaded when the ranks request them: start an engine")
     return vllm_config.model_config
 
 
@@ -200,8 +200,8 @@ def _explained(options: LoaderOptions) -> Iterator[SharedFunction[[str, dict[str
         yield weights
     except EndpointNotFound as error:
         raise NotShareable(
-            f"the server at {provider.get_runtime_info()['socket_path']} has no endpoint {ENDPOINT!r}: it is of another "
-            f"release of shared-rpc-vllm, or has another app. End it with 'shared-rpc stop' (engines that run keep their "
+            f"the server at {provider.get_runtime_info()['socket_path']} has no endpoint {ENDPOINT!r}: it has another "
+            f"release of shared-rpc-vllm, or another app. Stop it with 'shared-rpc stop' (running engines keep their "
             f"weights), or set another base_path"
         ) from error
 
@@ -253,6 +253,6 @@ def _reload_of(model: nn.Module, handle: Weights) -> Callable[..., NoReturn]:
 
 def _refuse_to_load() -> NoReturn:
     raise NotShareable(
-        f"the weights of --load-format {LOAD_FORMAT} are those of all engines, and read-only: an engine does not load others. "
-        f"Start a new one: it has the new weights if the checkpoint has changed"
+        f"the weights of --load-format {LOAD_FORMAT} are those of all engines, and read-only: an engine cannot load others. "
+        f"Start a new engine, which loads the new weights if the checkpoint has changed"
     )

@@ -60,7 +60,7 @@ def refuse_engine(vllm_config: Any, model_config: Any) -> None:
     _refuse_sleep_mode(vllm_config.model_config)
     if model_config is not vllm_config.model_config:
         raise NotShareable(
-            "the weights of a draft model cannot be shared: give it a loader of its own in speculative_config, "
+            "the weights of a draft model cannot be shared: set its own loader in speculative_config, "
             "'draft_load_config': {'load_format': 'auto'}"
         )
 

@@ -41,7 +41,7 @@ class LoaderOptions(NamedTuple):
                 raise ConfigurationError(f"--model-loader-extra-config: {name} is {value!r}, and must be a {kind.__name__}")
         options = cls(**values)
         if options.load_format == LOAD_FORMAT:
-            raise ConfigurationError(f"--model-loader-extra-config: load_format is {LOAD_FORMAT!r}, by which nothing is loaded")
+            raise ConfigurationError(f"--model-loader-extra-config: load_format is {LOAD_FORMAT!r}, which loads nothing")
         return options
 
 

@@ -162,6 +162,6 @@ def same_release(versions: Mapping[str, str]) -> None:
     if others:
         differences = "; ".join(f"{name} {here.get(name)}, and this engine {version}" for name, version in others.items())
         raise NotShareable(
-            f"the server has {differences}: end it with 'shared-rpc stop' (engines that run keep their weights), or set "
+            f"the server has {differences}: end it with 'shared-rpc stop' (running engines keep their weights), or set "
             f"another base_path"
         )

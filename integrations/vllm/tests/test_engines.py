@@ -236,7 +236,7 @@ def test_with_fallback_they_are_loaded_privately(
     with place.start(models["llama"], environ, {"fallback": True}, **options) as made:
         assert made.ask(engine.generate) == pair[0].ask(engine.generate)
         assert not any("memfd" in where for _, where in made.ask(engine.tensors).values())
-        assert made.written().count("the weights are loaded for this engine alone (fallback): NotShareable: ") == 1
+        assert made.written().count("the weights are loaded privately (fallback): NotShareable: ") == 1
 
 
 def test_a_server_of_another_app_is_named(own_place: Place, models: dict[str, Path]) -> None:
