@@ -54,26 +54,15 @@ def await_end(server: Server) -> None:
     assert server.info()["leases"] == 0
 
 
-def test_a_dropped_client_ends_its_session(server: Server, make: Callable[[], Client]) -> None:
-    """At once, and the client's descriptors and mappings are closed."""
+def test_a_dropped_client_ends_its_session(server: Server, make: Callable[[], Client], device: str) -> None:
+    """At once: descriptors, mappings and pools of both sides are freed."""
     MAPPINGS.drain()
     descriptors, mappings = open_fds(), len(MAPPINGS)
     client = make()
-    client.ping()
+    assert client.call("doubled", torch.arange(1000, device=device)).sum() == 999000
     dropped = weakref.ref(client)
     del client
     assert dropped() is None
-    await_end(server)
-    eventually(lambda: (open_fds(), len(MAPPINGS)) == (descriptors, mappings))
-
-
-def test_pools_of_dropped_clients_are_freed(server: Server, make: Callable[[], Client], device: str) -> None:
-    """On both sides."""
-    MAPPINGS.drain()
-    descriptors, mappings = open_fds(), len(MAPPINGS)
-    argument = torch.arange(1000, device=device)
-    for _ in range(5):
-        assert make().call("doubled", argument).sum() == 999000
     await_end(server)
     eventually(lambda: (open_fds(), len(MAPPINGS)) == (descriptors, mappings))
     assert server.info()["pools"] == {"nbytes": 0, "chunks": 0}

@@ -508,14 +508,6 @@ def test_candidates_are_private_until_promoted(app: App, load: Any, builds: Buil
     assert number(load().value) == 2
 
 
-def test_the_first_generation_can_be_a_candidate(app: App, load: Any) -> None:
-    """Prepared before any call."""
-    with app.provider.prepare("load", 5) as candidate:
-        assert candidate.generation == 1
-        assert app.provider.promote(candidate.object_id).previous_id == ""
-    assert load(5).generation == 1
-
-
 def test_candidates_end_with_their_handle(app: App, load: Any, builds: Builds) -> None:
     """Nothing else keeps them."""
     load().release()
