@@ -28,7 +28,14 @@ from shared_rpc.client.session import LeaseBook
 from shared_rpc.client.steps import Driver, Known, Operation, Reply, Request, Tell, Within, Work, ask, message_of, query
 from shared_rpc.client.subscriptions import Subscriptions
 from shared_rpc.client.transfer import ClientTransfer
-from shared_rpc.errors import CapabilityError, ConnectError, ConnectionClosed, ProtocolError, StaleHandleError
+from shared_rpc.errors import (
+    CapabilityError,
+    ConnectError,
+    ConnectionClosed,
+    ProtocolError,
+    StaleHandleError,
+    raised_by_handler,
+)
 from shared_rpc.forks import after_fork, fork_safe_lock
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.segments import Segment
@@ -206,8 +213,8 @@ def _unmapped(object_id: str, handle: Lease[Any] | None) -> None:
     with MAPPINGS.changing:
         try:
             MAPPINGS.suspend(object_id, functools.partial(_has_active, object_id))
-        except BaseException:
-            if handle is not None:
+        except BaseException as error:
+            if handle is not None and not raised_by_handler(error):  # else some of the memory may be unmapped
                 handle._cancel_suspension()
             raise
 

@@ -22,7 +22,7 @@ from shared_rpc import Client, Provider
 from shared_rpc.errors import DeadlineExceeded
 from tests.kit.deep import repetitions
 from tests.kit.interrupting import Interrupted, interrupted_at, points_of, raising_handler
-from tests.kit.processes import Child, eventually, python
+from tests.kit.processes import Child, eventually, python, rights
 
 # Descriptors that are dropped with the frames of an operation are closed by finalisers, which warn.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
@@ -219,6 +219,17 @@ def test_an_interrupted_resumption_beside_an_active_handle(client: Client, watch
             client.ping()  # in the next session, if there is one
             assert watcher.get_object_info(active.object_id)["active"] >= 1, f"interrupted in {place}"
             other.resume()
+
+
+def test_an_interrupted_suspension_exposes_no_unmapped_memory(client: Client) -> None:
+    """The handle is suspended, or its memory is mapped."""
+    with client.call("kept") as handle:
+        address, points = handle.value.data_ptr(), points_of(handle.suspend)
+        for point, kind in chosen(points):
+            handle.resume()
+            with raising_handler(kind):
+                place, _ = interrupted_at(point, handle.suspend)
+            assert handle.suspended or rights(address).startswith("r"), f"interrupted in {place}"
 
 
 @pytest.mark.parametrize("name", ["a tensor there and back", "attach and release"])
