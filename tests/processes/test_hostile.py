@@ -432,6 +432,18 @@ def test_malformed_requests_are_refused(server: Server, good: Client, name: str)
 # Requests at odd times, or with odd numbers.
 
 
+def test_long_requests_are_read_without_collections(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collections every 700 values would walk over all objects of the server; afterwards they are enabled again."""
+    found: list[bool] = []
+    decode = remote_module.decode_message
+    monkeypatch.setattr(remote_module, "decode_message", lambda frame: found.append(gc.isenabled()) or decode(frame))
+    with Raw(server.socket_path) as raw:
+        raw.ask(m.InvalidateCall("ones", [[None] * 100_000]))
+        raw.ask(m.Release(["x"] * 100_001))
+        raw.ask(m.Ping())
+    assert found[-3:] == [False, False, True]
+
+
 def test_goodbye_does_not_interrupt_calls(server: Server, go: threading.Event) -> None:
     """It has no answer; calls and the session continue."""
     with Raw(server.socket_path) as raw:
