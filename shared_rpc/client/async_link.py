@@ -13,7 +13,7 @@ import anyio
 import anyio.lowlevel
 
 from shared_rpc.client.exchange import BRIEFLY, PROMPT, Exchange, TooLate
-from shared_rpc.client.link import Link, connect
+from shared_rpc.client.link import Link, connect, new_socket
 from shared_rpc.client.steps import Reply, Request
 from shared_rpc.errors import ConnectionClosed, ProtocolError, SharedRPCError
 
@@ -46,7 +46,7 @@ class AsyncLink(Link):
 
         :raises ConnectError: if no server answers at ``path``, or only another user's.
         """
-        link = cls(path, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK))
+        link = cls(path, new_socket(path, socket.SOCK_NONBLOCK))
         try:
             connect(link._socket.sock, path)
             with link._exchanges.greeting():

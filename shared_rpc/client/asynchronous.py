@@ -135,7 +135,7 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
             turn.patience = 0.0  # the leases end with their sessions
         while True:
             link = self._link
-            if link is None or not link.usable:  # else without a scope, which takes longer than all else here
+            if link is None or not link.ready:  # else without a scope, which takes longer than all else here
                 link = await self._connected(turn, deadline)
             if request.transfer is not None and request.transfer is not link.transfer:
                 raise TransferClosed
@@ -155,7 +155,7 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
         outdated: list[Lease[Any]] = []
         with anyio.CancelScope(deadline=deadline):
             async with self._connecting:
-                if not self._closed and (self._link is None or not self._link.usable):
+                if not self._closed and (self._link is None or not self._link.ready):
                     session = self._new_session(turn.patience, deadline - anyio.current_time())
                     outdated = await self._run(session, timeout=None)
                 link = self._link
@@ -216,7 +216,7 @@ async def _worked(step: Work) -> Any:
         return step.function()
     work = ShieldedThreadJob(step.function)
     try:
-        await anyio.to_thread.run_sync(work.run)
+        await anyio.to_thread.run_sync(work.run, limiter=anyio.CapacityLimiter(1) if step.waits else None)
     except anyio.get_cancelled_exc_class():
         # A cancel scope cancels it when the thread has ended, asyncio's own Task.cancel() at once.
         if await work.stop() and step.undo is not None:

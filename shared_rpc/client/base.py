@@ -205,15 +205,13 @@ class BaseClient(Context):
                 self._link = link
                 if renewal is not None:
                     renewal.move(link)
+            for message in renewal.corrections() if renewal is not None else ():
+                with suppress(SharedRPCError):
+                    link.post(message)
             if earlier is not None:
                 earlier.close("another connection has replaced this one")
                 yield Work(earlier.transfer.close)  # for a GPU this waits for the device
-            if renewal is None:
-                return []
-            for message in renewal.corrections():
-                with suppress(SharedRPCError):
-                    link.post(message)
-            return renewal.outdated()
+            return renewal.outdated() if renewal is not None else []
         except BaseException:
             link.doubtful = True
             raise

@@ -43,6 +43,19 @@ class Stranger(ConnectError):
     """The server of another user. Waiting does not help: only that user can end it."""
 
 
+def new_socket(path: str, flags: int = 0) -> socket.socket:
+    """Return a socket for :func:`connect`.
+
+    :raises ConnectError: if this process has too many descriptors.
+    """
+    try:
+        return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | flags)
+    except OSError as error:
+        if error.errno is None:  # a signal handler's own
+            raise
+        raise ConnectError(f"cannot connect to {path}: {error}") from error
+
+
 def connect(sock: socket.socket, path: str) -> None:
     """Connect a socket to the server at ``path``.
 
@@ -386,7 +399,7 @@ class BlockingLink(Link):
 
         :raises ConnectError: if no process answers, or only another user's.
         """
-        link = cls(path, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC))
+        link = cls(path, new_socket(path))
         try:
             link._socket.limit(min(timeout, PROMPT))
             connect(link._socket.sock, path)

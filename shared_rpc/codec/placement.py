@@ -232,8 +232,8 @@ def _copy_into(pool: Pool, placement: Placement, rest: list[Block], device: torc
     chunks = pool.acquire(id_of(device), [block.nbytes for block in rest])
     if chunks is None:
         return False
+    placement.chunks += [chunk.number for chunk in chunks]
     for block, chunk in zip(rest, chunks, strict=True):
-        placement.chunks.append(chunk.number)
         mapping = chunk.arena.mapping
         number = placement.segment(mapping, "read_write")
         placement.put(block, number, chunk.offset, chunk.number)

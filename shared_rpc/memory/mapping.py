@@ -28,7 +28,7 @@ from typing import TypeVar
 
 import msgspec
 
-from shared_rpc.errors import CapabilityError, HandleSuspended, ProtocolError
+from shared_rpc.errors import CapabilityError, HandleSuspended, ProtocolError, raised_by_handler
 from shared_rpc.forks import after_fork, fork_safe_lock
 from shared_rpc.lifecycle.finalizer import FINALIZER
 from shared_rpc.memory.backends.choice import backend_for
@@ -314,6 +314,7 @@ class MappingTable:
                 oldest = next(iter(self._slabs))
                 del self._slabs[oldest]
                 self._retire_unused(oldest)
+                self._ended = self._ended or bool(self._gone)
 
     def release_slabs(self) -> None:
         """Unmap slabs without users, at the end of a session."""
@@ -321,6 +322,7 @@ class MappingTable:
             slabs, self._slabs = self._slabs, {}
             for mapping in slabs:
                 self._retire_unused(mapping)
+            self._ended = self._ended or bool(self._gone)
         if self.has_unused:
             self.drain()
 
@@ -609,7 +611,7 @@ class MappingTable:
         try:
             mapping.backend.vacate(mapping.address, mapping.info.nbytes)
         except Exception as error:
-            if not isinstance(error, TimeoutError):  # a signal handler's own, which may have come afterwards
+            if not raised_by_handler(error):  # that of a handler may have come afterwards
                 mapping.vacated = False
                 self._vacated -= 1
                 _watch(mapping)

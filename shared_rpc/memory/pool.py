@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from shared_rpc.errors import ConfigurationError
+from shared_rpc.errors import CapabilityError, ConfigurationError
 from shared_rpc.memory.arena import Extents, aligned
 from shared_rpc.memory.mapping import MAPPINGS, Mapping, MappingHold
 
@@ -116,9 +116,12 @@ class Pool:
         size = min(max(nbytes, total, self.options.initial), self.options.limit - total)
         if size < nbytes:
             return None
-        with MAPPINGS.create(size, device, arena=True) as mapping:
-            mapping.publish("read_write")
-            arena = Arena(MAPPINGS.hold(mapping), mapping, Extents(mapping.info.nbytes))
+        try:
+            with MAPPINGS.create(size, device, arena=True) as mapping:
+                mapping.publish("read_write")
+                arena = Arena(MAPPINGS.hold(mapping), mapping, Extents(mapping.info.nbytes))
+        except CapabilityError:
+            return None  # a separate segment may be smaller
         arenas.append(arena)
         return arena
 

@@ -176,6 +176,12 @@ class _Slot:
         self._flat = flat
         self._typed: dict[str, torch.Tensor] = {}
 
+    def copied(self, header: _Header) -> _Slot:
+        """Return private memory with the content of a small slot."""
+        used = max((piece.offset + piece.nbytes for piece in header.pieces), default=0)
+        with _plainly():
+            return _Slot(self._flat[: aligned(min(max(used, 0), _SMALL))].clone())
+
     def elements(self, dtype: str) -> torch.Tensor:
         """Return all of it as elements of a dtype."""
         found = self._typed.get(dtype)
@@ -332,7 +338,7 @@ def _sent(parts: Parts, tensors: Mapping[str, torch.Tensor], meta: Any, timeout:
     while fill is not None:
         following, until = next(fills, None), _until(timeout)
         while not ring.acknowledged(ring.slots - 1):
-            yield _work(ring.wait_acknowledged, ring.slots - 1, until)
+            yield Work(functools.partial(ring.wait_acknowledged, ring.slots - 1, until), waits=True)
         turn = ring.turn
         pieces = [piece for piece, _ in fill]
         small = parts.device.type == "cuda" and (not pieces or pieces[-1].offset + pieces[-1].nbytes <= _SMALL)
@@ -347,13 +353,13 @@ def _flushed(parts: Parts, timeout: float | None) -> Steps[None]:
     ring, until = parts.ring, _until(timeout)
     ring.take("sender")
     while not ring.acknowledged(0):
-        yield _work(ring.wait_acknowledged, 0, until)
+        yield Work(functools.partial(ring.wait_acknowledged, 0, until), waits=True)
 
 
 class _Reception:
     """The reception of one message: its present slot, and the present piece in that."""
 
-    def __init__(self, parts: Parts, timeout: float | None) -> None:
+    def __init__(self, parts: Parts, timeout: float | None, in_thread: bool) -> None:
         self._parts = parts
         self._timeout = timeout
         self._header: _Header | None = None
@@ -364,6 +370,8 @@ class _Reception:
         self._lent = False
         #: True if a block ends the reception, rather than an iterator.
         self.in_block = False
+        #: True if steps run in another thread than the caller's, whose streams are others.
+        self.in_thread = in_thread
         self.meta: Any = None
 
     def entered(self) -> Steps[None]:
@@ -387,15 +395,16 @@ class _Reception:
     def _next_header(self) -> Steps[_Header]:
         ring, until = self._parts.ring, _until(self._timeout)
         while not ring.given():
-            yield _work(ring.wait_given, until)
+            yield Work(functools.partial(ring.wait_given, until), waits=True)
         try:
             return _headers.decode(_read(self._parts.headers[ring.turn], _HEADER))
         except msgspec.DecodeError as error:
             raise ProtocolError(f"a header of channel {self._parts.name!r} cannot be read: {error}") from error
 
     def _enter(self, header: _Header) -> None:
+        turn = self._parts.ring.turn
+        self._slot = self._parts.small_slots[turn].copied(header) if header.small else self._parts.slots[turn]
         self._header = header
-        self._slot = (self._parts.small_slots if header.small else self._parts.slots)[self._parts.ring.turn]
         self._pieces = iter(header.pieces)
 
     def _next_piece(self) -> Steps[_Piece | None]:
@@ -405,7 +414,6 @@ class _Reception:
             if self._header is None or self._header.last:
                 return None
             yield Work(self._acknowledge)
-            self._header = None
             following = yield from self._next_header()
             if following.first:
                 self._over = True
@@ -420,20 +428,22 @@ class _Reception:
         return piece
 
     def _acknowledge(self) -> None:
-        # A copy from pageable host memory to a GPU has read that when it returns ("API synchronization behavior" of CUDA).
-        read = self._header is not None and self._header.small
-        if read:
-            self._parts.ring.advance()
-        self._parts.synchronize(copied=not self._lent)
-        if not read:
-            self._parts.ring.advance()
+        """Acknowledge the slot, once, whatever interrupts it."""
+        header = self._header
+        if header is None:
+            return
+        if not header.small:
+            self._parts.synchronize(copied=not self._lent)
+        self._header = None
+        self._parts.ring.advance()
+        if header.small:  # the sender need not wait for the copies of the copied content
+            self._parts.synchronize(copied=True)
 
     def left(self) -> Steps[None]:
         """Acknowledge the slot, from any position."""
         self._pieces, self._over = iter(()), True
         if self._header is not None:
             yield Work(self._acknowledge)
-            self._header = None
 
     def next(self) -> Steps[tuple[str, torch.Tensor] | None]:
         piece = yield from self._next_piece()
@@ -448,6 +458,8 @@ class _Reception:
             yield _work(_copy, whole, _place(self._slot, piece))
         else:
             yield from self._assembled(piece, whole)
+        if self.in_thread:
+            yield Work(functools.partial(self._parts.synchronize, copied=True))
         return piece.name, whole
 
     def _assembled(self, piece: _Piece, whole: torch.Tensor) -> Steps[None]:
@@ -506,7 +518,7 @@ class _Message:
 
     def __init__(self, driver: Any, parts: Parts, timeout: float | None) -> None:
         super().__init__(driver)  # type: ignore[call-arg]
-        self._reception = _Reception(parts, timeout)
+        self._reception = _Reception(parts, timeout, isinstance(self, CoroutinePart))
 
     @property
     def meta(self) -> Any:
@@ -521,11 +533,6 @@ class _Message:
         """
         return (yield from self._reception.copied(targets))
 
-    @operation
-    def close(self) -> Steps[None]:
-        """End the reception, and skip the rest."""
-        yield from self._reception.left()
-
 
 @bound
 class TensorMessage(_Message, BlockingPart):
@@ -535,6 +542,10 @@ class TensorMessage(_Message, BlockingPart):
     tensors to keep. One that is larger than a slot is a separate tensor, and so are those of a small message on a GPU. The
     unread rest of a message is skipped.
     """
+
+    def close(self) -> None:
+        """End the reception, and skip the rest."""
+        self._run(self._reception.left())
 
     def __enter__(self) -> TensorMessage:
         self._run(self._reception.entered())
@@ -557,6 +568,11 @@ class TensorMessage(_Message, BlockingPart):
 class AsyncTensorMessage(_Message, CoroutinePart):
     """:class:`TensorMessage` for coroutines: ``async with``, and ``async for`` over pairs of name and tensor."""
 
+    async def close(self) -> None:
+        """Behave like :meth:`TensorMessage.close`, also in a cancelled scope."""
+        with closing_scope():
+            await self._run(self._reception.left())
+
     async def __aenter__(self) -> AsyncTensorMessage:
         await self._run(self._reception.entered())
         return self
@@ -564,8 +580,7 @@ class AsyncTensorMessage(_Message, CoroutinePart):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        with closing_scope():
-            await self.close()
+        await self.close()
 
     async def __aiter__(self) -> AsyncIterator[tuple[str, torch.Tensor]]:
         try:

@@ -171,7 +171,7 @@ class HandleOperations(Lease[T]):
         until, seen = _until(timeout), None
         page = yield from self._paged()
         while seen is None:
-            seen = yield Work(functools.partial(page.wait_slice, revision, until))
+            seen = yield Work(functools.partial(page.wait_slice, revision, until), waits=True)
         return int(seen)
 
     def _of_issuer(self, name: str, *arguments: Any) -> Operation[Any]:

@@ -11,6 +11,7 @@ from shared_rpc.errors import ProtocolError
 from shared_rpc.protocol import exported as x
 from shared_rpc.protocol import generations as g
 from shared_rpc.protocol import messages as m
+from shared_rpc.protocol import records, specs, tasks
 from shared_rpc.protocol import sources as s
 from shared_rpc.protocol import tiers as t
 from shared_rpc.protocol import worker as w
@@ -43,8 +44,21 @@ _KINDS: dict[int, type[m.Message]] = dict(
 )
 #: The kind byte by the message's class.
 NUMBERS = {kind: number for number, kind in _KINDS.items()}
-#: The version in every header: a digest of the messages, because peers whose messages differ cannot understand each other.
-VERSION = zlib.crc32(repr([(kind.__name__, kind.__struct_fields__) for kind in NUMBERS]).encode()) & 0xFF
+
+
+def _version() -> int:
+    """Return a digest of the messages and of their parts: peers with others cannot understand each other."""
+    structs = [
+        (name, kind.__struct_fields__, kind.__annotations__)
+        for module in (*_MODULES, records, specs, tasks)
+        for name, kind in vars(module).items()
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+    ]
+    return zlib.crc32(repr(structs).encode()) & 0xFF
+
+
+#: The version in every header.
+VERSION = _version()
 #: Decoders by kind byte, each made on first use: to make all of them takes some milliseconds of an import.
 _decoders: dict[int, msgspec.msgpack.Decoder[m.Message]] = {}
 #: Encodes the body of a message; raises one of :data:`UNWRITABLE`, from which :func:`unwritable` makes the error.

@@ -307,8 +307,8 @@ class FrameSocket(FrameBuffers):
 
     def close(self) -> None:
         """Close the socket, and every received and every queued descriptor."""
-        for _, ancillary, _, _ in self._read:
+        while self._read:
+            _, ancillary, _, _ = self._read.pop()
             close_all(_fds_of(ancillary))
-        self._read.clear()
         super().close()
         self.sock.close()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import anyio
@@ -425,6 +427,48 @@ async def test_cancelled_coroutines_leave_the_channel_intact(client: Client, bas
             async with reader.receive(timeout=5) as message:
                 target = {"x": torch.zeros(1)}
                 assert (message.meta, await message.copy_to(target), target["x"].item()) == (2, ["x"], 1)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("device", ["cpu"])
+@pytest.mark.parametrize("ends", ["its task is cancelled", "its scope has been cancelled"])
+async def test_a_slot_is_acknowledged_once(client: Client, base_path: str, monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
+    """Also if the coroutine that ends the message is cancelled: the channel stays in step."""
+    begun = threading.Event()
+
+    def synchronize(parts: channels.Parts, *, copied: bool) -> None:
+        begun.set()
+        time.sleep(0.2)
+
+    async with AsyncClient(base_path, device="cpu") as other, await other.create_channel("c", 4096) as channel:
+        sender = client.open_channel("c")
+        sender.send({"x": torch.zeros(2)}, 1)
+        monkeypatch.setattr(channels.Parts, "synchronize", synchronize)
+
+        async def end() -> None:
+            async with channel.receive(20) as message:
+                await message.close()
+
+        async def end_late() -> None:
+            message = await channel.receive(20).__aenter__()
+            with anyio.move_on_after(0.05):
+                try:
+                    await anyio.sleep(60)
+                finally:
+                    await message.close()
+
+        task = asyncio.create_task(end_late() if "scope" in ends else end())
+        await anyio.to_thread.run_sync(begun.wait, 5.0)
+        if "task" in ends:
+            task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        monkeypatch.undo()
+        for number in (2, 3, 4):
+            sender.send({"x": torch.zeros(2)}, number, timeout=5)
+            async with channel.receive(5) as message:
+                assert message.meta == number
+        sender.close()
 
 
 @pytest.mark.gpu

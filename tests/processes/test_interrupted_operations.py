@@ -31,7 +31,13 @@ pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 POINTS = repetitions(40, 30_000)
 #: How many of them one client endures.
 ENDURED = 200
-KINDS = (Interrupted, KeyboardInterrupt, TimeoutError)
+
+
+class Stopped(Exception):
+    """An exception of an app, raised by its handler."""
+
+
+KINDS = (Interrupted, KeyboardInterrupt, TimeoutError, Stopped)
 
 SERVER = """
 import os, torch

@@ -8,6 +8,7 @@ The address is an abstract Unix socket (unix(7)), which leaves no file behind; i
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import secrets
@@ -25,6 +26,8 @@ _log = logging.getLogger("shared_rpc")
 TOKEN_BYTES = 16
 #: Seconds for a client's request, and for the answer.
 _ASKING, _ANSWERING = 1.0, 10.0
+#: Errors of accept(2) on a listener that was closed by other code; the others, such as too many open files, pass.
+_PERMANENT = (errno.EBADF, errno.EINVAL, errno.ENOTSOCK)
 #: Seconds after a failed accept(2).
 _PAUSE = 0.1
 
@@ -78,7 +81,10 @@ class FdServer:
         while True:
             try:
                 asking, _ = listener.accept()
-            except OSError as error:  # for example too many open files
+            except OSError as error:
+                if error.errno in _PERMANENT:
+                    _log.error("the descriptor server at %s ended: %s", self.address, error)
+                    return
                 _log.warning("the descriptor server at %s cannot accept a client: %s", self.address, error)
                 time.sleep(_PAUSE)
                 continue
