@@ -253,7 +253,11 @@ def test_a_client_killed_while_its_argument_is_read_leaves_nothing(
     server: Server, children: list[Child], go: threading.Event, begun: threading.Event, device: str
 ) -> None:
     """The endpoint reads on to the end; then nothing is left of the session."""
-    code = f'import torch; from shared_rpc import Client; Client(device={device!r}).call("slow", torch.ones(100000))'
+    code = f"""
+        import torch
+        from shared_rpc import Client
+        Client(device={device!r}).call("slow", torch.ones(100000, device={device!r}))
+    """
     children.append(python(code))
     assert begun.wait(30)
     children[0].kill()

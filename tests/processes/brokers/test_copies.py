@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import anyio
@@ -370,13 +370,13 @@ def test_a_stuck_bare_worker_is_replaced(
     stuck = bare.bare
     assert stuck is not None
     sigstop(stuck)
-    with monkeypatch.context() as hasty, pytest.raises(WorkerCrashed):
+    with monkeypatch.context() as hasty, suppress(WorkerCrashed):  # or the next one answers in that time
         hasty.setattr(broker_memory, "_STEP_PATIENCE", 0.3)
         hasty.setattr(broker_memory, "_PATIENCE", 0.3)
         if asks == "copy":
-            bare.memory.lower([segment], "host")
+            bare.memory.lower([segment], "host")[0].close()
         else:
-            bare.memory.allocate(segment.info.device, 2 * MIB)
+            bare.memory.allocate(segment.info.device, 2 * MIB).close()
     bare.memory.lower([segment], "host")[0].close()
     assert bare.bare not in (None, stuck)
 
