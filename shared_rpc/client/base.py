@@ -51,11 +51,13 @@ class Turn(msgspec.Struct, eq=False):
     #: The handles so far, and the messages that release them.
     lent: list[tuple[Lease[Any], m.Message | None]] = msgspec.field(default_factory=list)
 
-    def lend(self, handle: Lease[Any]) -> None:
-        """Move the lease of the reply to a handle."""
+    def lend(self, make: Callable[[], Lease[Any]]) -> Lease[Any]:
+        """Move the lease of the reply to a new handle, and return that: from the beginning on, only the handle releases it."""
         reply, self.reply = self.reply, None
+        handle = make()
         release = release_for(reply.message, self.request) if reply is not None else m.Release([handle.object_id])
         self.lent.append((handle, release))
+        return handle
 
     def owed(self) -> list[tuple[m.Message, object]]:
         """Drop the resources of a failed operation; return the messages that release them, each with its session."""
@@ -221,8 +223,7 @@ class BaseClient(Context):
         session = turn.link
         if session is None or self._closed:
             raise ConnectionClosed("this client was closed, which has ended the lease")
-        handle = self._handle(step.message, step.value, session.server_id, session)
-        turn.lend(handle)
+        handle = turn.lend(lambda: self._handle(step.message, step.value, session.server_id, session))
         self._leases.add(handle)
         if session.ended and handle.in_session(session) and handle._drop():
             what = f"the lease on object {step.message.object_id}"
