@@ -119,7 +119,7 @@ class Work(msgspec.Struct):
     """A function that takes time: a driver with an event loop calls it in a thread.
 
     ``nbytes`` is the size of the data to decode, if known: little takes less than a millisecond. ``undo`` is called with
-    the result if the caller is cancelled meanwhile and the operation never gets it. ``waits``: it waits for another process,
+    the result if the caller is cancelled and the operation never gets it. ``waits``: it waits for another process,
     in a thread that does not count among those of the loop.
     """
 

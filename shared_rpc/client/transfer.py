@@ -73,7 +73,7 @@ class ClientTransfer:
 
     def _keep_spare(self, arena: Segment) -> None:
         self._spare[arena.info.id] = arena
-        if self.closed:  # by another thread meanwhile
+        if self.closed:  # by another thread
             self._close_spare(arena.info.id)
 
     def _close_spare(self, segment_id: str) -> None:

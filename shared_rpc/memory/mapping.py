@@ -604,7 +604,7 @@ class MappingTable:
                     self._vacate_one(mapping)
 
     def _vacate_one(self, mapping: Mapping) -> None:
-        """Unmap under the table's lock, so that no thread attaches to the mapping meanwhile."""
+        """Unmap under the table's lock, so that no thread attaches to the mapping."""
         mapping.vacated = True
         self._vacated += 1
         _watch(mapping)

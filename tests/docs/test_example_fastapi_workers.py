@@ -108,7 +108,7 @@ def test_a_worker_that_attaches_has_no_copy_of_the_model(site: Site) -> None:
 
 
 def test_the_successor_of_a_killed_worker_attaches_to_the_same_object(site: Site) -> None:
-    """Requests are answered by another worker meanwhile."""
+    """Requests are answered by another worker."""
     before = site.attached.workers()
     assert site.holders() == before
     victim = min(before)

@@ -12,7 +12,7 @@ from shared_rpc import Client, Handle, errors
 from tests.kit.brokers import BrokerApp, another_worker, worker_pids
 from tests.kit.processes import Child, eventually
 
-#: Descriptors that a server may have in these tests, and those of them that are open when objects get no more.
+#: Descriptors that a server may have in these tests, and the number of open ones at which no object gets another.
 LIMIT, FULL = 256, 192
 
 ENDPOINTS = """

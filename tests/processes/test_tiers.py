@@ -147,7 +147,7 @@ def cold(client: Client, size: int = 1000, endpoint: str = "model") -> str:
 
 
 def test_evicted_objects_are_restored_by_the_next_call(client: Client) -> None:
-    """The same object with the same bytes, in other memory; meanwhile it counts as a copy only."""
+    """The same object with the same bytes, in other memory; until then it counts as a copy only."""
     with client.call("model", 1000) as handle:
         object_id = handle.object_id
     (moved,) = client.evict(object_id)

@@ -17,7 +17,7 @@ from shared_rpc.protocol.infos import DescriptorInfo
 
 #: 1/16 of the descriptors is reserved for workers and the memory of calls; it is not used to admit clients.
 _RESERVE = 16
-#: When less than 1/4 of them is left, objects get no more, and the connection with the most descriptors is ended, unless it
+#: When less than 1/4 of them is left, no object gets another, and the connection with the most descriptors is ended, unless it
 #: holds less than 1/16.
 _SPARE, _FAIR = 4, 16
 #: Maximum bytes of incomplete frames of all connections together, besides the largest frame.
