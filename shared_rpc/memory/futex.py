@@ -15,6 +15,10 @@ _ALL = 0x7FFFFFFF
 _libc = ctypes.CDLL(None, use_errno=True)
 _syscall = _libc.syscall
 _syscall.restype = ctypes.c_long
+_syscall.argtypes = (
+    *(ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32),
+    *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint32),
+)
 
 
 class _Timespec(ctypes.Structure):
@@ -23,6 +27,7 @@ class _Timespec(ctypes.Structure):
 
 #: A word of this process without waiters.
 _unused_word = ctypes.c_uint32()
+_UNUSED = ctypes.addressof(_unused_word)
 
 
 def supported() -> None:
@@ -55,18 +60,8 @@ def fence() -> None:
     Waking must see new waiters, so the kernel begins it with a full barrier on every machine (``hb_waiters_pending`` in
     kernel/futex). Neither Python nor ctypes has another one.
     """
-    _call(ctypes.addressof(_unused_word), _WAKE | _PRIVATE, 1, None)
+    _call(_UNUSED, _WAKE | _PRIVATE, 1, None)
 
 
-def _call(address: int, operation: int, value: int, limit: object) -> int:
-    return int(
-        _syscall(
-            ctypes.c_long(_NUMBER or 0),
-            ctypes.c_void_p(address),
-            ctypes.c_int(operation),
-            ctypes.c_uint32(value),
-            limit,
-            None,
-            ctypes.c_uint32(0),
-        )
-    )
+def _call(address: int, operation: int, value: int, limit: object) -> None:
+    _syscall(_NUMBER or 0, address, operation, value, limit, None, 0)

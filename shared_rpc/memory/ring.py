@@ -36,6 +36,8 @@ from shared_rpc.memory.segments import Descriptor
 MOST_READERS, _MAKER = 60, 61
 _BEGIN, _STRIDE = 128, 64
 _ABSENT, _PRESENT, _CLOSED = range(3)
+#: Nanoseconds. Peers that are about to answer have done so by then; to sleep and to be woken takes as long.
+_SPIN = 100_000
 _WORD = 0xFFFFFFFF
 
 
@@ -211,6 +213,10 @@ class Ring:
             self._wait(self._sides[0], seen, until)
 
     def _wait(self, side: _Side, seen: int, until: float) -> None:
+        spun = time.perf_counter_ns() + _SPIN
+        while time.perf_counter_ns() < spun:
+            if side.count != seen:
+                return
         state = side.state
         if state == _ABSENT and self._maker.state == _PRESENT and self._is_over(self._maker):
             raise self._closed(self._maker, "ended")  # it may be the missing peer

@@ -49,6 +49,8 @@ _META, _NAME = _HEADER // 2, 1000
 #: Upper bound of a piece's bytes in a header besides its name.
 _PIECE = 700
 _MOST_SLOTS = 1024
+#: Places of a slot that a process remembers: messages often repeat the same tensors.
+_MOST_PLACES = 8192
 #: Seconds for a channel's creator to write its settings after the channel is listed.
 _SOON = 5.0
 
@@ -62,7 +64,7 @@ class _Settings(msgspec.Struct, array_like=True):
     readers: int
 
 
-class _Piece(msgspec.Struct, array_like=True):
+class _Piece(msgspec.Struct, array_like=True, frozen=True):
     """All of a tensor, or ``nbytes`` bytes from ``start`` on: at ``offset`` of the slot."""
 
     name: str
@@ -174,29 +176,43 @@ class _Slot:
         self.device = flat.device
         self.nbytes = len(flat)
         self._flat = flat
-        self._typed: dict[str, torch.Tensor] = {}
+        self._placed: dict[_Piece, torch.Tensor] = {}
 
-    def copied(self, header: _Header) -> _Slot:
-        """Return private memory with the content of a small slot."""
+    def read_from(self, address: int, header: _Header) -> None:
+        """Copy the content of a small slot, in host memory."""
         used = max((piece.offset + piece.nbytes for piece in header.pieces), default=0)
-        with _plainly():
-            return _Slot(self._flat[: aligned(min(max(used, 0), _SMALL))].clone())
+        ctypes.memmove(self._flat.data_ptr(), address, min(max(used, 0), self.nbytes))
 
-    def elements(self, dtype: str) -> torch.Tensor:
-        """Return all of it as elements of a dtype."""
-        found = self._typed.get(dtype)
+    def place(self, piece: _Piece) -> torch.Tensor:
+        """Return a piece's elements, as a tensor of the whole's shape, or as a flat part of it, for this module alone."""
+        found = self._placed.get(piece)
         if found is None:
-            import torch
-
-            with _plainly():
-                found = self._typed[dtype] = self._flat.view(getattr(torch, dtype))
+            if len(self._placed) >= _MOST_PLACES:
+                self._placed.clear()
+            found = self._placed[piece] = self.view(piece)
         return found
+
+    def view(self, piece: _Piece) -> torch.Tensor:
+        """Return a new tensor over a piece's elements, see :meth:`place`."""
+        import torch
+
+        total, item = piece.extent.nbytes, ITEM_SIZES[piece.dtype]
+        offset, nbytes, start = piece.offset, piece.nbytes, piece.start
+        if not (0 <= offset <= offset + nbytes <= self.nbytes and 0 <= start <= start + nbytes <= total):
+            raise ProtocolError(f"a channel's header places {nbytes} bytes of {piece.name[:200]!r} outside of its slot")
+        if offset % item or nbytes % item or start % item:
+            raise ProtocolError(f"a channel's header cuts an element of {piece.name[:200]!r}, of {piece.dtype}")
+        with _plainly():
+            flat = self._flat[offset : offset + nbytes].view(getattr(torch, piece.dtype))
+            return flat.view(piece.shape) if nbytes == total and len(piece.shape) != 1 else flat
 
 
 class Parts:
     """The buffers of a channel in one process."""
 
     def __init__(self, name: str, settings: _Settings, data: Lease[Any], control: Lease[Any], ring: Ring) -> None:
+        import torch
+
         self.name = name
         self.settings = settings
         self.handles: tuple[Any, ...] = data, control
@@ -206,6 +222,9 @@ class Parts:
         headers = range(_SETTINGS, _SETTINGS + (_HEADER + _SMALL) * settings.slots, _HEADER + _SMALL)
         self.headers = [control.value.data_ptr() + at for at in headers]
         self.small_slots = [_Slot(control.value[at + _HEADER : at + _HEADER + _SMALL]) for at in headers]
+        #: A reader's copy of the content of a small slot.
+        with _plainly():
+            self.private = _Slot(torch.empty(_SMALL, dtype=torch.uint8))
         mapping = MAPPINGS.find(flat.data_ptr())
         assert mapping is not None, "a buffer is mapped"
         self._backend: Any = mapping[0].backend
@@ -300,18 +319,6 @@ def _plainly() -> AbstractContextManager[object]:
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
-def _place(slot: _Slot, piece: _Piece) -> torch.Tensor:
-    """Return a piece's elements in a slot, as a tensor of the whole's shape, or as a flat part of it."""
-    total, item = piece.extent.nbytes, ITEM_SIZES[piece.dtype]
-    offset, nbytes, start = piece.offset, piece.nbytes, piece.start
-    if not (0 <= offset <= offset + nbytes <= slot.nbytes and 0 <= start <= start + nbytes <= total):
-        raise ProtocolError(f"a channel's header places {nbytes} bytes of {piece.name[:200]!r} outside of its slot")
-    if offset % item or nbytes % item or start % item:
-        raise ProtocolError(f"a channel's header cuts an element of {piece.name[:200]!r}, of {piece.dtype}")
-    flat = slot.elements(piece.dtype).narrow(0, offset // item, nbytes // item)
-    return flat.view(piece.shape) if nbytes == total and len(piece.shape) != 1 else flat
-
-
 def _part(tensor: torch.Tensor, piece: _Piece) -> torch.Tensor:
     """Return a piece's part of a contiguous tensor."""
     item = ITEM_SIZES[piece.dtype]
@@ -322,7 +329,7 @@ def _put(parts: Parts, slot: _Slot, fill: Sequence[tuple[_Piece, torch.Tensor]])
     parts.check_capture()
     for piece, tensor in fill:
         whole = piece.nbytes == tensor.nbytes
-        _copy(_place(slot, piece), tensor.detach() if whole else _part(tensor.detach().contiguous(), piece))
+        _copy(slot.place(piece), tensor.detach() if whole else _part(tensor.detach().contiguous(), piece))
     if slot.device.type == "cuda":  # a copy to the host is complete
         parts.synchronize(copied=True)
 
@@ -402,8 +409,10 @@ class _Reception:
             raise ProtocolError(f"a header of channel {self._parts.name!r} cannot be read: {error}") from error
 
     def _enter(self, header: _Header) -> None:
-        turn = self._parts.ring.turn
-        self._slot = self._parts.small_slots[turn].copied(header) if header.small else self._parts.slots[turn]
+        turn, parts = self._parts.ring.turn, self._parts
+        if header.small:
+            parts.private.read_from(parts.headers[turn] + _HEADER, header)
+        self._slot = parts.private if header.small else parts.slots[turn]
         self._header = header
         self._pieces = iter(header.pieces)
 
@@ -452,10 +461,10 @@ class _Reception:
         assert self._slot is not None, "a piece has a slot"
         if piece.nbytes == piece.extent.nbytes and self._slot.device == self._parts.device:
             self._lent = True
-            return piece.name, _place(self._slot, piece)
+            return piece.name, self._slot.view(piece)
         whole = yield _work(_new, piece, self._parts.device)
         if piece.nbytes == piece.extent.nbytes:
-            yield _work(_copy, whole, _place(self._slot, piece))
+            yield _work(_copy, whole, self._slot.place(piece))
         else:
             yield from self._assembled(piece, whole)
         if self.in_thread:
@@ -467,7 +476,7 @@ class _Reception:
         total = piece.extent.nbytes
         while True:
             assert self._slot is not None, "a piece has a slot"
-            yield _work(_copy, _part(whole, piece), _place(self._slot, piece))
+            yield _work(_copy, _part(whole, piece), self._slot.place(piece))
             if piece.start + piece.nbytes >= total:
                 return
             following = yield from self._next_piece()
@@ -487,7 +496,7 @@ class _Reception:
                     f"tensor {piece.name[:200]!r} of shape {piece.shape} was received, and the targets have {there}"
                 )
             if piece.nbytes == piece.extent.nbytes:
-                yield _work(_copy, target, _place(self._slot, piece))
+                yield _work(_copy, target, self._slot.place(piece))
             elif target.is_contiguous():
                 yield from self._assembled(piece, target.detach())
             else:

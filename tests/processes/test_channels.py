@@ -328,7 +328,7 @@ def test_malformed_headers_are_refused(place: tuple[int, int, int]) -> None:
     offset, nbytes, start = place
     slot = channels._Slot(torch.zeros(4096, dtype=torch.uint8))
     with pytest.raises(ProtocolError, match=r"a channel's header (places|cuts)"):
-        channels._place(slot, channels._Piece("x", "float32", (2,), start, nbytes, offset))
+        slot.place(channels._Piece("x", "float32", (2,), start, nbytes, offset))
 
 
 @pytest.mark.parametrize("device", ["cpu"])
