@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import threading
 import time
@@ -25,20 +24,21 @@ from shared_rpc.errors import (
     DeadlineExceeded,
     ProtocolError,
 )
-from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.operations import channels
 from tests.kit.apps import Serve
 from tests.kit.interpreter import bits
-from tests.kit.processes import Child, open_fds, python
+from tests.kit.processes import Child, Program
 
 Run = Callable[..., Any]
+
+each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 #: A process that opens the channel ``c``, and runs the body with ``channel``.
 PEER = """
     import os, sys, time, torch
     from shared_rpc import Client
 
-    client = Client(device={device!r}, connect_timeout=5)
+    client = Client(device="cpu", connect_timeout=5)
     channel = client.open_channel("c")
 """
 #: Bodies: one receives a message, and prints a line; the other one sends a message.
@@ -47,7 +47,7 @@ RECEIVES = """
         print("received", [name for name, _ in message], flush=True)
 """
 SENDS = """
-    channel.send({{"x": torch.ones(3)}})
+    channel.send({"x": torch.ones(3)})
     print("sent", flush=True)
 """
 STAYS = """
@@ -56,8 +56,14 @@ STAYS = """
 
 
 @pytest.fixture
+def device() -> str:
+    """The device of the tests that do not run on each kind."""
+    return "cpu"
+
+
+@pytest.fixture
 def provider(base_path: str, device: str) -> Provider:
-    """A provider on each kind of device."""
+    """A provider on that device."""
     return Provider(base_path, device=device)
 
 
@@ -70,15 +76,9 @@ def client(no_leaks: None, serve: Serve, base_path: str, device: str) -> Iterato
 
 
 @pytest.fixture
-def peer(children: list[Child], device: str) -> Callable[..., Child]:
+def peer(program: Program) -> Callable[..., Child]:
     """``peer(body, …)`` runs bodies in another process, which has opened the channel ``c``."""
-
-    def start(*bodies: str) -> Child:
-        child = python((PEER + "".join(bodies)).format(device=device))
-        children.append(child)
-        return child
-
-    return start
+    return lambda *bodies: program(PEER + "".join(bodies))
 
 
 def samples(device: str) -> dict[str, torch.Tensor]:
@@ -112,6 +112,7 @@ answer = received
 """
 
 
+@each_device
 @pytest.mark.parametrize("nbytes", [4096, 1 << 20])
 def test_tensors_of_every_kind_arrive(device: str, client: Client, elsewhere: Run, nbytes: int) -> None:
     """Each message whole and in order, in slots smaller than some of its tensors, or larger than all."""
@@ -133,6 +134,7 @@ def send_all(channel: TensorChannel, tensors: dict[str, torch.Tensor]) -> None:
     channel.close()
 
 
+@each_device
 def test_messages_can_be_copied_to_existing_tensors(client: Client) -> None:
     """By name, larger ones piece by piece, even if they are not contiguous."""
     values = {"small": torch.arange(6.0).reshape(2, 3), "large": torch.arange(4000.0).reshape(40, 100), "last": torch.ones(2)}
@@ -147,7 +149,6 @@ def test_messages_can_be_copied_to_existing_tensors(client: Client) -> None:
             assert all(torch.equal(targets[name], value.to(targets[name].dtype)) for name, value in values.items())
 
 
-@pytest.mark.parametrize("device", ["cpu"])
 def test_mismatched_targets_are_refused(client: Client) -> None:
     """A missing target, or one of another shape, is named; the message is skipped."""
     with client.create_channel("c", 4096) as channel, client.open_channel("c") as reader:
@@ -159,7 +160,6 @@ def test_mismatched_targets_are_refused(client: Client) -> None:
         channel.flush(timeout=5)
 
 
-@pytest.mark.parametrize("device", ["cpu"])
 def test_tensors_in_a_slot_are_valid_in_the_block(client: Client) -> None:
     """After reading a message, its tensors stay valid in the block: the sender cannot refill the slot."""
     with client.create_channel("c", 4096, slots=1) as channel, client.open_channel("c") as reader:
@@ -174,7 +174,6 @@ def test_tensors_in_a_slot_are_valid_in_the_block(client: Client) -> None:
         channel.flush(timeout=0)
 
 
-@pytest.mark.parametrize("device", ["cpu"])
 def test_every_reader_gets_every_message(client: Client) -> None:
     """A slot is refilled when all readers have acknowledged it; a third reader is refused."""
     with client.create_channel("c", 4096, slots=1, readers=2) as channel:
@@ -195,7 +194,6 @@ def test_every_reader_gets_every_message(client: Client) -> None:
 # Ends.
 
 
-@pytest.mark.parametrize("device", ["cpu"])
 def test_a_killed_reader_is_detected_within_a_second(client: Client, peer: Callable[..., Child]) -> None:
     """A waiting sender gets an error with its pid, and so does every later send."""
     with client.create_channel("c", 4096) as channel:
@@ -216,7 +214,6 @@ def test_a_killed_reader_is_detected_within_a_second(client: Client, peer: Calla
         del kept
 
 
-@pytest.mark.parametrize("device", ["cpu"])
 def test_a_killed_sender_is_detected_within_a_second(client: Client, peer: Callable[..., Child]) -> None:
     """The reader gets the published slots, and then the error."""
     with client.create_channel("c", 4096) as channel:
@@ -232,7 +229,6 @@ def test_a_killed_sender_is_detected_within_a_second(client: Client, peer: Calla
         assert (names, caught.value.reason, caught.value.pid) == (["x"], "ended", sender.pid)
 
 
-@pytest.mark.parametrize("device", ["cpu"])
 def test_closing_a_side_is_visible(client: Client) -> None:
     """The sender's end ends the iteration; a reader's is an error in the sender; a closed channel reports that."""
     with client.create_channel("c", 4096) as channel, client.open_channel("c") as reader:
@@ -254,7 +250,6 @@ def test_closing_a_side_is_visible(client: Client) -> None:
             assert [[name for name, _ in message] for message in other] == [["y"]]
 
 
-@pytest.mark.parametrize("device", ["cpu"])
 def test_waits_time_out(client: Client) -> None:
     """The error names the missing peer; an abandoned message is reported."""
     with client.create_channel("c", 4096) as channel, client.open_channel("c") as reader:
@@ -273,7 +268,6 @@ def test_waits_time_out(client: Client) -> None:
             assert (following.meta, [name for name, _ in following]) == (7, ["x"])
 
 
-@pytest.mark.parametrize("device", ["cpu"])
 def test_channels_outlive_their_server(base_path: str, provider: Provider, serve: Serve, elsewhere: Run) -> None:
     """Two sides that have the memory need no server."""
     server = serve()
@@ -286,26 +280,10 @@ def test_channels_outlive_their_server(base_path: str, provider: Provider, serve
         reader.close()
 
 
-@pytest.mark.parametrize("device", ["cpu"])
-def test_many_messages_leak_nothing(client: Client) -> None:
-    """Both sides have the same descriptors and mappings as after the first messages."""
-    tensors = {"x": torch.ones(1000), "y": torch.ones(10)}
-    targets = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-    counts = []
-    with client.create_channel("c", 1 << 16) as channel, client.open_channel("c") as reader:
-        for number in range(3000):
-            channel.send(tensors, number)
-            with reader.receive(timeout=5) as message:
-                message.copy_to(targets)
-            if number in (1000, 2999):
-                gc.collect()
-                counts.append((open_fds(), len(MAPPINGS)))
-    assert counts[0] == counts[1]
-
-
 # Names, places, kinds.
 
 
+@each_device
 def test_inference_mode_and_parameters_are_supported(device: str, client: Client) -> None:
     """One side may be in inference mode; parameters can be sent and be targets, and received tensors can be computed with."""
     module = torch.nn.Linear(3, 2, device=device)
@@ -331,7 +309,6 @@ def test_malformed_headers_are_refused(place: tuple[int, int, int]) -> None:
         slot.place(channels._Piece("x", "float32", (2,), start, nbytes, offset))
 
 
-@pytest.mark.parametrize("device", ["cpu"])
 def test_names_are_unique(client: Client) -> None:
     """One channel at a time has a name; a missing one is named in the error."""
     with client.create_channel("c", 100, slots=3) as channel:
@@ -342,17 +319,11 @@ def test_names_are_unique(client: Client) -> None:
     with pytest.raises(BufferNotFound, match="there is no channel 'c' at"):
         client.open_channel("c")
     made: list[TensorChannel] = []
-    timer = threading.Timer(0.1, lambda: made.append(client.create_channel("c", 100)))
-    timer.start()
+    threading.Timer(0.1, lambda: made.append(client.create_channel("c", 100))).start()
     client.open_channel("c", timeout=20).close()
-    timer.join()
     made[0].close()
-    for options in ({"name": ""}, {"nbytes": 0}, {"slots": 0}, {"readers": 61}):
-        with pytest.raises(ConfigurationError):
-            client.create_channel(**{"name": "d", "nbytes": 1, **options})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("device", ["cpu"])
 def test_there_is_one_sender_at_a_time(client: Client) -> None:
     """A second one is refused, as is a process that receives; a third one is accepted after the first has closed."""
     with client.create_channel("c", 4096) as channel, client.open_channel("c") as other, client.open_channel("c") as third:
@@ -367,22 +338,18 @@ def test_there_is_one_sender_at_a_time(client: Client) -> None:
     assert names == ["x", "y"]
 
 
-@pytest.mark.parametrize("device", ["cpu"])
 def test_invalid_messages_are_refused(client: Client) -> None:
-    """Tensors without strides, invalid names, and meta other than plain data are named before anything is sent."""
+    """Tensors without strides, and meta other than plain data, are named before anything is sent."""
     with client.create_channel("c", 4096, slots=1) as channel:
         with pytest.raises(CapabilityError, match="'x' is no plain strided tensor"):
             channel.send({"x": torch.eye(2).to_sparse()})
-        with pytest.raises(ConfigurationError, match="is a str"):
-            channel.send({3: torch.zeros(1)})  # type: ignore[dict-item]
         with pytest.raises(ConfigurationError, match="not plain data"):
             channel.send({}, meta=object())
-        with pytest.raises(ConfigurationError, match="send large data as a tensor"):
-            channel.send({}, meta="x" * (1 << 20))
         channel.send({"x": torch.zeros(1)}, timeout=0)
 
 
 @pytest.mark.anyio
+@each_device
 async def test_coroutines_can_use_channels(device: str, client: Client, base_path: str) -> None:
     """With one side on an event loop."""
     tensors = samples(device)
@@ -405,7 +372,6 @@ async def test_coroutines_can_use_channels(device: str, client: Client, base_pat
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("device", ["cpu"])
 async def test_cancelled_coroutines_leave_the_channel_intact(client: Client, base_path: str) -> None:
     """The wait ends, and the next message is whole."""
     async with (
@@ -430,7 +396,6 @@ async def test_cancelled_coroutines_leave_the_channel_intact(client: Client, bas
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("device", ["cpu"])
 @pytest.mark.parametrize("ends", ["its task is cancelled", "its scope has been cancelled"])
 async def test_a_slot_is_acknowledged_once(client: Client, base_path: str, monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
     """Also if the coroutine that ends the message is cancelled: the channel stays in step."""

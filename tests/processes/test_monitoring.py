@@ -13,9 +13,7 @@ import torch
 
 from shared_rpc import Client, Provider, Server, progress
 from shared_rpc.errors import ConfigurationError, EndpointNotFound, StaleHandleError
-from shared_rpc.protocol import infos
-from shared_rpc.protocol.specs import EndpointSpec
-from tests.kit.apps import App, Connect, Serve
+from tests.kit.apps import Connect, Serve
 from tests.kit.brokers import BrokerApp
 from tests.kit.processes import Program, eventually
 
@@ -145,27 +143,8 @@ def test_holders_are_processes_until_killed(client: Client, program: Program) ->
     eventually(lambda: client.holders(handle.object_id) == [mine])
 
 
-def test_missing_objects_have_no_holders(client: Client) -> None:
-    """An error instead of an empty list."""
-    with pytest.raises(StaleHandleError, match="has no object 0123") as caught:
-        client.holders("0123")
-    assert caught.value.reason == "object_gone"
-
-
 def test_unfetched_tasks_are_holders(client: Client) -> None:
     """By the task's id."""
     task = client.submit("load", 4)
     (holder,) = client.holders(client.watch_task(task).object_id or "")
     assert (holder["kind"], holder["session"], holder["since"]) == ("task", task, None)
-
-
-def test_providers_list_their_own_holders(app: App) -> None:
-    """In every role."""
-    app.share("load", managed=True)(lambda: torch.zeros(3))
-    with app.provider.call("load") as handle:
-        assert [(one["pid"], one["leases"]) for one in app.provider.holders(handle)] == [(os.getpid(), 1)]
-
-
-def test_endpoints_are_described_by_their_specification() -> None:
-    """In plain values."""
-    assert tuple(infos.EndpointInfo.__annotations__) == EndpointSpec.__struct_fields__

@@ -14,7 +14,7 @@ import pytest
 
 from shared_rpc import errors
 from tests.kit.brokers import BrokerApp, begun
-from tests.kit.deep import deep, repetitions
+from tests.kit.deep import repetitions
 from tests.kit.forks import start_zygote, stop_zygote
 from tests.kit.processes import Child, eventually
 
@@ -92,16 +92,13 @@ def test_a_storm_of_signals_ends_every_server(kind: str, app: BrokerApp, childre
             path.unlink()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, *deep(signal.SIGINT)])
 @pytest.mark.parametrize("kind", ["server role", "in-process"])
-def test_signals_taken_by_another_thread_are_handled(
-    kind: str, number: signal.Signals, app: BrokerApp, children: list[Child]
-) -> None:
+def test_signals_taken_by_another_thread_are_handled(kind: str, app: BrokerApp, children: list[Child]) -> None:
     """Although they do not interrupt the main thread's wait."""
     server = begin(kind, app, children)
     client = app.connect()
     with suppress(errors.ConnectionClosed):
-        client.call("take", int(number))
+        client.call("take", int(signal.SIGTERM))
     code, said = server.close()
     assert (code, "Traceback" in said) == (0, False)
 
@@ -119,31 +116,6 @@ def test_signals_taken_by_a_brokers_loop_thread_are_handled(app: BrokerApp, tmp_
     with suppress(errors.ConnectionClosed, errors.WorkerCrashed):
         app.connect().call("plain")
     assert broker.close()[0] == 0
-
-
-# Signals for forked children.
-
-#: A child gets a signal at once.
-NEWBORN = """
-    @provider.share(cache=False)
-    def fork(number):
-        pid = os.fork()
-        if pid == 0:
-            time.sleep(30)
-        os.kill(pid, number)
-        return torch.tensor(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-"""
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, *deep(signal.SIGINT)])
-@pytest.mark.parametrize("kind", ["server role", *deep("in-process")])
-def test_signals_end_children_forked_by_an_endpoint(
-    kind: str, number: signal.Signals, app: BrokerApp, children: list[Child]
-) -> None:
-    """Even immediately after the fork, as pools of multiprocessing expect."""
-    app.write(NEWBORN)
-    begin(kind, app, children)
-    assert app.connect().call("fork", int(number)).item() == -number
 
 
 # The exit.
@@ -167,10 +139,7 @@ LAST_WORDS = {
 
 @pytest.mark.parametrize(
     ("kind", "which"),
-    [
-        *(("server role", "thread"), ("in-process", "callback"), ("broker", "thread")),
-        *deep(("server role", "callback"), ("in-process", "thread"), ("broker", "callback")),
-    ],
+    [("server role", "thread"), ("in-process", "callback"), ("broker", "thread")],
 )
 def test_a_blocked_exit_is_forced(kind: str, which: str, app: BrokerApp, children: list[Child]) -> None:
     """After a grace period, with a line that names what blocks it: a thread, or an exit callback."""

@@ -86,19 +86,6 @@ def test_misses_of_a_killed_source_go_to_the_next(app: BrokerApp, start_source: 
     assert client.get_statistics()["held"]["builds"] == 3
 
 
-def test_without_another_source_the_broker_builds(app: BrokerApp, start_source: Start, threads: ThreadPoolExecutor) -> None:
-    """After the grace period, with a warning; later calls do not wait."""
-    broker = app.start_program(app.program(KNOWN_TOKEN, source_grace=0.2))
-    client, source = app.connect(), start_source()
-    call = threads.submit(app.connect().call, "held", 1)
-    source.expect("miss held")
-    source.kill()
-    call.result(20).release()
-    broker.expect_error("no source of records for 0.2 s")
-    client.call("held", 2).release()
-    assert client.get_statistics()["held"]["builds"] == 2
-
-
 def test_builds_continue_after_the_source_is_killed(
     app: BrokerApp, start_source: Start, threads: ThreadPoolExecutor, tmp_path: Path
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +14,8 @@ import torch
 
 from shared_rpc import Client, Provider, Server
 from shared_rpc.cli.discovery import live_servers
-from shared_rpc.client import link as link_module
 from shared_rpc.client.starting import ServerStarter
 from shared_rpc.errors import ConfigurationError, ConnectError
-from shared_rpc.protocol.peers import Peer
 from shared_rpc.settings import ServeOptions
 from tests.kit import attacker
 from tests.kit.attacker import as_uid, needs_another_uid
@@ -105,15 +102,10 @@ def client(**options: float) -> Client:
     return Client(device="cpu", **{"connect_timeout": 0.0, "timeout": 30.0, **options})
 
 
-def test_servers_work_in_a_sticky_directory(sticky: Path, path: str) -> None:
-    """Server and client connect; socket and lock are private, whatever the umask."""
-    before = os.umask(0)
-    try:
-        with server(), client() as mine:
-            assert mine.call("ones", 3).tolist() == [1, 1, 1]
-            assert [stat.S_IMODE(os.lstat(name).st_mode) for name in (path, f"{path}.lock")] == [0o600, 0o600]
-    finally:
-        os.umask(before)
+def test_servers_work_in_a_sticky_directory(sticky: Path) -> None:
+    """Server and client connect; only the lock stays."""
+    with server(), client() as mine:
+        assert mine.call("ones", 3).tolist() == [1, 1, 1]
     assert os.listdir(sticky) == ["s-cpu.sock.lock"]
 
 
@@ -181,7 +173,7 @@ while True:
 
 
 @needs_another_uid
-@pytest.mark.parametrize("when", ["asked", "at once"])
+@pytest.mark.parametrize("when", ["asked", *deep("at once")])
 def test_answers_of_another_user_are_refused(path: str, children: list[Child], when: str) -> None:
     """Although a process of this user listens there: the sender counts. Earlier bytes have no known sender."""
     squatter = as_uid(ANSWERS_AS_STRANGER, path, when, before=ANSWERS)
@@ -190,15 +182,6 @@ def test_answers_of_another_user_are_refused(path: str, children: list[Child], w
     text = rf"{path} belongs to uid ({attacker.STRANGER}|65534).*, not to you \(uid 0\)"
     with client() as mine, pytest.raises(ConnectError, match=text):
         mine.ping()
-
-
-def test_clients_do_not_wait_for_a_strangers_end(sticky: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even with time left to wait for a server: here the kernel reports another user for each."""
-    monkeypatch.setattr(link_module, "peer_of", lambda sock: Peer(4711, os.geteuid() + 1))
-    text = r"belongs to uid \d+, not to you .* it is pid 4711"
-    with server(), client(connect_timeout=600) as mine, pytest.raises(ConnectError, match=text) as caught:
-        mine.ping()
-    assert "Start a server" not in str(caught.value)
 
 
 @needs_root
@@ -241,12 +224,7 @@ def test_other_users_sockets_are_not_listed(sticky: Path, path: str, stranger: P
 @needs_root
 @pytest.mark.parametrize(
     ("kind", "suffix"),
-    [
-        ("link", "lock"),
-        ("pipe", "log"),
-        ("open file", "spawn"),
-        *deep(*((kind, suffix) for kind in ("file", "link", "pipe") for suffix in ("lock", "spawn", "log"))),
-    ],
+    [("link", "lock"), ("pipe", "log"), ("file", "spawn")],
 )
 def test_files_of_another_user_are_refused(path: str, kind: str, suffix: str) -> None:
     """Neither they nor their link targets are opened: the error names the owner."""
@@ -258,21 +236,20 @@ def test_files_of_another_user_are_refused(path: str, kind: str, suffix: str) ->
         os.mkfifo(name)
     else:
         Path(name).write_text("")
-        os.chmod(name, 0o666 if kind == "open file" else 0o600)
+        os.chmod(name, 0o666)
     os.lchown(name, NOBODY, NOBODY)
     with pytest.raises(ConfigurationError, match=rf"{name} belongs to uid {NOBODY}"):
         open_file(path, suffix)
     assert precious.read_text() == "precious"
 
 
-@pytest.mark.parametrize("suffix", ["lock", *deep("spawn", "log")])
-def test_hard_links_to_our_files_are_refused(path: str, suffix: str) -> None:
+def test_hard_links_to_our_files_are_refused(path: str) -> None:
     """By them, another user could make this process write to an unrelated file."""
     precious = Path(f"{path}.precious")
     precious.write_text("7\nprecious")
-    os.link(precious, f"{path}.{suffix}")
-    with pytest.raises(ConfigurationError, match=rf"{path}.{suffix} .* has 2 names"):
-        open_file(path, suffix)
+    os.link(precious, f"{path}.lock")
+    with pytest.raises(ConfigurationError, match=rf"{path}.lock .* has 2 names"):
+        server().start()
     assert precious.read_text() == "7\nprecious"
 
 
