@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["LIBRARIES", "Case", "build", "cases_of"]
-
 #: By the names of their modules in ``libraries/``, the slowest first, so that two at once end together.
 LIBRARIES = (
     "transformers",

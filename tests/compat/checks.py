@@ -21,8 +21,6 @@ from tests.compat.modes import CLIENT_MODES, mode, repeatable
 from tests.compat.places import beside_parameters, in_memfd, in_slab, outside
 from tests.kit.processes import eventually
 
-__all__ = ["Visit", "changes", "checks_of", "describe", "outcome"]
-
 
 def own_of(library: str, name: str, device: str) -> Any:
     """An object that is not shared, to compare with."""

@@ -14,8 +14,6 @@ from typing import Any
 import numpy
 import torch
 
-__all__ = ["bits", "differences", "digest", "is_memory", "memories", "reached", "strided_tensors"]
-
 _ATOMS = (
     bool,
     int,

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from tests.compat import page
-from tests.compat.cases import LIBRARIES, cases_of
+from tests.compat.cases import cases_of
 from tests.compat.findings import load, merged, save
 from tests.compat.reports import Reports, tables
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--device``, ``--at-once``, ``--require-all``, ``--report``, ``--write``."""
+    """``--device``, ``--at-once``, ``--require-all``, ``--write``."""
     group = parser.getgroup("compat")
     group.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where the objects are")
     group.addoption("--at-once", type=int, default=2, help="how many servers are visited at a time, with about a core for each")
     group.addoption("--require-all", action="store_true", help="a library that is missing is a failure, and is not skipped")
-    group.addoption("--report", type=Path, help="write what was found to this file, as JSON")
     group.addoption("--write", action="store_true", help="have docs/reference/compatibility say what was found")
 
 
@@ -51,29 +45,16 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """The tables, the times, and what was not run."""
+    """Print what does not simply work; with ``--write``, keep the findings and make the page anew."""
     reports = config.stash.get(_REPORTS, None)
     if reports is None:
         return
     found = reports.finished()
     terminalreporter.section("other people's libraries")
-    for line in tables(found):
-        terminalreporter.write_line(line)
-    missing = {library: names for library in LIBRARIES if (names := reports.missing(library))}
-    for library, names in missing.items():
-        terminalreporter.write_line(f"not run: {library}, because {', '.join(names)} cannot be imported here")
-    total = sum(report["seconds"] for report in found.values())
-    terminalreporter.write_line(f"{len(found)} visits took {total:.0f} s together, on {reports.device}")
-    path = config.getoption("--report")
-    if path is not None:
-        path.write_text(json.dumps({" under ".join(visit): report for visit, report in found.items()}, indent=1))
+    lines = [*tables(found)]
     if config.getoption("--write"):
-        for line in _written(reports.device, found):
-            terminalreporter.write_line(line)
-
-
-def _written(device: str, found: dict[tuple[str, str], dict[str, Any]]) -> Iterator[str]:
-    """Keep what was found, and make the page anew; yield what there is to say of it."""
-    findings, left = merged(load(device), device, found)
-    yield f"written: {save(device, findings)}, {page.write()}"
-    yield from (f"not written: {line}" for line in left)
+        findings, left = merged(load(reports.device), reports.device, found)
+        lines.append(f"written: {save(reports.device, findings)}, {page.write()}")
+        lines.extend(f"not written: {line}" for line in left)
+    for line in lines:
+        terminalreporter.write_line(line)

@@ -14,7 +14,7 @@ import json
 import platform
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,6 @@ from shared_rpc import Handle
 from tests.compat.cases import LIBRARIES, cases_of, requires
 from tests.compat.places import own_parts
 from tests.kit.processes import ROOT
-
-__all__ = ["DEVICES", "FOLDER", "attached", "differs", "load", "merged", "refused", "releases", "save"]
 
 FOLDER = ROOT / "docs" / "reference" / "compatibility"
 DEVICES = ("cpu", "cuda")
@@ -104,38 +102,29 @@ def _path(device: str) -> Path:
 
 
 def merged(findings: Findings, device: str, reports: Mapping[tuple[str, str], dict[str, Any]]) -> tuple[Findings, list[str]]:
-    """Put what visitors report in the place of what was kept.
+    """Replace kept findings by those that visitors report.
 
     :param reports: by library and host.
-    :returns: the findings, and a line for each case that keeps what it had: one that fails, or that differs between hosts.
+    :returns: the findings, and a line for each case that keeps its former finding because a check fails.
     """
     result = {library: dict(cases) for library, cases in findings.items()}
     left = []
     date = time.strftime("%Y-%m-%d", time.gmtime())
-    for library, case in dict.fromkeys((library, case) for (library, _), report in reports.items() for case in report["found"]):
-        of_hosts = [report for (name, _), report in reports.items() if name == library and case in report["found"]]
-        found = of_hosts[0]["found"][case]
-        fails = [name for report in of_hosts for name, check in report["cases"][case].items() if check[0] == "fails"]
-        if fails:
-            left.append(f"{library}, {case}: {', '.join(dict.fromkeys(fails))} failed")
-        elif said := [text for report in of_hosts[1:] if (text := _differs(report["found"][case], found))]:
-            left.append(f"{library}, {case}: the hosts differ: {said[0]}")
-        else:
-            result.setdefault(library, {})[case] = {"date": date, "of": releases(library, device), **found}
+    for (library, host), report in reports.items():
+        for case, found in report["found"].items():
+            fails = [name for name, check in report["cases"][case].items() if check[0] == "fails"]
+            if fails:
+                left.append(f"{library}, {case}, {host}: {', '.join(fails)} failed")
+            else:
+                result.setdefault(library, {})[case] = {"date": date, "of": releases(library, device), **found}
     return result, left
 
 
 def differs(findings: Findings, library: str, case: str, found: Mapping[str, Any]) -> str:
-    """Return where a finding is not what was kept, in words; an empty text where it is."""
+    """Return how a finding differs from the kept one, in words; an empty text if it does not."""
     kept = findings.get(library, {}).get(case)
-    return "nothing is kept of it" if kept is None else _differs(found, kept)
-
-
-def _differs(found: Mapping[str, Any], kept: Mapping[str, Any]) -> str:
-    return "; ".join(_changes(found, kept))
-
-
-def _changes(found: Mapping[str, Any], kept: Mapping[str, Any]) -> Iterable[str]:
-    for name in _SAID:
-        if found.get(name) != kept.get(name):
-            yield f"{name}: {kept.get(name)!r} is now {found.get(name)!r}"
+    if kept is None:
+        return "nothing is kept of it"
+    return "; ".join(
+        f"{name}: {kept.get(name)!r} is now {found.get(name)!r}" for name in _SAID if found.get(name) != kept.get(name)
+    )

@@ -15,8 +15,6 @@ from typing import Any
 
 from tests.kit.processes import PYTHONPATH, ROOT
 
-__all__ = ["HOSTS", "report_of"]
-
 APP = str(Path(__file__).with_name("app.py"))
 #: The command of each host, and what it adds to the environment.
 HOSTS: dict[str, tuple[list[str], dict[str, str]]] = {
@@ -28,8 +26,8 @@ LIMIT = 900.0
 ENDS = 120.0
 
 
-def environment(folder: Path, device: str) -> dict[str, str]:
-    """What a server or a client of the tests runs in: nothing is fetched, and no two compute with different threads."""
+def _environment(folder: Path, process: str, device: str) -> dict[str, str]:
+    """Return the environment of a server or client of the tests: offline, and deterministic."""
     ours = {name: value for name, value in os.environ.items() if not name.startswith("SHARED_TENSOR_")}
     return {
         **ours,
@@ -37,14 +35,14 @@ def environment(folder: Path, device: str) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "SHARED_TENSOR_BASE_PATH": str(folder / "s"),
         "COMPAT_DEVICE": device,
-        "HF_HOME": str(folder / "hub"),
+        "HF_HOME": str(folder / process / "hub"),
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         # Libraries keep what they took from a set, in its order.
         "PYTHONHASHSEED": "0",
         "OMP_NUM_THREADS": "1",
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / process / "inductor"),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
     }
 
@@ -55,10 +53,9 @@ def report_of(library: str, host: str, device: str, heavy: bool, names: Sequence
     with tempfile.TemporaryDirectory(prefix="compat-") as name:
         folder = Path(name)
         command, added = HOSTS[host]
-        environ = environment(folder / "server", device)
-        environ["SHARED_TENSOR_BASE_PATH"] = str(folder / "s")
+        environ = {**_environment(folder, "server", device), **added}
         with open(folder / "server.log", "w+b") as log:
-            server = subprocess.Popen(command, env={**environ, **added}, cwd=folder, stdout=log, stderr=log)
+            server = subprocess.Popen(command, env=environ, cwd=folder, stdout=log, stderr=log)
             try:
                 visited = _visit(server, library, host, device, heavy, names, folder)
             finally:
@@ -68,40 +65,29 @@ def report_of(library: str, host: str, device: str, heavy: bool, names: Sequence
                 except subprocess.TimeoutExpired:
                     server.kill()
                     ended = f"did not end within {ENDS} s of SIGINT, and was killed: {server.wait()}"
-            log.seek(0)
-            words = log.read().decode(errors="replace")
+        words = (folder / "server.log").read_text(errors="replace")
     return {**visited, "ended": ended, "log": words[-4000:], "seconds": round(time.monotonic() - begin, 1)}
 
 
 def _visit(
     server: subprocess.Popen[bytes], library: str, host: str, device: str, heavy: bool, names: Sequence[str], folder: Path
 ) -> dict[str, Any]:
+    program = [sys.executable, "-X", "faulthandler", "-m", "tests.compat.visitor"]
     arguments = [library, host, device, "heavy" if heavy else "light", *names]
-    environ = {**environment(folder / "client", device), "SHARED_TENSOR_ROLE": "client"}
-    environ["SHARED_TENSOR_BASE_PATH"] = str(folder / "s")
-    with open(folder / "errors", "w+b") as errors:
-        visitor = subprocess.Popen(
-            [sys.executable, "-X", "faulthandler", "-m", "tests.compat.visitor", *arguments],
-            env=environ,
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        )
+    environ = {**_environment(folder, "client", device), "SHARED_TENSOR_ROLE": "client"}
+    with open(folder / "cases", "wb") as cases, open(folder / "errors", "wb") as errors:
+        visitor = subprocess.Popen([*program, *arguments], env=environ, cwd=ROOT, stdout=cases, stderr=errors)
         deadline = time.monotonic() + LIMIT
-        while True:
-            try:
-                lines, _ = visitor.communicate(timeout=1.0)
-                break
-            except subprocess.TimeoutExpired:
-                # Without a server a visitor waits for one: what has ended it is in the server's log.
-                if server.poll() is not None or time.monotonic() > deadline:
-                    visitor.kill()
-        errors.seek(0)
-        words = errors.read().decode(errors="replace")
-    cases = [json.loads(line) for line in lines.splitlines() if line.startswith('{"case"')]
+        while visitor.poll() is None:
+            # Without a server a visitor waits for one: what has ended it is in the server's log.
+            if server.poll() is not None or time.monotonic() > deadline:
+                visitor.kill()
+            time.sleep(0.2)
+    lines = (folder / "cases").read_text(errors="replace").splitlines()
+    found = [json.loads(line) for line in lines if line.startswith('{"case"') and line.endswith("}")]
     return {
-        "cases": {case["case"]: case["checks"] for case in cases},
-        "found": {case["case"]: case["found"] for case in cases},
-        "visitor": f"ended with {visitor.returncode}: {words[-3000:]}" if visitor.returncode else "",
+        "cases": {case["case"]: case["checks"] for case in found},
+        "found": {case["case"]: case["found"] for case in found},
+        "visitor": visitor.returncode
+        and f"ended with {visitor.returncode}: {(folder / 'errors').read_text(errors='replace')[-3000:]}",
     }

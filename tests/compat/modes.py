@@ -8,8 +8,6 @@ from collections.abc import Iterator
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-__all__ = ["CLIENT_MODES", "mode", "repeatable", "settle"]
-
 CLIENT_MODES = ("default dtype bfloat16", "default device meta", "no_grad", "inference_mode", "autocast")
 
 

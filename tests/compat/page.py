@@ -15,8 +15,6 @@ from tests.compat.cases import LIBRARIES, Case, cases_of, title
 from tests.compat.findings import DEVICES, FOLDER, Findings, load
 from tests.compat.places import OWN
 
-__all__ = ["PAGE", "made", "write"]
-
 PAGE = FOLDER.with_suffix(".md")
 _CALLED = {"cpu": "CPU", "cuda": "GPU"}
 #: In a text: the path of an attribute, a call, a name of torch's, an attribute, all of which are set as code.

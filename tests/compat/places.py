@@ -10,8 +10,6 @@ import torch
 from shared_rpc.memory.mapping import MAPPINGS
 from tests.compat.comparing import memories, reached
 
-__all__ = ["OWN", "beside_parameters", "in_memfd", "outside", "own_parts"]
-
 #: What a process may have of its own of an attached object, beside its Python objects, and why.
 OWN = {
     "packed weights": "weights in the layout of the processor's library, which packs them again in each process",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import importlib.util
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,8 +9,6 @@ from typing import Any
 
 from tests.compat.cases import cases_of, requires
 from tests.compat.hosts import HOSTS, report_of
-
-__all__ = ["Reports", "tables"]
 
 #: A library and a host.
 Visited = tuple[str, str]
@@ -57,20 +54,11 @@ class Reports:
         self._pool.shutdown(cancel_futures=True)
 
 
-_SIGNS = {"works": "·", "refused": "R", "as alone": "a", "excused": "e", "fails": "F"}
-
-
 def tables(found: dict[Visited, dict[str, Any]]) -> Iterator[str]:
-    """A line for each case and host with a sign for each check, and a line for each check that does not work."""
+    """Yield a line for each check that does not simply work: refused, excused, failed, or impossible without sharing too."""
     for (library, host), report in found.items():
-        yield f"{library} under {host}: {report['seconds']} s"
+        yield f"{library} under {host}: {len(report['cases'])} objects, {report['seconds']} s"
         for case, checks in report["cases"].items():
-            signs = "".join(_SIGNS[outcome] for outcome, _, _ in checks.values())
-            counts = collections.Counter(outcome for outcome, _, _ in checks.values())
-            said = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
-            yield f"  {case:28} {signs:40} {said}, {sum(seconds for _, _, seconds in checks.values()):.1f} s"
             for check, (outcome, words, _) in checks.items():
                 if outcome != "works":
-                    yield f"    {outcome}: {check}: {' '.join(words.split())[:300]}"
-    if found:
-        yield "· works, R refused as it has to be, a as with an object of one's own and no sharing, e excused, F fails"
+                    yield f"  {case}: {outcome}: {check}: {' '.join(words.split())[:300]}"
