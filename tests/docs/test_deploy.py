@@ -26,9 +26,6 @@ yaml = pytest.importorskip("yaml")
 DEPLOY = ROOT / "examples" / "deploy"
 DASHBOARD = json.loads((DEPLOY / "grafana" / "dashboards" / "shared-rpc.json").read_text())
 
-#: Labels that Prometheus adds to every sample.
-TARGET = {"instance", "job"}
-
 
 def read_yaml(name: str) -> Any:
     """Read a file of examples/deploy."""
@@ -81,25 +78,11 @@ def test_clients_end_on_sigterm(base_path: str, children: list[Child]) -> None:
     assert client.close() == (130, "")
 
 
-# Queries.
-
-
 def test_the_dashboard_and_the_alerts_name_metrics_of_the_server(scraped: Scrape) -> None:
     """Every metric that they name is in a scrape after real calls."""
     named = set(re.findall(r"\bshared_rpc_\w+", json.dumps(DASHBOARD["panels"]) + (DEPLOY / "alerts.yml").read_text()))
     assert len(named) > 25
     assert named <= set(scraped.samples)
-
-
-@pytest.mark.parametrize("variable", DASHBOARD["templating"]["list"][1:], ids=lambda variable: variable["name"])
-def test_the_dashboards_variables_have_values(scraped: Scrape, variable: dict[str, Any]) -> None:
-    """They are labels of an existing metric."""
-    found = re.fullmatch(r"label_values\((\w+), (\w+)\)", variable["query"]["query"])
-    assert found is not None
-    assert found[2] in {label for labels, _ in scraped.samples[found[1]] for label in labels} | TARGET
-
-
-# Files that name each other.
 
 
 def test_the_mounted_files_exist() -> None:
@@ -113,13 +96,12 @@ def test_the_mounted_files_exist() -> None:
                 assert (DEPLOY / source).exists(), source
                 mounted[target] = DEPLOY / source
     assert read_yaml("prometheus.yml")["rule_files"] == ["alerts.yml"]
-    assert "/etc/prometheus/alerts.yml" in mounted and "/etc/prometheus/prometheus.yml" in mounted
+    assert {"/etc/prometheus/alerts.yml", "/etc/prometheus/prometheus.yml"} <= mounted.keys()
     (dashboards,) = read_yaml("grafana/provisioning/dashboards/dashboards.yml")["providers"]
     assert any(mounted[dashboards["options"]["path"]].glob("*.json"))
-    home = services["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
-    assert (mounted[str(Path(home).parent)] / Path(home).name).exists()
+    home = Path(services["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"])
+    assert (mounted[str(home.parent)] / home.name).exists()
     (source,) = read_yaml("grafana/provisioning/datasources/prometheus.yml")["datasources"]
-    assert source["url"] == "http://prometheus:9090" and "prometheus" in services
     assert source["uid"] == DASHBOARD["templating"]["list"][0]["current"]["value"]
 
 
@@ -140,12 +122,11 @@ def test_the_image_is_complete() -> None:
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool, of Debian's package prometheus, is not installed")
-def test_promtool_accepts_the_files(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "name"), [("config", "prometheus.yml"), ("rules", "alerts.yml")])
+def test_promtool_accepts_the_files(kind: str, name: str) -> None:
     """The configuration, and the rules of the alerts."""
-    for name in ("prometheus.yml", "alerts.yml"):
-        shutil.copy(DEPLOY / name, tmp_path)
-    subprocess.run(["promtool", "check", "config", str(tmp_path / "prometheus.yml")], check=True)
-    subprocess.run(["promtool", "check", "rules", str(tmp_path / "alerts.yml")], check=True)
+    checked = subprocess.run(["promtool", "check", kind, str(DEPLOY / name)], capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stderr
 
 
 def test_docker_accepts_the_composition() -> None:

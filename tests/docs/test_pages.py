@@ -48,38 +48,6 @@ def test_a_page_can_be_followed(page: Page, tmp_path: Path) -> None:
         walk.follow()
 
 
-def _page(folder: Path, console: str) -> Page:
-    path = folder / "page.md"
-    path.write_text(f"# A page\n\n```{{code-block}} console\n:caption: terminal\n\n{console}```\n")
-    return Page(path)
-
-
-@pytest.mark.parametrize(
-    ("console", "what"),
-    [
-        ("$ echo one\ntwo\n", "expected: two"),
-        ("$ echo one\n", "expected: no more"),
-        ("$ seq 3\n1\n…\n4\n", "expected: 4"),
-    ],
-)
-def test_a_wrong_page_is_reported(console: str, what: str, tmp_path: Path) -> None:
-    """Output that differs, or is too long or too short, fails with the page's line."""
-    with Walk(_page(tmp_path, console), tmp_path) as walk, pytest.raises(AssertionError, match=r"page\.md, line 7") as raised:
-        walk.follow()
-    assert what in str(raised.value)
-
-
-def test_variable_output_may_differ(tmp_path: Path) -> None:
-    """Times, ids and sockets; a pid of the page is replaced by the run's, even in a command; Ctrl-C ends running commands."""
-    page = _page(
-        tmp_path,
-        "$ echo took 3 ms, pid 1, 0123abcd4567-8, at /run/s-cpu.sock\ntook 1.5 s, pid 4711, fedcba9876-1, at /tmp/x.sock\n"
-        "$ echo 4711 pid 4711\n1 pid 4711\n",
-    )
-    with Walk(page, tmp_path) as walk:
-        walk.follow()
-
-
 @pytest.mark.parametrize("name", sorted(set(shared_rpc.__all__) - {"__version__", "errors"}))
 def test_every_public_name_has_its_place(name: str) -> None:
     """A page of docs/reference/api has ``.. autoclass:: shared_rpc.Name``, or autofunction."""
