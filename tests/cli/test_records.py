@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import stat
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import torch
 from shared_rpc import Client, Provider, Server
 from tests.kit.apps import Serve
 from tests.kit.commands import cli
-from tests.kit.processes import Child, eventually, python
 
 KEY = "load(size=8, name='base')"
 
@@ -77,31 +75,3 @@ def test_errors_are_one_line(client: Client, exported: Path, tmp_path: Path) -> 
     exported.write_bytes(exported.read_bytes()[:-1])
     assert f"the record {path} is damaged: it has " in cli("objects", "import", path).complaint
     assert [info["generation"] for info in client.list_objects()] == [1]
-
-
-def test_an_interrupted_import_leaves_nothing(client: Client, exported: Path, children: list[Child]) -> None:
-    """The buffers into which the file is read end with the process."""
-    client.invalidate_endpoint_cache("load")
-    child = python(f"""
-        import sys, time
-        from shared_rpc.extras import record_file  # before the next, so that the head of the file is read as ever
-        from shared_rpc.memory import file_parts
-
-        def slowly(*_):
-            if not begun:
-                begun.append(print("reading", flush=True))
-            time.sleep(0.2)
-
-        begun = []
-        file_parts.read_exactly = slowly
-        file_parts.STEP = 4
-        from shared_rpc.cli.app import main
-        sys.argv = ["shared-rpc", "objects", "import", {str(exported)!r}]
-        main()
-    """)
-    children.append(child)
-    child.expect("reading")
-    eventually(lambda: client.get_server_info()["buffers"] == 1)
-    child.process.send_signal(signal.SIGINT)
-    child.close()
-    eventually(lambda: client.list_objects() == [])

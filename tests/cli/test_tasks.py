@@ -96,9 +96,6 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
-# tasks
-
-
 def test_no_tasks(base_path: str, provider: Provider) -> None:
     """A sentence for people, an empty list for machines; no server is no error."""
     assert cli("tasks").succeeded == "there are no tasks\n"
@@ -124,6 +121,7 @@ def test_tasks_are_listed_in_the_order_of_submission(client: Client) -> None:
     assert shown[running][1:3] == ["running, asked to stop", "1/4 the first of [red]all"]
     assert (shown[pending][1], shown[pending][3]) == ("pending", "-")
     assert ["tasks", "1 pending, 1 running, 2 completed, 1 failed"] in cli("info").rows
+    assert cli("tasks", "--json").data == [task_object(info) for info in client.list_tasks()]
 
 
 def test_a_task_that_waits_for_capacity(provider: Provider, serve: Serve, connect: Connect, go: threading.Event) -> None:
@@ -140,16 +138,6 @@ def test_a_task_that_waits_for_capacity(provider: Provider, serve: Serve, connec
     client.wait_for_task(task)
 
 
-def test_tasks_as_json(client: Client) -> None:
-    """All fields of every task, progress by name too."""
-    task = begun(client, "gated")
-    (data,) = cli("tasks", "--json").data
-    info = client.get_task_status(task)
-    assert data == task_object(info)
-    assert (data["task_id"], data["status"], data["created_at"]) == (task, "running", info.created_at)
-    assert data["progress"] == {"done": 1.0, "total": 4.0, "message": "the first\nof [red]all"}
-
-
 def test_tasks_of_a_status_or_a_server(client: Client, another: Client) -> None:
     """By default those of all servers; ``--status`` and ``--socket`` leave out the others."""
     running = [begun(one, "forever") for one in (client, another, client)]
@@ -161,9 +149,6 @@ def test_tasks_of_a_status_or_a_server(client: Client, another: Client) -> None:
     assert listed() == [*running, failed]
     assert listed("--status", "running") == running
     assert listed("--socket", another.socket_path) == [running[1], failed]
-
-
-# wait and call
 
 
 def test_a_wait_prints_steps_and_the_result(client: Client, go: threading.Event) -> None:
@@ -183,10 +168,10 @@ def test_events_and_the_result_as_json(client: Client, go: threading.Event, comm
     task = one["task_id"]
     assert (ran.code, ran.errors) == (0, "")
     assert [document["task_id"] for document in first if list(document) == ["task_id"]] == [task] * (command == "call")
-    assert [(event["task_id"], event["status"], event["progress"]["done"]) for event in (one, two, three)] == [
-        (task, "running", 1.0),
-        (task, "running", 2.0),
-        (task, "completed", 2.0),
+    assert [(event["status"], event["progress"]["done"]) for event in (one, two, three)] == [
+        ("running", 1.0),
+        ("running", 2.0),
+        ("completed", 2.0),
     ]
     assert result == {"object_id": three["object_id"], "nbytes": 16, "device": "cpu", "managed": False}
     if command == "wait":
@@ -195,11 +180,10 @@ def test_events_and_the_result_as_json(client: Client, go: threading.Event, comm
 
 
 def test_waiting_for_a_task_that_has_ended(client: Client) -> None:
-    """Only the result is printed, whatever the timeout; one from the cache took no time."""
+    """Only the result is printed, even with a timeout of 0; one from the cache took no time."""
     task = ended(client, "load", size=16)
-    for timeout in ([], ["--timeout", "0"], ["--timeout", "inf"]):
-        output = cli("tasks", "wait", task, *timeout).succeeded
-        assert re.fullmatch(r"load: completed in \d+\.\d s, 1\.0 KiB on cpu, object \w+\n", output)
+    output = cli("tasks", "wait", task, "--timeout", "0").succeeded
+    assert re.fullmatch(r"load: completed in \d+\.\d s, 1\.0 KiB on cpu, object \w+\n", output)
     output = cli("tasks", "wait", client.submit("load", size=16)).succeeded
     assert output.startswith("load: completed from the cache, 1.0 KiB on cpu, object ")
 
@@ -240,11 +224,10 @@ def test_a_timeout_ends_the_wait_alone(client: Client) -> None:
     assert client.get_task_status(task).status is TaskStatus.RUNNING
 
 
-@pytest.mark.parametrize(("command", "where"), [("call", []), ("wait", ["--socket"]), ("wait", ["--base-path"])], ids=str)
-def test_ctrl_c_ends_the_wait_alone(client: Client, base_path: str, command: str, where: list[str]) -> None:
+@pytest.mark.parametrize(("command", "where"), [("call", []), ("wait", ["--socket"])], ids=str)
+def test_ctrl_c_ends_the_wait_alone(client: Client, command: str, where: list[str]) -> None:
     """Exit code 130; the command that is printed cancels the task."""
-    places = {"--socket": client.socket_path, "--base-path": base_path}
-    options = [word for name in where for word in (name, places[name])]
+    options = [word for name in where for word in (name, client.socket_path)]
     words = ["tasks", "wait", begun(client, "forever")] if command == "wait" else ["call", "forever"]
     ran = cli(*words, *options, when={"running": interrupt})
     (info,) = client.list_tasks()
@@ -285,9 +268,6 @@ def test_small_steps_are_not_all_printed(provider: Provider, serve: Serve, conne
     ]
 
 
-# cancel
-
-
 def test_cancelling(client: Client) -> None:
     """A pending task is cancelled at once, a running one is asked to stop, and one that has ended is reported."""
     running, pending, failed = begun(client, "gated"), client.submit("gated"), ended(client, "fails")
@@ -301,20 +281,12 @@ def test_cancelling(client: Client) -> None:
     assert data == {"outcome": "asked", "task": task_object(client.get_task_status(running))}
 
 
-# Which server.
-
-
 def test_a_task_is_found_by_its_id(client: Client, another: Client) -> None:
-    """Of several servers none has to be named; during the wait, only that of the task has a connection."""
+    """Of several servers none has to be named."""
     for one in (client, another):
         task = begun(one, "forever")
-
-        def check(one: Client = one, task: str = task) -> None:
-            eventually(lambda: client.get_server_info()["sessions"] + another.get_server_info()["sessions"] == 3)
-            assert one.get_server_info()["sessions"] == 2
-            assert cli("tasks", "cancel", task).code == 0
-
-        assert cli("tasks", "wait", task, when={"running": check}).failure == f"task {task} of 'forever' was cancelled"
+        cancel = {"running": lambda task=task: cli("tasks", "cancel", task)}
+        assert cli("tasks", "wait", task, when=cancel).failure == f"task {task} of 'forever' was cancelled"
 
 
 def test_an_id_of_no_server(client: Client, another: Client) -> None:
@@ -322,16 +294,6 @@ def test_an_id_of_no_server(client: Client, another: Client) -> None:
     complaint = f"none of the servers that answer issued task 'a-1': {another.socket_path}, {client.socket_path}"
     assert cli("tasks", "wait", "a-1").complaint == complaint
     assert cli("tasks", "cancel", "a-1", "--socket", client.socket_path).complaint.startswith("this server has no task 'a-1'")
-
-
-def test_a_call_to_one_of_several_servers(client: Client, another: Client) -> None:
-    """It has to be named."""
-    assert cli("call", "load", "size=16").complaint.startswith("several servers answer; choose one with --socket: ")
-    task = cli("call", "load", "size=16", "--json", "--socket", another.socket_path).documents[0]["task_id"]
-    assert another.get_task_status(task).status is TaskStatus.COMPLETED
-
-
-# On a terminal.
 
 
 @pytest.fixture
@@ -361,16 +323,11 @@ def test_ctrl_c_restores_the_cursor(client: Client, terminal: Callable[..., Tty]
     assert tty.written.rindex(SHOWN) > tty.written.rindex(HIDDEN)
 
 
-# Progress.
-
-
 @pytest.mark.parametrize(
     ("reported", "text", "share"),
     [
         (Progress(3.0, 10.0, "loading"), "3/10 loading", 30.0),
-        (Progress(0.5, 1.0), "0.50/1", 50.0),
         (Progress(3.0), "3", None),
-        (Progress(3.0, 0.0), "3/0", None),
         (Progress(4.0, 3.0), "4/3", 100.0),
         (Progress(math.nan, 3.0), "nan/3", None),
         (Progress(1.0, None, " a\n\tb\x1b[2J "), "1 a b [2J", None),

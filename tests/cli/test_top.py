@@ -166,13 +166,11 @@ def test_an_object_has_a_row() -> None:
 
 
 def test_the_detail_of_an_object() -> None:
-    """Its copies in lower tiers, and how many holders have it active; an unfetched task is named as a holder."""
+    """Its copies in lower tiers, how many holders have it active, and how much of it has been moved."""
     item = thing(1, tier="host", leases=3, active=0, pinned=True, copies={"host": 2 * MIB, "file": MIB})
     view = view_of(snapshot(objects=[item]))
     assert plain(objects(view, [item]).rows)[0][7] == "host, pinned"
     assert detail(view, item).endswith("tier host, pinned, copies 2.0 MiB host, 1.0 MiB file, active in 0 of 3")
-    item |= {"holders": [{"kind": "task", "session": "ab-1", "pid": 77}]}
-    assert "held by task ab-1, not fetched" in detail(view, item)
     item["moving"] = {"to": "host", "done": 50 * MIB, "total": 200 * MIB}
     assert plain(others(view)["moves"].rows)[0][2:] == ["50.0 MiB", "200.0 MiB", "host", "host"]
 
@@ -180,12 +178,11 @@ def test_the_detail_of_an_object() -> None:
 def test_memory_by_device() -> None:
     """That of results, of buffers and of other processes; as a share of the quota, where there is one."""
     buffers = {"kind": "buffer", "endpoint": "", "state": "listed", "nbytes": 100 * MIB}
-    devices = [device(used=300 * MIB, limit=400 * MIB), device(GPU, used=100 * MIB), device("odd", free=None)]
-    cpu, gpu, odd = plain(others(view_of(snapshot(objects=[thing(1, **buffers)], devices=devices)))["memory"].rows)
+    devices = [device(used=300 * MIB, limit=400 * MIB), device(GPU, used=100 * MIB)]
+    cpu, gpu = plain(others(view_of(snapshot(objects=[thing(1, **buffers)], devices=devices)))["memory"].rows)
     mib = [f"{number} MiB" for number in ("200.0", "100.0", "400.0", "500.0", "1000.0")]
     assert cpu == ["cpu", "█" * 10 + "▓" * 5 + "░" * 5, *mib]
     assert gpu[:2] == ["GPU-0123abcd", "█" * 2 + "▒" * 8 + "░" * 10]
-    assert odd[1:] == ["░" * 20, "0 B", "0 B", "none", "-", "1000.0 MiB"]
 
 
 def test_short_runs_are_no_builds() -> None:
@@ -215,8 +212,6 @@ def test_the_cluster_as_its_source_reports_it() -> None:
     }
     (row,) = plain(others(view_of(snapshot(server={"source": source})))["cluster"].rows)
     assert row == ["c", "a", "", "3", "-", "-", "1.0 MiB", "2", "9", "x; y"]
-    (gone,) = plain(others(view_of(snapshot(server={"source": {"pid": None, "misses": 0, "status": {}}})))["cluster"].rows)
-    assert gone[-3:] == ["0", "none", ""]
     assert not others(view_of(snapshot()))["cluster"].rows
 
 
@@ -225,11 +220,7 @@ def test_workers_and_clients() -> None:
     tables = others(replace(view_of(full()), pid=80))
     assert plain(tables["workers"].rows)[1] == ["83", "starting", "1", "2", "cpu", "60s"]
     clients = plain(tables["clients"].rows)
-    assert (len(clients), clients[0], clients[-1][-1]) == (
-        11,
-        ["91", "11", "11.0 MiB", "100s", ""],
-        "python worker.py --port 8000",
-    )
+    assert (len(clients), clients[0]) == (11, ["91", "11", "11.0 MiB", "100s", ""])
 
 
 def test_the_first_lines() -> None:
@@ -239,7 +230,6 @@ def test_the_first_lines() -> None:
     assert totals(view).plain.startswith(
         "830.0 MiB in 40 objects  55.0 calls/s  1 error  3 leases  12 clients  100% hits  2 builds  3 tasks"
     )
-    assert totals(replace(view, rates={})).plain.split("  ")[1:6:4] == ["12 calls", "- hits"]
     latest = snapshot(server={"copies": {"host": 3 * MIB, "file": MIB}, "waiting": 2})
     assert "1 error  3.0 MiB host, 1.0 MiB file in copies  2 waiting for capacity  3 leases" in totals(view_of(latest)).plain
 
@@ -267,7 +257,7 @@ def test_every_bar_has_the_same_width(parts: list[tuple[float, str]], total: flo
 
 
 def test_orders() -> None:
-    """Each by the criterion in its name, descending where useful, and reversed; equal objects keep their places."""
+    """Each by the criterion in its name, descending where useful, and reversed."""
     items = [
         thing(1, nbytes=5, leases=1, cache_key="B", created_at=3.0, last_accessed_at=9.0),
         thing(2, nbytes=9, leases=0, cache_key="c", created_at=1.0, last_accessed_at=7.0),
@@ -280,8 +270,6 @@ def test_orders() -> None:
     found = {name: order(sort=name) for name in ORDERS}
     assert found == {"size": [2, 3, 1], "age": [2, 3, 1], "leases": [3, 1, 2], "name": [3, 1, 2], "access": [1, 3, 2]}
     assert {name: order(sort=name, reverse=True)[::-1] for name in ORDERS} == found
-    equal = [thing(number, nbytes=1) for number in range(5)]
-    assert arranged(equal, ObjectChoice()) == arranged(equal[::-1], ObjectChoice())
 
 
 # Counters.
@@ -296,12 +284,10 @@ def test_rates_are_per_second() -> None:
     assert found["new"].calls == 2.0
 
 
-@pytest.mark.parametrize("changed", [{"server_id": "bb"}, {"pid": 78}, {"started_at": 901.0}], ids=str)
-def test_another_server_has_no_rates(changed: dict[str, Any]) -> None:
-    """Nor has one that was restarted with the same id: its counters began again."""
-    earlier, later = snapshot(at=10.0), snapshot(at=11.0, endpoints={"load": counts(calls=4)}, server=changed)
-    assert rates(earlier, later) == {}
-    assert rates(None, later) == {}
+def test_another_server_has_no_rates() -> None:
+    """Even one that was restarted with the same id: its counters began again."""
+    restarted = snapshot(at=11.0, endpoints={"load": counts(calls=4)}, server={"started_at": 901.0})
+    assert rates(snapshot(at=10.0), restarted) == rates(None, restarted) == {}
 
 
 def test_slow_polls_are_rarer() -> None:
@@ -467,7 +453,7 @@ async def test_sorting_and_moving() -> None:
     """s and S choose the next and the previous order, r reverses it; keys move the cursor by one and to the ends."""
     async with showing(few(1, 2, 3)) as top:
         assert (top.names, top.text("#order Static")) == ([LOAD[3], LOAD[2], LOAD[1]], "objects 3 by size")
-        for key, number in [("j", 2), ("k", 3), ("G", 1), ("g", 3), ("down", 2), ("end", 1), ("up", 2), ("home", 3)]:
+        for key, number in [("j", 2), ("k", 3), ("G", 1), ("g", 3)]:
             await top.press(key)
             assert top.selected == LOAD[number], key
         for key, order in [("r", "size, reversed"), ("s", "age"), ("S", "size"), ("S", "access")]:
@@ -503,25 +489,19 @@ async def test_filtering_by_endpoint() -> None:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize(("key", "asked"), [("y", ("object", f"{2:024x}", LOAD[2])), ("e", ("endpoint", "load", "load"))])
-async def test_invalidating_asks_first(key: str, asked: tuple[str, str, str]) -> None:
-    """Whether for the object, or for its endpoint."""
-    async with showing(few(1, 2, 3)) as top:
-        await top.press("j", "i")
-        assert top.text("Question Static") == "invalidate load(size=2)?  y yes  e all 3 of load  Esc no"
-        await top.press(key)
-        assert [action[:3] for action in top.fake.actions] == [asked]
-        assert top.notices == ["done"]
-
-
-@pytest.mark.asyncio
-async def test_any_other_answer_is_no() -> None:
-    """And does nothing else."""
+async def test_invalidating_asks_first() -> None:
+    """Whether for the object, or for its endpoint; any other answer is no, and does nothing else."""
     async with showing(few(1, 2, 3)) as top:
         for key in ("escape", "enter", "q", "down"):
             await top.press("i", key)
             assert (top.fake.actions, top.selected) == ([], LOAD[3]), key
             assert not isinstance(top.app.screen, Question)
+        await top.press("j", "i")
+        assert top.text("Question Static") == "invalidate load(size=2)?  y yes  e all 3 of load  Esc no"
+        await top.press("y")
+        await top.press("i", "e")
+        assert [action[:3] for action in top.fake.actions] == [("object", f"{2:024x}", LOAD[2]), ("endpoint", "load", "load")]
+        assert top.notices[-2:] == ["done", "done"]
 
 
 @pytest.mark.asyncio
