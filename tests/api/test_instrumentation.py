@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from shared_rpc import Client, PoolOptions, Provider, Server, errors
+from shared_rpc import Client, Provider, Server, errors
 from shared_rpc.context import request_id
 from shared_rpc.observability import events as i
 from tests.kit.apps import Connect, Serve
@@ -169,31 +169,6 @@ def test_cancelled_tasks_finish_their_calls(client: Client, listener: Listener) 
     assert (finished.outcome, finished.error) == ("failed", "task-cancelled")
 
 
-def test_builds_without_a_taker_emit_a_finish_event(
-    provider: Provider, serve: Serve, connect: Connect, listener: Listener, go: threading.Event
-) -> None:
-    """The caller has given up, and holds all memory for the result: the duration of the build is still reported."""
-
-    @provider.share(cache=False)
-    def full(waits: bool) -> torch.Tensor:
-        if waits:
-            go.wait()
-        return torch.zeros(1 << 18)
-
-    server = serve(pool=PoolOptions(initial=1 << 20, limit=1 << 23))
-    client = connect()
-    held = [client.call("full", False) for _ in range(8)]
-    client._timeout = 0.2
-    with pytest.raises(errors.DeadlineExceeded):
-        client.call("full", True)
-    go.set()
-    eventually(lambda: server.info()["running"] == 0)
-    assert len(held) == 8
-    assert {event.request_id for event in listener.of(i.BuildStarted)} == {
-        event.request_id for event in listener.of(i.BuildFinished)
-    }
-
-
 def test_calls_of_the_servers_own_process_emit_events(base_path: str, listener: Listener) -> None:
     """Also in the local role, without a socket."""
     provider = Provider(base_path, execution_mode="local", device="cpu")
@@ -201,27 +176,6 @@ def test_calls_of_the_servers_own_process_emit_events(base_path: str, listener: 
     shared(), shared()
     provider.close()
     assert [event.outcome for event in listener.of(i.CallFinished)] == ["built", "hit"]
-
-
-def test_fork_while_a_hook_is_added_is_safe(children: list[Child]) -> None:
-    """A forked child has the hooks and can add others, whatever another thread was doing."""
-    child = python(
-        """
-        import os
-        from shared_rpc.observability import events as i
-
-        i.add_hook(print)
-        i.HOOKS._changing.acquire()
-        child = os.fork()
-        if child == 0:
-            i.add_hook(len)
-            os._exit(len(i.get_hooks()))
-        print("hooks", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-        """
-    )
-    children.append(child)
-    child.expect("hooks 2")
-    assert child.close() == (0, "")
 
 
 HOOK = """
@@ -253,69 +207,52 @@ def test_brokers_take_hooks_from_their_command_line(broker_app: BrokerApp, tmp_p
     assert "CallFinished(" in failed and "outcome='failed'" in failed and "error='worker-crashed'" in failed
 
 
-@pytest.mark.parametrize("name", ["nowhere:tell", "os:environ"])
-def test_invalid_hooks_are_refused_at_the_start(broker_app: BrokerApp, name: str) -> None:
+def test_invalid_hooks_are_refused_at_the_start(broker_app: BrokerApp) -> None:
     """In one line that names the hook; nothing is served."""
-    child = Child("-m", "shared_rpc.cli", "serve", str(broker_app.file), "--hook", name, cwd=broker_app.file.parent)
+    child = Child("-m", "shared_rpc.cli", "serve", str(broker_app.file), "--hook", "os:environ", cwd=broker_app.file.parent)
     broker_app._children.append(child)
     code, text = child.close()
     assert code == 1
-    assert text.startswith(f"shared-rpc: --hook {name}: ") and text.count("\n") == 1
+    assert text.startswith("shared-rpc: --hook os:environ: ") and text.count("\n") == 1
 
 
 #: A listener that writes a line for each event that a build makes.
 NOTES = """
-import os
 from shared_rpc.observability import events as i
 
 def note(event):
-    assert os.path.exists(PATH)
     if isinstance(event, (i.BuildStarted, i.BuildFinished)):
-        kind, error = type(event).__name__, getattr(event, "error", "")
-        assert getattr(event, "seconds", 0.0) >= 0.0
         with open(PATH, "a") as file:
-            print(kind, event.endpoint, event.request_id, event.cached, error or "-", file=file)
+            print(type(event).__name__, event.endpoint, event.request_id, getattr(event, "error", "") or "-", file=file)
 """
 
 
 def test_hooks_of_the_app_see_builds_in_a_worker(broker_app: BrokerApp, tmp_path: Path) -> None:
     """One start and one finish each, with the same request, endpoint and error as the broker's hooks see."""
     of_worker, of_broker = tmp_path / "worker.txt", tmp_path / "broker.txt"
-    of_worker.touch(), of_broker.touch()
+    of_worker.touch()
     broker_app.write(
         NOTES.replace("PATH", repr(str(of_worker))),
         """
         i.add_hook(note)
 
         @provider.share(cache=False)
-        def fails():
+        async def fails():
             raise ValueError("no")
-
-        @provider.share(cache=False)
-        def refused():
-            return {1, 2}
-
-        @provider.share(cache=False)
-        async def later():
-            return torch.zeros(1)
         """,
     )
     (tmp_path / "my_hooks.py").write_text(NOTES.replace("PATH", repr(str(of_broker))))
     client = broker_app.serve(options=("--hook", "my_hooks:note"))
-    client.call("model"), client.call("model"), client.call("plain"), client.call("later")
+    client.call("model"), client.call("model")
     with pytest.raises(ValueError, match="no"):
         client.call("fails")
-    with pytest.raises(errors.CapabilityError):
-        client.call("refused")
-    eventually(lambda: len(of_worker.read_text().splitlines()) == 10, what="10 events in the worker")
+    eventually(lambda: len(of_worker.read_text().splitlines()) == 4, what="4 events in the worker")
     lines = [line.split() for line in of_worker.read_text().splitlines()]
-    assert [kind for kind, *_ in lines] == ["BuildStarted", "BuildFinished"] * 5
-    assert [(endpoint, cached, error) for _, endpoint, _, cached, error in lines[1::2]] == [
-        ("model", "True", "-"),
-        ("plain", "False", "-"),
-        ("later", "False", "-"),
-        ("fails", "False", "remote"),
-        ("refused", "False", "capability"),
+    assert [(kind, endpoint, error) for kind, endpoint, _, error in lines] == [
+        ("BuildStarted", "model", "-"),
+        ("BuildFinished", "model", "-"),
+        ("BuildStarted", "fails", "-"),
+        ("BuildFinished", "fails", "remote"),
     ]
     assert of_broker.read_text() == of_worker.read_text()
 
@@ -340,9 +277,6 @@ def test_tier_changes_emit_events(provider: Provider, listener: Listener, tmp_pa
     assert (asked.from_tier, asked.to_tier, asked.reason, asked.copied) == ("file", "device", "request", 1 << 20)
     assert (used.object_id, used.reason) == (handle.object_id, "use")
     assert all(event.seconds > 0 for event in (first, second, asked, used))
-
-
-# Logs: one line for each event, as text or JSON, and the request's id in what endpoints log.
 
 
 @pytest.fixture

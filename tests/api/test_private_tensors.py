@@ -45,9 +45,6 @@ def elsewhere(interpreters: list[Interpreter], base_path: str, device: str) -> E
     return lambda code, number=0: interpreters[number].run(code, base_path=base_path, device=device)
 
 
-# One memory, and many.
-
-
 @pytest.mark.parametrize("tensors", ["all", "parameters"])
 def test_writes_reach_only_shared_tensors(device: str, get: Serve, elsewhere: Elsewhere, tensors: str) -> None:
     """Writes of server and client to a shared tensor are visible to both; writes to any other tensor are private."""
@@ -110,9 +107,6 @@ def test_reattached_objects_have_the_published_bytes(device: str, get: Serve, el
     elsewhere('kept.pop("writes")', 1)
 
 
-# In every role.
-
-
 def test_the_process_of_the_endpoint_has_its_own_object(app: App) -> None:
     """With its own tensors; a client also has one object for all its calls."""
     made = []
@@ -152,20 +146,6 @@ def test_each_call_of_a_list_has_private_tensors(device: str, get: Serve, client
     one[1].fill_(1)
     assert other[1].tolist() == [0, 0, 0]
     assert (one[0].data_ptr() == other[0].data_ptr()) is cache
-
-
-def test_parts_of_results_share_parameters(device: str, provider: Provider, serve: Serve, client: Client) -> None:
-    """A short result in shared memory: its parameters stay there, and its other tensors do not."""
-    model = normed(device)
-    provider.share("whole")(lambda: model)
-    provider.share("part", cache=False, tensors="parameters")(lambda: model[1])
-    serve()
-    whole, part = client.call("whole"), client.call("part")
-    assert part.weight.data_ptr() == whole[1].weight.data_ptr()
-    part.running_mean.fill_(1)
-    assert [one[1].running_mean[0].item() for one in (whole, model)] == [0, 0]
-    whole[1].running_mean.fill_(2)
-    assert (model[1].running_mean[0].item(), part.running_mean[0].item()) == (2, 1)
 
 
 def test_attached_objects_can_be_arguments(device: str, provider: Provider, serve: Serve, elsewhere: Elsewhere) -> None:
@@ -276,21 +256,6 @@ def test_read_only_arrays_are_copied_as_arguments(app: App) -> None:
     total = app.share("total", cache=False)(lambda x: x.sum())
     array = arrays_of(app.provider.call("get"))[0]
     assert total(torch.from_numpy(array)).item() == LARGE
-
-
-def test_arrays_are_counted_in_every_role(every_app: list[App]) -> None:
-    """Cached and not, the array is present, and counts."""
-    sizes = set()
-    for app in every_app:
-
-        def make() -> State:
-            return beside_a_tensor("cpu", numpy.arange(LARGE))
-
-        fresh, held = app.share("fresh", cache=False)(make), app.share("held", managed=True)(make)
-        assert arrays_of(fresh())[0].sum() == arrays_of(fresh())[0].sum() == numpy.arange(LARGE).sum()
-        with held() as handle:
-            sizes.add(handle.get_object_info()["nbytes"])
-    assert sizes == {LARGE * 8 + 12}
 
 
 def test_quotas_count_arrays_as_host_memory(provider: Provider, serve: Serve, connect: Connect, device: str) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from threading import Lock
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 from unittest.mock import Mock
 
 import pytest
@@ -88,11 +87,9 @@ def test_refused_arguments_name_the_path(every_app: list[App], case: str) -> Non
     ("place", "ask"),
     [
         ("shared_rpc.server.calls.key_of", lambda client: client.call("one")),
-        ("shared_rpc.server.calls.identity_of", lambda client: client.refresh("one")),
-        ("shared_rpc.server.core.Core.info", lambda client: client.get_server_info()),
         ("shared_rpc.server.generations.Generations.prepared", lambda client: client.prepare("one")),
     ],
-    ids=["call", "refresh", "info", "prepared"],
+    ids=["call", "prepared"],
 )
 def test_type_errors_within_the_server_are_not_signature_errors(
     place: str,
@@ -127,9 +124,6 @@ def test_unknown_endpoints_come_with_a_suggestion(every_app: list[App]) -> None:
     assert "did you mean 'load_model'?" in text
 
 
-# Values that are nested without end, and exceptions that do more than to be raised.
-
-
 #: Levels beyond the limits of pickle and of messages: from Python 3.14 on, the stack's size is the limit.
 DEEP = 200_000
 
@@ -157,15 +151,12 @@ DEEP_VALUES: dict[str, Callable[[], Any]] = {
     "modules": chain,
 }
 
-#: The level is detected in the same way in every role.
-every_kind_for_a_client = pytest.mark.parametrize(
+
+@pytest.mark.parametrize(
     ("app", "kind"),
     [("client", "dicts"), ("local", "lists"), *deep(("server", "lists"), *(("client", kind) for kind in DEEP_VALUES))],
     indirect=["app"],
 )
-
-
-@every_kind_for_a_client
 def test_excessive_nesting_is_refused(app: App, kind: str) -> None:
     """The error names the endpoint and the beginning of the path, in every role."""
 
@@ -225,41 +216,6 @@ def test_arguments_that_end_their_receiver_do_not_stop_the_server(client_of: Con
     with pytest.raises(CodecError, match="SystemExit: unpickled"):
         client.call("take", EndsItsReader(2, 2))
     client.ping()
-
-
-class Interrupts(ValueError):
-    """An exception whose unpickling is interrupted by a signal."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return signal.raise_signal, (signal.SIGUSR1,)
-
-
-class Interrupted(BaseException):
-    """Raised by the handler."""
-
-
-@pytest.fixture(params=[Interrupted, *deep(SystemExit, KeyboardInterrupt)])
-def raised_by_handler(request: pytest.FixtureRequest) -> Iterator[type[BaseException]]:
-    """Install a handler of SIGUSR1 that raises, for the test."""
-
-    def handler(number: int, frame: object) -> NoReturn:
-        raise request.param("from the handler")
-
-    earlier = signal.signal(signal.SIGUSR1, handler)
-    yield request.param
-    signal.signal(signal.SIGUSR1, earlier)
-
-
-def test_handlers_that_raise_while_an_exception_is_rebuilt_propagate(
-    client_of: Connect, raised_by_handler: type[BaseException]
-) -> None:
-    """The handler's exception is not part of the rebuilt one."""
-
-    def fails() -> None:
-        raise Interrupts("slow to load")
-
-    with pytest.raises(raised_by_handler, match="from the handler"):
-        client_of(fails).call("fails")
 
 
 @pytest.fixture

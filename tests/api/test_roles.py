@@ -15,7 +15,6 @@ import torch
 
 from shared_rpc import Client
 from tests.kit.apps import Connect
-from tests.kit.deep import deep
 from tests.kit.processes import Child
 
 #: A script as users write it: no branch on the role.
@@ -142,9 +141,6 @@ def end(child: Child, number: signal.Signals = signal.SIGTERM) -> tuple[int, str
     return code, child.close()[1], seconds
 
 
-# One file, three roles.
-
-
 def test_every_role_gives_the_same_answers(tmp_path: Path, start: Callable[..., Child]) -> None:
     """Values, handles, errors and awaitables; a client attaches to the server's objects, without a server a process builds."""
     path = tmp_path / "app.py"
@@ -164,9 +160,6 @@ def test_every_role_gives_the_same_answers(tmp_path: Path, start: Callable[..., 
     assert (answers["managed"], answers["released"]) == (["Handle", "Net", 1], True)
     assert answers["forward"] == [[2.0] * 4]
     assert (answers["add"], answers["double"], answers["error"]) == ([3.0, 3.0], [2.0, 2.0], "on purpose")
-
-
-# A client and the server it needs.
 
 
 def test_a_client_may_start_before_its_server(tmp_path: Path, start: Callable[..., Child]) -> None:
@@ -192,10 +185,7 @@ def test_a_missing_server_is_reported(base_path: str, script: Callable[..., Path
     assert "SHARED_TENSOR_ROLE=server python app.py" in last
 
 
-# The server role.
-
-
-@pytest.mark.parametrize("main", ["", "sys.exit(0)", *deep("provider.get_runtime_info()", "sys.exit()")])
+@pytest.mark.parametrize("main", ["", "sys.exit(0)"])
 def test_a_server_serves_after_its_main_code(
     script: Callable[..., Path], start: Callable[..., Child], connect: Connect, main: str
 ) -> None:
@@ -241,8 +231,8 @@ WORKERS = {
                 sys.exit(0)
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     """,
-    "multiprocessing": """
-            process = multiprocessing.get_context(METHOD).Process(target=work)
+    "spawn": """
+            process = multiprocessing.get_context("spawn").Process(target=work)
             process.start()
             process.join()
             code = process.exitcode
@@ -250,12 +240,11 @@ WORKERS = {
 }
 
 
-@pytest.mark.parametrize("method", ["os.fork", "spawn", *deep("fork")])
+@pytest.mark.parametrize("method", WORKERS)
 def test_children_of_a_server_are_its_clients(
     script: Callable[..., Path], start: Callable[..., Child], connect: Connect, method: str
 ) -> None:
     """A worker started by the server's script gets its parent's memory; it ends after its work, and does not serve."""
-    begin = WORKERS["os.fork"] if method == "os.fork" else WORKERS["multiprocessing"].replace("METHOD", repr(method))
     main = """
         import multiprocessing
 
@@ -270,7 +259,7 @@ def test_children_of_a_server_are_its_clients(
     after = """
             print("parent:", provider.execution_mode, mine.tolist(), code, flush=True)
     """
-    server = start(script(main + begin + after), "server")
+    server = start(script(main + WORKERS[method] + after), "server")
     assert server.expect("child:") == "child: client [1.0, 1.0, 1.0]"
     assert server.expect("parent:") == "parent: server [7.0, 7.0, 7.0] 0"
     server.expect_error("serving at")
@@ -346,21 +335,13 @@ def test_a_closed_provider_does_not_serve(script: Callable[..., Path], start: Ca
     assert not Path(f"{base_path}-cpu.sock").exists()
 
 
-# Which role it is.
-
-
 def test_the_role_is_resolved_at_its_first_use(script: Callable[..., Path], start: Callable[..., Child]) -> None:
-    """An invalid variable does not fail an import; the first use names the variable and the allowed values."""
-    library = script()
-    using = script(f"import {library.stem}; print('imported', flush=True); {library.stem}.ones(2)")
+    """An invalid variable does not fail an import."""
+    using = script(f"import {script().stem} as library; print('imported', flush=True); library.ones(2)")
     child = start(using, "sever")
     child.expect("imported")
     code, errors = child.close()
-    assert code == 1
-    assert errors.splitlines()[-1] == (
-        "shared_rpc.errors.ConfigurationError: SHARED_TENSOR_ROLE='sever': use 'server', 'client', 'local' or 'spawn', "
-        "or leave it unset"
-    )
+    assert (code, "ConfigurationError: SHARED_TENSOR_ROLE='sever': use" in errors.splitlines()[-1]) == (1, True)
 
 
 def test_an_invalid_role_fails_a_script_that_only_decorates(script: Callable[..., Path], start: Callable[..., Child]) -> None:

@@ -170,9 +170,6 @@ def test_records_of_another_server_answer_misses(
     assert (model.builds, counts["adopted"], counts["builds"], counts["misses"], counts["hits"]) == (0, 1, 0, 1, 1)
 
 
-# Requests to sources.
-
-
 def test_only_managed_and_cached_calls_are_misses(source: Source, provider: Provider, client: Client, model: Model) -> None:
     """Others are built at once, as are refreshes and candidates, even of a call without an object."""
     provider.share("plain")(lambda: torch.ones(1))
@@ -235,9 +232,6 @@ def test_misses_of_a_serialized_endpoint_are_offered_at_once(
         assert isinstance(calls[0].exception(10), ClusterError)
 
 
-# Who waits.
-
-
 def test_answers_to_invalidated_misses_are_not_cached(
     source: Source, client: Client, model: Model, threads: ThreadPoolExecutor
 ) -> None:
@@ -266,9 +260,6 @@ def test_misses_survive_a_reload(source: Source, server: Server, client: Client,
     for miss, waiting in ((first, call), (second, again)):
         source.build(miss).release()
         waiting.result(10).release()
-
-
-# Errors.
 
 
 def test_endpoint_exceptions_are_forwarded_unread(
@@ -330,9 +321,6 @@ def test_an_object_that_becomes_current_answers_its_misses(
     assert client.get_statistics()["load"]["adopted"] == 2
 
 
-# Sources that attach and leave.
-
-
 def test_a_stopping_server_ends_all_waits(source: Source, server: Server, client: Client, threads: ThreadPoolExecutor) -> None:
     """Of callers and of the source."""
     calls = [threads.submit(client.call, "load", key) for key in (1, 2)]
@@ -351,20 +339,6 @@ def test_closing_a_source_ends_its_iteration(source: Source, server: Server, thr
     source.close()
     assert iteration.result(10) == []
     source.close()
-
-
-def test_a_source_without_a_block_is_attached_by_its_first_step(
-    server: Server, connect: Connect, client: Client, threads: ThreadPoolExecutor
-) -> None:
-    """And detached when it is closed."""
-    source = connect().source()
-    first = threads.submit(next, source)
-    eventually(lambda: (client.get_server_info()["source"] or {}).get("session") is not None)
-    call = threads.submit(client.call, "load", 1)
-    source.build(first.result(10)).release()
-    call.result(10).release()
-    source.close()
-    eventually(lambda: client.get_server_info()["source"]["session"] is None)  # type: ignore[index]
 
 
 def test_status_reports_are_shown(source: Source, client: Client) -> None:
@@ -387,9 +361,6 @@ def test_status_reports_are_shown(source: Source, client: Client) -> None:
         return gone is not None and (gone["session"], gone["status"]) == (None, {})
 
     eventually(is_stopped)  # a client's message may overtake that of another one
-
-
-# Every client.
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
@@ -434,20 +405,3 @@ def test_a_provider_is_a_source_in_every_role(app: App, threads: ThreadPoolExecu
         miss = next(source)
         with source.build(miss) as built, call.result(10) as handle:
             assert built.object_id == handle.object_id and handle.value.item() == 1
-
-
-def test_adopting_processes_map_the_record_for_their_own_calls(
-    provider: Provider, model: Model, serve: Serve, base_path: str, threads: ThreadPoolExecutor
-) -> None:
-    """In the server role there is no live value of it."""
-    serve(source_grace=LONG)
-    with (
-        other_server(base_path) as elsewhere,
-        elsewhere.call("load", 8) as there,
-        elsewhere.export(there) as record,
-        provider.source() as source,
-    ):
-        call = threads.submit(provider.call, "load", 8)
-        with source.adopt(next(source), record), call.result(10) as handle:
-            assert torch.equal(handle.value, there.value)
-    assert model.builds == 0

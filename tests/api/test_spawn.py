@@ -280,20 +280,9 @@ def test_logs_are_rotated(scripts: Scripts) -> None:
     assert log.stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize(
-    "words",
-    [("-c", APP + TRY), ("cells.py", "/tmp/ipykernel_1/2.py")],
-    ids=["-c", "notebook"],
-)
-def test_functions_without_a_file_are_refused(scripts: Scripts, words: tuple[str, ...]) -> None:
-    """As in a notebook: the error gives the remedy. With a server they attach like any client."""
-    scripts.write(name="cells.py", app="import sys\nexec(compile(sys.stdin.read(), sys.argv[1], 'exec'))\n")
-    child = scripts.run(*words)
-    assert child.process.stdin is not None
-    child.process.stdin.write(APP + TRY)
-    child.process.stdin.close()
-    child.process.stdin = None
-    text = scripts.refused(child)
+def test_functions_without_a_file_are_refused(scripts: Scripts) -> None:
+    """The error gives the remedy. With a server they attach like any client."""
+    text = scripts.refused(scripts.run("-c", APP + TRY))
     assert text.startswith("refused ConfigurationError cannot start a server for functions without a .py file")
     assert "into a file, such as models.py, and import it here" in text
     pid = scripts.attached()
@@ -323,33 +312,14 @@ def test_a_package_run_with_m_is_served_by_name(scripts: Scripts) -> None:
 
 
 def test_functions_in_several_modules_are_served_by_the_script(scripts: Scripts) -> None:
-    """The script that has imported them is served; without a script the choice is ambiguous."""
+    """The script that has imported them is served."""
     scripts.write(name="base.py")
     scripts.write(app="from base import provider\n@provider.share\ndef more():\n    pass\n", name="other.py")
-    scripts.write(app="import base, other\nfrom base import os, provider\n" + TRY)
-    assert "are in several files: base, other" in scripts.refused(scripts.run())
     here = "import other\nfrom base import provider\n@provider.share\ndef here():\n    pass\n"
     scripts.write(app=here + ATTACH)
     scripts.attached()
     with Client(socket_path=scripts.socket) as client:
         assert sorted(client.list_endpoints()) == ["here", "more", "weights"]
-
-
-def test_an_unnamed_provider_is_refused(scripts: Scripts) -> None:
-    """No worker could find it."""
-    scripts.write("providers = [provider]\ndel provider\nprovider, = providers\n", TRY)
-    scripts.write(
-        app="from shared_rpc import Provider\nclass Here: provider = Provider(device='cpu')\n"
-        + TRY.replace("provider", "Here.provider")
-    )
-    assert "no global name of a module" in scripts.refused(scripts.run())
-
-
-def test_the_argument_overrides_the_environment(scripts: Scripts) -> None:
-    """In the server's worker the same source is the server."""
-    scripts.write(ATTACH, app=APP.replace('device="cpu"', 'device="cpu", execution_mode="spawn"'))
-    assert scripts.run(role="local").expect("attached").split()[1] == "spawn"
-    assert [line.split()[1] for line in scripts.loads] == ["server"]
 
 
 def test_changed_base_path_and_device_apply_to_the_server(scripts: Scripts, tmp_path: Path) -> None:
@@ -441,31 +411,3 @@ def test_calls_continue_with_the_next_server(scripts: Scripts) -> None:
     os.close(with_all_its_threads)
     child.tell("again")
     assert int(child.expect("attached").split()[1]) != first
-
-
-def test_forked_children_release_the_lock(scripts: Scripts) -> None:
-    """A child forked while its parent starts a server does not keep others from starting one later."""
-    scripts.write(
-        SLOW,
-        """
-        if __name__ == "__main__":
-            import threading
-            starting = threading.Thread(target=lambda: print("attached", provider.get_runtime_info()["server"]["pid"]))
-            starting.start()
-            while not os.path.exists("loads"):
-                pass
-            if os.fork() == 0:
-                sys.stdin.readline()
-                os._exit(0)
-            starting.join()
-            sys.stdin.readline()
-    """,
-    )
-    child = scripts.run()
-    eventually(lambda: len(scripts.loads) == 1)
-    forked = Path(f"/proc/{child.pid}/task/{child.pid}/children")
-    eventually(lambda: bool(forked.read_text()))
-    (scripts.directory / "go").touch()
-    server = int(child.expect("attached").split()[1])
-    os.kill(server, signal.SIGKILL)
-    eventually(scripts.nothing_runs)

@@ -69,9 +69,6 @@ def peer(server: Server, children: list[Child]) -> Child:
     return child
 
 
-# In every role.
-
-
 def test_an_update_is_the_next_even_revision(app: App) -> None:
     """It is odd in the block; the value is the writable memory, and all handles of the object see the same number."""
     app.share("load", managed=True)(weights)
@@ -179,9 +176,6 @@ def test_waiting_for_another_writer_times_out(app: App, go: threading.Event, beg
     assert other.revision == 4
 
 
-# Between processes.
-
-
 def test_updates_are_seen_by_another_process(client: Client, peer: Child) -> None:
     """In both directions; waiters are woken, and see all writes."""
     with client.call("load") as handle:
@@ -202,10 +196,7 @@ def test_revisions_are_read_without_the_server(server: Server, client: Client, p
     server.stop()
     peer.tell("with client.update(handle): value.fill_(4)")
     assert (handle.wait_revision(2, timeout=20), float(handle.value[0])) == (2, 4)
-    begin = time.perf_counter()
-    for _ in range(1000):
-        assert handle.revision == 2
-    assert time.perf_counter() - begin < 0.5
+    assert handle.revision == 2
     handle.release()
 
 
@@ -284,34 +275,6 @@ def test_a_killed_writer_is_reported(client: Client, peer: Child) -> None:
         assert handle.wait_revision(2) == 4
 
 
-def test_forked_children_end_only_their_own_updates(client: Client, peer: Child) -> None:
-    """The parent's update continues."""
-    code = """
-import math
-import os
-with client.update(handle):
-    pid = os.fork()
-    if pid:
-        os.waitpid(pid, 0)
-        print('in the block', handle.revision, flush=True)
-        sys.stdin.readline()
-if not pid:
-    os._exit(0)
-print('after it', handle.revision, flush=True)
-"""
-    run(peer, code)
-    assert peer.expect("in the block") == "in the block 1"
-    with client.call("load") as handle:
-        with pytest.raises(DeadlineExceeded), client.update(handle, timeout=0.05):
-            pass
-        peer.tell("go on")
-        assert peer.expect("after it") == "after it 2"
-        assert handle.revision == 2
-
-
-# In coroutines.
-
-
 @pytest.mark.anyio
 async def test_coroutines_can_update(server: Server, client: Client) -> None:
     """With the same names; the loop continues while a coroutine waits, and a cancelled one stops waiting."""
@@ -346,9 +309,6 @@ async def test_coroutines_can_update(server: Server, client: Client) -> None:
             async with other.update(handle):
                 scope.cancel()
         assert await handle.wait_revision(0) == 6
-
-
-# On a GPU.
 
 
 @pytest.fixture
