@@ -85,21 +85,6 @@ def test_short_calls_use_pools_through_a_worker(app: BrokerApp) -> None:
     assert torch.equal(kept, x + 1)
 
 
-def test_buffers_outlive_their_worker(app: BrokerApp) -> None:
-    """The broker cannot allocate memory of a GPU itself."""
-    app.start()
-    client = connect(app)
-    buffer = client.create_buffer((1024, 1024), dtype="float32", zero=True)
-    buffer.value.fill_(3)
-    torch.cuda.synchronize()
-    first = worker_pids(client)[0]
-    os.kill(first, signal.SIGKILL)
-    assert connect(app).get_buffer(buffer.object_id).value.sum() == 3 * 1024 * 1024
-    another_worker(client, first)
-    assert client.create_buffer(4096, zero=True).value.sum() == 0
-    assert {device["kind"] for device in client.list_devices()} == {"cuda", "cpu"}
-
-
 @pytest.mark.parametrize("to", ["host", "file"])
 def test_cold_objects_outlive_their_worker(app: BrokerApp, tmp_path: Path, to: Literal["host", "file"]) -> None:
     """The broker keeps their bytes without CUDA; the next worker restores them, every byte."""

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from shared_rpc import Client
-from tests.kit.brokers import BrokerApp, another_worker, is_running, worker_pids
+from tests.kit.brokers import BrokerApp, worker_pids
 from tests.kit.processes import Child, eventually
 
 #: A step is compiled in several processes.
@@ -106,30 +106,6 @@ def test_an_engine_that_writes_into_a_weight_ends_alone(start: Start, serve: Cal
     code, _ = faulty.close()
     assert code != 0
     assert ask(other) == ask(start("shared", "eager", device)) == expected
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_engines_can_start_and_end_repeatedly(start: Start, serve: Callable[[str], Client], device: str) -> None:
-    """Each second one is killed, and a worker in between: one object, built once, and no lease left."""
-    client = serve(device)
-    mode = "eager" if device == "cpu" else "graph"
-    expected = ask(start("own", mode, device))
-    for turn in range(4):
-        engine = start("shared", mode, device)
-        assert ask(engine) == expected
-        if turn % 2:
-            engine.tell("")
-            engine.kill()
-        else:
-            assert engine.close() == (0, "")
-        if turn == 2:
-            worker = worker_pids(client)[0]
-            os.kill(worker, signal.SIGKILL)
-            another_worker(client, worker)
-        assert not is_running(engine.pid)
-    eventually(lambda: client.list_objects()[0]["leases"] == 0, what="no lease is left")
-    (info,) = client.list_objects()
-    assert info["generation"] == 1
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks.mechanisms import Subject
-from shared_rpc import Client, Provider, Server
+from shared_rpc import Client, Provider
 from shared_rpc.cli import doctor
 from shared_rpc.errors import CapabilityError, ConfigurationError, ConnectError, ConnectionClosed
 from shared_rpc.memory.backends import choice as mechanisms
@@ -39,9 +39,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(mechanisms, "_forced", set())
 
     return has
-
-
-# The choice.
 
 
 @pytest.mark.parametrize(
@@ -102,23 +99,14 @@ def test_invalid_options_are_refused(provider: Provider) -> None:
 
 
 @pytest.mark.parametrize("mode", ["local", "server", "client"])
-@pytest.mark.parametrize("name", ["vmm", "ipc", "pool"])
-def test_the_host_has_no_choice(base_path: str, mode: str, name: str) -> None:
+def test_the_host_has_no_choice(base_path: str, mode: str) -> None:
     """A mechanism of GPUs does not apply to host memory, in any role."""
-    provider = Provider(base_path, device="cpu", mechanism=name, execution_mode=mode, server_startup_timeout=0.0)
+    provider = Provider(base_path, device="cpu", mechanism="ipc", execution_mode=mode, server_startup_timeout=0.0)
     provider.share("load")(lambda: torch.ones(1))
     for action in (lambda: provider.call("load"), provider.get_runtime_info):
-        with pytest.raises(ConfigurationError, match=f"mechanism='{name}' is for GPU memory.*device='cuda'"):
+        with pytest.raises(ConfigurationError, match=r"mechanism='ipc' is for GPU memory.*device='cuda'"):
             action()
     provider.close()
-
-
-def test_a_server_on_the_host_refuses_a_mechanism_of_gpus(base_path: str) -> None:
-    """Before it listens."""
-    server = Server(Provider(base_path, device="cpu", mechanism="ipc"))
-    with pytest.raises(ConfigurationError, match="leave mechanism='auto'"):
-        server.start()
-    assert not server.running
 
 
 def test_pickled_providers_keep_their_mechanism(base_path: str) -> None:
@@ -126,9 +114,6 @@ def test_pickled_providers_keep_their_mechanism(base_path: str) -> None:
     make, _ = Provider(base_path, mechanism="pool").__reduce__()
     assert isinstance(make, functools.partial)
     assert make().mechanism == "pool"
-
-
-# Segments name it.
 
 
 def test_host_segments_are_memfds() -> None:
@@ -169,21 +154,6 @@ def test_processes_without_bindings_cannot_attach(mechanism: Mechanism, module: 
     text = str(caught.value)
     assert text.startswith(f"memory on GPU-of-another-host shared by the mechanism '{mechanism}' needs cuda-bindings (")
     assert text.endswith("pip install 'shared-rpc[cuda]'")
-
-
-# Info.
-
-
-def test_info_has_the_mechanism_and_the_lifetime(
-    provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client]
-) -> None:
-    """Of the server, and of an object."""
-    provider.share("load", managed=True)(lambda: torch.ones(1))
-    serve()
-    client = connect()
-    assert client.get_server_info()["mechanism"] == {"name": "memfd", "reason": "host memory is a memfd", "mps": False}
-    with client.call("load") as handle:
-        assert "lifetime" not in handle.get_object_info()
 
 
 @pytest.mark.parametrize(
@@ -392,20 +362,6 @@ def test_memory_of_a_killed_client_is_freed(mechanism: str, server: tuple[Child,
     client.kill()
 
     eventually(lambda: used() <= before + SLACK, seconds=30.0, what=f"{before} bytes in use, and not {used()}")
-
-
-@pytest.mark.gpu
-@pytest.mark.whole_gpu
-def test_released_memory_is_freed(mechanism: str, server: tuple[Child, str], attach: Callable[[], Child]) -> None:
-    """While the client lives on, with a context."""
-    client = attach()
-    client.tell("ask 1")
-    client.expect("asked")
-    before = used()
-    client.tell("release")
-    client.expect("released")
-    drop(server[1])
-    eventually(lambda: used() <= before - 4 * COUNT + SLACK, seconds=30.0, what=f"half a GiB less than {before} in use")
 
 
 @pytest.mark.gpu

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import os
 import signal
@@ -22,9 +21,6 @@ from tests.kit.bound_host import BACKEND
 from tests.kit.conformance import BackendConformance
 from tests.kit.processes import Child, python, rights
 from tests.kit.raw import F_ADD_SEALS, F_SEAL_SHRINK
-
-#: linux/falloc.h: FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
-_PUNCH_HOLE = 0x1 | 0x2
 
 
 class TestHost(BackendConformance):
@@ -121,24 +117,6 @@ class TestVmm(BackendConformance):
         elsewhere = "GPU-00000000-0000-0000-0000-000000000000"
         with pytest.raises(CapabilityError, match=f"{elsewhere} is not visible"):
             backend_for(elsewhere).create(1)
-
-    def test_processes_without_a_gpu_are_refused(self, device: str, children: list[Child]) -> None:
-        """The error has the GPU of the memory, and where to look."""
-        child = python(
-            f"""
-            from shared_rpc.errors import CapabilityError
-            from shared_rpc.memory.backends.choice import backend_for
-            try:
-                backend_for({device!r})
-            except CapabilityError as error:
-                print("refused:", error)
-            """,
-            environ={"CUDA_VISIBLE_DEVICES": ""},
-        )
-        children.append(child)
-        line = child.expect("refused:")
-        assert device in line
-        assert "CUDA_VISIBLE_DEVICES" in line
 
 
 @pytest.mark.gpu
@@ -296,18 +274,6 @@ def test_a_driver_that_refuses_rdma_still_allocates(
     assert rdma_capable == [False, False]
 
 
-@pytest.mark.gpu
-def test_rdma_is_retried_after_a_full_gpu(vmm: Backend, rdma_capable: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lack of memory does not show what the driver supports."""
-    if not _supports_rdma(vmm):
-        pytest.skip("the GPU has no GPUDirect RDMA for virtual memory management")
-    with monkeypatch.context() as full:
-        _refusing_rdma(full, "OUT_OF_MEMORY")
-        vmm.create(1).close()
-    vmm.create(1).close()
-    assert rdma_capable == [False, True]
-
-
 def test_vacated_host_ranges_are_freed() -> None:
     """According to the kernel's list of mappings."""
     with closing(HOST.create(1)) as segment:
@@ -364,37 +330,6 @@ def test_host_memory_of_huge_pages_is_refused() -> None:
             HOST.map(fd, nbytes, "read")
     finally:
         os.close(fd)
-
-
-def test_holes_in_host_memory_are_zeros() -> None:
-    """A process that punches one under a reader writes zeros, which it could have written otherwise: no SIGBUS."""
-    with closing(HOST.create(1)) as segment:
-        HOST.seal(segment.fileno(), "read_write")
-        address = HOST.map(segment.fileno(), segment.info.nbytes, "read_write")
-        HOST.view(address, 4)[:] = b"full"
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.fallocate(segment.fileno(), _PUNCH_HOLE, ctypes.c_long(0), ctypes.c_long(segment.info.nbytes)):
-            pytest.skip(f"no holes here: {os.strerror(ctypes.get_errno())}")
-        assert bytes(HOST.view(address, 4)) == bytes(4)
-        HOST.unmap(address, segment.info.nbytes)
-
-
-def test_missing_cuda_bindings_are_reported(children: list[Child]) -> None:
-    """The error has the package to install."""
-    child = python(
-        """
-        import sys
-        sys.modules["cuda.bindings"] = None
-        from shared_rpc.errors import CapabilityError
-        from shared_rpc.memory.backends.choice import backend_for
-        try:
-            backend_for("GPU-00000000-0000-0000-0000-000000000000")
-        except CapabilityError as error:
-            print("refused:", error)
-        """
-    )
-    children.append(child)
-    assert "pip install 'shared-rpc[cuda]'" in child.expect("refused:")
 
 
 def test_host_memory_needs_no_torch(children: list[Child]) -> None:

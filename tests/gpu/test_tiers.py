@@ -83,27 +83,6 @@ def test_an_object_is_evicted_and_restored(client: Client, to: Any) -> None:
     assert client.get_server_info()["builds"] == 1
 
 
-def test_a_cold_object_can_be_evicted_to_a_file(client: Client) -> None:
-    """One step for each eviction; it is restored from the file to the GPU."""
-    object_id = released(client, "weights", 3)
-    assert [client.evict(object_id)[0]["tier"] for _ in range(2)] == ["host", "file"]
-    assert client.evict(object_id) == []
-    assert list(gpu_of(client)["copies"]) == ["file"]
-    with client.call("weights", 3) as handle:
-        assert bool((handle.value == 3).all())
-
-
-def test_good_copies_are_reused(client: Client) -> None:
-    """Read-only memory is copied once."""
-    object_id = released(client, "frozen", 3)
-    assert client.evict(object_id)[0]["copied"] >= NBYTES
-    assert len(client.restore(object_id)) == 1
-    assert client.get_object_info(object_id)["copies"] == {"host": gpu_of(client)["used"]}
-    assert client.evict(object_id)[0]["copied"] == 0
-    with client.call("frozen", 3) as handle:
-        assert bool((handle.value == 3).all())
-
-
 def test_writes_are_in_the_next_copy(client: Client) -> None:
     """A writable model is copied at each eviction, to the same host memory."""
     object_id = released(client, "weights", 0)
