@@ -12,8 +12,6 @@ import transformers
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()
 
-__all__ = ["FAMILIES", "decoder", "inputs", "save"]
-
 _TEXT = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 _DECODER = {
     **_TEXT,

@@ -7,8 +7,6 @@ from torch import nn
 
 from shared_rpc.memory.mapping import MAPPINGS
 
-__all__ = ["same_bits", "shared_parameters"]
-
 
 def shared_parameters(module: nn.Module) -> dict[str, int]:
     """Return the addresses, by name, of those parameters whose memory is mapped for reading."""

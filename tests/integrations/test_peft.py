@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from shared_rpc import Provider
 from shared_rpc.integrations.transformers import shared
@@ -68,17 +68,6 @@ def test_an_adapters_folder_attaches_its_base(provider: Provider, checkpoint: st
         expected = saved.to(base.device)(**inputs(base)).logits
         assert torch.equal(one(**inputs(base)).logits, expected)
         assert torch.equal(other(**inputs(base)).logits, expected)
-
-
-def test_classes_load_an_adapters_folder_as_usual(provider: Provider, checkpoint: str, tmp_path: Path) -> None:
-    """Base and adapter, for a class instead of an auto class."""
-    saved = adapted(AutoModelForCausalLM.from_pretrained(checkpoint), 3)
-    saved.save_pretrained(tmp_path / "adapter")
-    with shared(provider), pytest.warns(UserWarning, match="its folder has an adapter"):
-        one = LlamaForCausalLM.from_pretrained(tmp_path / "adapter")
-    assert shared_parameters(one) == {}
-    with torch.no_grad():
-        assert torch.equal(one(**inputs(one)).logits, saved(**inputs(one)).logits)
 
 
 def test_merging_into_copies_keeps_the_base(provider: Provider, checkpoint: str) -> None:

@@ -14,23 +14,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "PRELOAD",
-    "PROMPT",
-    "addresses",
-    "generate",
-    "override",
-    "reload",
-    "reload_from",
-    "shm_bytes",
-    "sleep",
-    "tensors",
-    "wake",
-    "weight_sync",
-    "work",
-    "write_into_a_weight",
-]
-
 #: Imports of engines, made once for all of them.
 PRELOAD = ["vllm", "vllm.entrypoints.llm", "vllm.v1.engine.llm_engine"]
 if not os.path.exists("/dev/nvidiactl"):  # torch.cuda would initialise CUDA before the forks

@@ -81,12 +81,6 @@ def test_the_load_format_is_registered() -> None:
         get_model_loader(LoadConfig(load_format="shared_rpc", model_loader_extra_config={"fall_back": True}))
 
 
-def test_a_tested_release_of_vllm_causes_no_warning(lines: list[str]) -> None:
-    """Such as the release that runs the tests."""
-    model.warn_of_version()
-    assert lines == []
-
-
 class Untouched(QuantizeMethodBase):
     """A method without post-load processing."""
 
@@ -169,14 +163,9 @@ def layer_of(method: QuantizeMethodBase) -> nn.Module:
 
 @pytest.mark.parametrize("method", [Untouched(), Processed()], ids=lambda method: type(method).__name__)
 def test_weights_that_need_no_processing_are_shared(monkeypatch: pytest.MonkeyPatch, method: QuantizeMethodBase) -> None:
-    """Independently of the method's name."""
+    """Independently of the method's name; weights that each engine packs are refused with the layer and the method."""
     monkeypatch.setattr(model.current_platform, "is_cpu", lambda: False)
     model.refuse_methods(layer_of(method))
-
-
-def test_weights_that_each_engine_packs_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the layer and the method."""
-    monkeypatch.setattr(model.current_platform, "is_cpu", lambda: False)
     with pytest.raises(NotShareable, match="layer is of Repacked, whose weights each engine processes for itself"):
         model.refuse_methods(layer_of(Repacked()))
 
