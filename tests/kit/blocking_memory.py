@@ -38,10 +38,6 @@ class BlockingMemory:
         """Allocate zeroed memory."""
         return self._result(self.memory.allocate(device, nbytes))
 
-    def free(self, device: str) -> int | None:
-        """Return the free bytes of a device."""
-        return self._result(self.memory.free(device))
-
     def cancelled(self, *args: Any) -> list[int]:
         """Cancel a :meth:`lower` at its first step; return the bytes that each of its steps reported."""
         done: list[int] = []

@@ -132,13 +132,6 @@ class ServiceManager:
         os.close(fd)
         return msgspec.msgpack.decode(data, type=StoredState) if data else StoredState()
 
-    def change(self, change: Callable[[StoredState], None]) -> None:
-        """Change the description, after the end of the broker."""
-        state, fd = self.state, os.dup(dict(self.store)[STATE])
-        change(state)
-        StateFile(fd).write(msgspec.msgpack.encode(state))
-        os.close(fd)
-
     def objects(self) -> list[str]:
         """The ids of the described objects."""
         return list(self.state.objects)

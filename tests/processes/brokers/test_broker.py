@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import concurrent.futures
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 
-from shared_rpc import PoolOptions, TaskInfo, errors
+from shared_rpc import TaskInfo, errors
 from shared_rpc.protocol import messages as m
 from tests.kit.brokers import BrokerApp, worker_pids
-from tests.kit.processes import ROOT, eventually
+from tests.kit.processes import eventually
 from tests.kit.raw import Raw
 
 
@@ -59,49 +56,19 @@ def test_endpoints_lend_their_thread_while_they_wait(app: BrokerApp) -> None:
 
 
 def test_endpoints_that_would_wait_for_themselves_are_refused(app: BrokerApp) -> None:
-    """For a call, for a refresh, and on the worker's loop."""
+    """Also on the worker's loop."""
     client = app.serve("""
         @provider.share
         def itself():
             return itself()
 
-        @provider.share
-        def again():
-            again.refresh()
-
         @provider.share(cache=False)
         async def on_the_loop():
             return model(9).weight.detach().clone()
     """)
-    for name, why in (
-        ("itself", "it would wait forever"),
-        ("again", "it would wait forever"),
-        ("on_the_loop", r"model\(\) was called on the worker's event loop"),
-    ):
+    for name, why in (("itself", "it would wait forever"), ("on_the_loop", "was called on the worker's event loop")):
         with pytest.raises(errors.ConfigurationError, match=why):
             client.call(name)
-
-
-def test_many_async_endpoints_can_wait(app: BrokerApp, tmp_path: Path) -> None:
-    """More than a loop has threads: none waits for a thread that another one has."""
-    client = app.serve("""
-        import asyncio
-
-        @provider.share(cache=False)
-        async def low(path):
-            while not os.path.exists(path):
-                await asyncio.sleep(0.01)
-            return torch.ones(1)
-
-        @provider.share(cache=False)
-        async def high(path):
-            return (await low(path)) + 1
-    """)
-    with concurrent.futures.ThreadPoolExecutor(45) as many:
-        calls = [many.submit(client.call, "high", str(tmp_path / "go")) for _ in range(45)]
-        eventually(lambda: client.get_server_info()["running"] >= 80)
-        (tmp_path / "go").touch()
-        assert {call.result(20).item() for call in calls} == {2.0}
 
 
 def test_calls_go_to_the_least_busy_worker(
@@ -142,28 +109,6 @@ def test_errors_of_endpoints_keep_their_type(app: BrokerApp) -> None:
     assert client.call("model").weight[0, 0] == 4
 
 
-def test_a_thread_may_call_an_endpoint_while_the_app_is_loaded(app: BrokerApp) -> None:
-    """The first call of a provider and the end of the import begin to serve it at the same time."""
-    client = app.serve("""
-        import threading
-        from shared_rpc.worker import host as module
-
-        plain = module.override
-
-        def override(provider, options, number):
-            threading.Thread(target=provider.get_runtime_info, daemon=True).start()
-            for _ in range(100):  # until the thread has the provider, or waits for it
-                if not provider._lock.acquire(blocking=False):
-                    break
-                provider._lock.release()
-                time.sleep(0.002)
-            plain(provider, options, number)
-
-        module.override = override
-    """)
-    assert client.call("echo", torch.ones(1)) == 1
-
-
 def test_tasks_report_progress_and_can_be_stopped(app: BrokerApp) -> None:
     """Progress reaches the waiters; a request to stop reaches the worker."""
     client = app.serve("""
@@ -187,17 +132,6 @@ def test_tasks_report_progress_and_can_be_stopped(app: BrokerApp) -> None:
     with pytest.raises(errors.TaskCancelled):
         client.wait_for_task(task, 20, callback=stop)
     assert set(seen) == {"half done"}
-
-
-def test_full_pools_do_not_hold_up_calls(app: BrokerApp) -> None:
-    """The results of a client that keeps them all arrive, as do those after it has dropped them."""
-    client = app.serve(
-        "provider.pool = __import__('shared_rpc').PoolOptions(initial=1 << 16, limit=1 << 18)",
-        pool=PoolOptions(initial=1 << 16, limit=1 << 18),
-    )
-    for _ in range(2):
-        kept = [client.call("echo", torch.full((1 << 13,), float(number))) for number in range(20)]
-        assert [one.unique().tolist() for one in kept] == [[number] for number in range(20)]
 
 
 def test_results_can_be_arguments(app: BrokerApp) -> None:
@@ -238,13 +172,6 @@ def test_generations_can_be_refreshed(app: BrokerApp) -> None:
     assert (old.value.tolist(), old.is_current(), old.latest().value.tolist()) == ([1] * 4, False, [3] * 4)
 
 
-def test_a_worker_for_each_device(app: BrokerApp) -> None:
-    """One for each ``--worker-device``, whatever ``--workers``."""
-    client = app.serve(options=["--worker-device", "cpu", "--worker-device", "cpu"])
-    assert len(worker_pids(client)) == 2
-    assert client.call("model").weight[0, 0] == 4
-
-
 def test_in_process_serves_without_workers(app: BrokerApp) -> None:
     """``--in-process`` is one process, and cannot be reloaded."""
     broker = app.start("--in-process")
@@ -253,15 +180,6 @@ def test_in_process_serves_without_workers(app: BrokerApp) -> None:
     assert client.get_server_info()["workers"] == []
     with pytest.raises(errors.ConfigurationError, match="start it with 'shared-rpc serve'"):
         client.reload()
-
-
-def test_a_worker_started_by_hand_explains_itself() -> None:
-    """It is useless without its broker: the message has the command to use."""
-    ran = subprocess.run(
-        [sys.executable, "-m", "shared_rpc.worker"], capture_output=True, text=True, cwd=ROOT, env=os.environ, check=False
-    )
-    assert ran.returncode == 2
-    assert "--fd" in ran.stderr
 
 
 def test_malformed_arguments_do_not_end_the_worker(app: BrokerApp) -> None:

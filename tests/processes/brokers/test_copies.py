@@ -21,13 +21,10 @@ from shared_rpc.broker import memory as broker_memory
 from shared_rpc.broker import supervisor
 from shared_rpc.broker.broker import Broker
 from shared_rpc.broker.worker import BARE, WorkerCommand
-from shared_rpc.errors import CapabilityError, RecordError, WorkerCrashed
+from shared_rpc.errors import CapabilityError, WorkerCrashed
 from shared_rpc.memory.backends.choice import backend_for
-from shared_rpc.memory.copies import LowerCopy
 from shared_rpc.memory.segments import Segment
 from shared_rpc.memory.spill import SpillDirectory
-from shared_rpc.protocol import worker as w
-from shared_rpc.protocol.frames import close_all
 from shared_rpc.settings import ServeOptions
 from tests.kit import fake_driver
 from tests.kit.blocking_memory import BlockingMemory
@@ -217,13 +214,6 @@ def test_copies_round_trip(
     check_round_trip(copier, [filled(2 * MIB), filled(6 * MIB), filled(4 * MIB)], to, spill)
 
 
-def test_host_memory_of_an_object_is_copied_by_the_broker(copier: Copier, filled: Filled, spill: SpillDirectory) -> None:
-    """Only segments on the GPU are copied by a worker."""
-    with closing(backend_for("cpu").create(4096)) as on_host:
-        write(on_host, b"host")
-        check_round_trip(copier, [on_host, filled()], "file", spill)
-
-
 def test_a_copy_outlives_its_worker(copier: Copier, filled: Filled) -> None:
     """A broker without CUDA keeps the host memory by its descriptor; the next worker makes a segment of it."""
     segment = filled()
@@ -328,17 +318,6 @@ def test_a_full_gpu_is_reported(copier: Copier, filled: Filled) -> None:
         assert bytes_of(again) == bytes_of(segment)
 
 
-def test_an_unmappable_copy_is_lost(copier: Copier, filled: Filled) -> None:
-    """Its descriptor is of the wrong kind: the object is dropped, so that it can be built again."""
-    segment = filled()
-    [copy] = copier.memory.lower([segment], "host")
-    info = msgspec.structs.replace(copy.segment.info, id="strange")
-    strange = LowerCopy(Segment.owning(info, os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)), "host", b"")
-    with closing(copy), closing(strange), pytest.raises(RecordError, match="cannot map the copy") as caught:
-        copier.memory.raise_([strange], [segment.info.incarnation(1)])
-    assert caught.value.reason == "unreadable"
-
-
 # Copies and allocations by a worker without the app.
 
 
@@ -349,21 +328,22 @@ def bare(copier: Copier, monkeypatch: pytest.MonkeyPatch) -> Copier:
     return copier
 
 
-def test_a_bare_worker_copies(bare: Copier, filled: Filled, spill: SpillDirectory) -> None:
-    """Like any worker, but it does not serve the app."""
+def test_a_bare_worker_copies_and_allocates(bare: Copier, filled: Filled, spill: SpillDirectory) -> None:
+    """Like any worker, but it does not serve the app. The broker itself copies segments that are not on the GPU."""
     serving = bare.workers
-    check_round_trip(bare, [filled(2 * MIB), filled(6 * MIB)], "file", spill)
+    with closing(backend_for("cpu").create(4096)) as on_host:
+        write(on_host, b"host")
+        check_round_trip(bare, [filled(2 * MIB), on_host, filled(6 * MIB)], "file", spill)
+    device = filled().info.device
+    with bare.memory.allocate(device, 2 * MIB) as segment:
+        assert (segment.info.device, bytes_of(segment)) == (device, bytes(2 * MIB))
     assert bare.bare not in (None, *serving)
     assert bare.workers == serving
     [service] = bare.broker._services.values()
     assert [worker["pid"] for worker in service.executor.info()["workers"]] == serving
-    assert sum(bare.broker._measures().numbers["workers"].values()) == len(serving)
 
 
-@pytest.mark.parametrize("asks", ["copy", "allocation"])
-def test_a_stuck_bare_worker_is_replaced(
-    bare: Copier, filled: Filled, driver: str, asks: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stuck_bare_worker_is_replaced(bare: Copier, filled: Filled, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is killed when it makes no progress: later requests get another one."""
     segment = filled()
     bare.memory.lower([segment], "host")[0].close()
@@ -372,26 +352,9 @@ def test_a_stuck_bare_worker_is_replaced(
     sigstop(stuck)
     with monkeypatch.context() as hasty, suppress(WorkerCrashed):  # or the next one answers in that time
         hasty.setattr(broker_memory, "_STEP_PATIENCE", 0.3)
-        hasty.setattr(broker_memory, "_PATIENCE", 0.3)
-        if asks == "copy":
-            bare.memory.lower([segment], "host")[0].close()
-        else:
-            bare.memory.allocate(segment.info.device, 2 * MIB).close()
+        bare.memory.lower([segment], "host")[0].close()
     bare.memory.lower([segment], "host")[0].close()
     assert bare.bare not in (None, stuck)
-
-
-def test_a_bare_worker_allocates(bare: Copier, driver: str, filled: Filled) -> None:
-    """Memory of a GPU, while the app has no worker."""
-    device = filled().info.device
-    with bare.memory.allocate(device, 2 * MIB) as segment:
-        assert (segment.info.device, bytes_of(segment)) == (device, bytes(2 * MIB))
-
-
-def test_listing_devices_starts_no_worker(bare: Copier, driver: str) -> None:
-    """Free memory of a GPU is unknown then."""
-    assert bare.memory.free("GPU-0") is None
-    assert bare.bare is None
 
 
 def test_an_idle_bare_worker_ends(bare: Copier, filled: Filled, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -427,13 +390,3 @@ def test_a_bare_worker_in_use_does_not_end(
     assert bare.bare == begun
     held.unlink()
     answer.result(30)[0].close()
-
-
-def test_a_bare_worker_imports_no_torch(bare: Copier, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So it starts faster and uses less memory than a worker of the app."""
-    monkeypatch.setattr(WorkerCommand, "bare", property(lambda command: WorkerCommand(BARE, command.options)))
-    monkeypatch.setenv("PYTHONHASHSEED", "1")  # a new process: a fork of these tests' zygote has torch
-    _, fds = asyncio.run_coroutine_threadsafe(bare._memory.ask(w.Allocate("cpu", 4096)), bare.broker._loop).result(60)
-    close_all(fds)
-    with open(f"/proc/{bare.bare}/maps", encoding="utf-8") as maps:
-        assert "libtorch" not in maps.read()

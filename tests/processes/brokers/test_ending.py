@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shared_rpc import AsyncClient, Provider, Server
-from shared_rpc.errors import ConfigurationError, DeadlineExceeded, ServerBusy
+from shared_rpc.errors import DeadlineExceeded, ServerBusy
 from tests.kit.brokers import BrokerApp, begun, is_running, worker_pids
 from tests.kit.processes import Child, eventually
 
@@ -101,16 +101,6 @@ def stopped(app: BrokerApp, *options: str) -> Child:
     return child
 
 
-def test_stop_selects_by_base_path(app: BrokerApp) -> None:
-    """Regardless of other sockets in the directory; the other server continues."""
-    other = f"{app.base_path}-3"
-    brokers = [app.start("--base-path", base) for base in (app.base_path, other)]
-    assert stopped(app, "--base-path", other).expect("stopped").startswith(f"stopped pid {brokers[1].pid} at {other}-cpu.sock")
-    assert brokers[1].close()[0] == 0
-    assert stopped(app, "--all", "--base-path", other).expect("no server is alive")
-    assert stopped(app).expect("stopped").startswith(f"stopped pid {brokers[0].pid} at {app.base_path}-cpu.sock")
-
-
 def test_stop_if_idle_refuses_a_used_broker(app: BrokerApp) -> None:
     """The error names its users; it ends after they have left."""
     broker = app.start()
@@ -150,9 +140,3 @@ async def test_the_asynchronous_client_stops_a_server(app: BrokerApp) -> None:
         held = await client.stop_server()
     assert (held["pid"], held["objects"], held["socket_paths"]) == (broker.pid, 0, [f"{app.base_path}-cpu.sock"])
     assert not is_running(broker.pid)
-
-
-def test_idle_exit_is_a_time() -> None:
-    """Above 0, or None for never."""
-    with pytest.raises(ConfigurationError, match=r"idle_exit=0: use seconds above 0, or None for never"):
-        Provider(idle_exit=0)

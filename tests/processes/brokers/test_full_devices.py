@@ -11,7 +11,7 @@ import pytest
 from shared_rpc import Client
 from tests.kit.brokers import BrokerApp
 from tests.kit.deep import repetitions
-from tests.kit.processes import Child, eventually, python
+from tests.kit.processes import Child, Program, eventually
 
 MIB = 1 << 20
 
@@ -68,15 +68,9 @@ def one_of_two(broker_app: BrokerApp, tmp_path: Path) -> Client:
 
 
 @pytest.fixture
-def holder(children: list[Child]) -> Callable[[int], Child]:
+def holder(program: Program) -> Callable[[int], Child]:
     """``holder(number)`` starts a process that has a model active."""
-
-    def start(number: int) -> Child:
-        child = python(HOLDER.replace("NUMBER", str(number)))
-        children.append(child)
-        return child
-
-    return start
+    return lambda number: program(HOLDER.replace("NUMBER", str(number)))
 
 
 def tell(child: Child, what: str) -> None:
@@ -85,19 +79,17 @@ def tell(child: Child, what: str) -> None:
     child.expect("done")
 
 
-def test_many_processes_take_turns_on_two_models(one_of_two: Client, children: list[Child]) -> None:
+def test_many_processes_take_turns_on_two_models(one_of_two: Client, program: Program) -> None:
     """With memory for one: all make progress, and find the right bytes each time."""
-    count = repetitions(6, 50)
-    for number in range(count):
-        order = "1" if number % 2 else "-1"
-        children.append(python(IN_TURNS.replace("TURNS", "4").replace("ORDER", order)))
-    for child in children[-count:]:
-        child.expect("ready")
-    for child in children[-count:]:
-        child.tell("go")
-    for child in children[-count:]:
-        child.expect("woken")
-        assert child.close() == (0, "")
+    code = IN_TURNS.replace("TURNS", "4")
+    users = [program(code.replace("ORDER", "1" if number % 2 else "-1")) for number in range(repetitions(6, 50))]
+    for user in users:
+        user.expect("ready")
+    for user in users:
+        user.tell("go")
+    for user in users:
+        user.expect("woken")
+        assert user.close() == (0, "")
     infos = one_of_two.list_objects()
     assert sorted(info["cache_key"] for info in infos) == ["weights(number=1)", "weights(number=2)"]
     assert sorted(info["tier"] for info in infos) == ["device", "file"] and not any(info["active"] for info in infos)

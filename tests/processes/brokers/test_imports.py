@@ -49,7 +49,3 @@ def test_registering_modules_by_value_loads_no_torch() -> None:
 def test_importing_the_package_loads_no_submodules() -> None:
     """Every name is loaded on first use."""
     assert {name for name in loaded_by("import shared_rpc") if name.startswith("shared_rpc")} == {"shared_rpc"}
-
-
-#: A server whose records are made elsewhere, like those of a worker process.
-#: A client that takes records and rebuilds nothing.

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from shared_rpc.broker.systemd import Notifier, inherit
-from shared_rpc.errors import ConfigurationError
 from shared_rpc.settings import take_service_variables
+from tests.kit.deep import deep
 from tests.kit.processes import Child
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -94,13 +94,6 @@ def test_unusable_descriptors_are_configuration_errors(children: list[Child], ki
     assert why in taken(children, kinds).expect("refused")
 
 
-def test_without_a_manager_nothing_is_inherited() -> None:
-    """And notifications are no error."""
-    inherited = inherit({})
-    assert (inherited.listeners, inherited.stored, inherited.capacity, inherited.notifier.there) == ({}, [], None, False)
-    inherited.notifier.ready("well")
-
-
 def test_the_variables_are_removed() -> None:
     """A process started later must not inherit them."""
     environ = {"LISTEN_FDS": "1", "LISTEN_PID": "7", "LISTEN_FDNAMES": "a", "NOTIFY_SOCKET": "@x", "FDSTORE": "9", "HOME": "/"}
@@ -108,7 +101,7 @@ def test_the_variables_are_removed() -> None:
     assert environ == {"HOME": "/"}
 
 
-@pytest.fixture(params=["path", "abstract"])
+@pytest.fixture(params=["path", *deep("abstract")])
 def notified(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[socket.socket, Notifier]]:
     """The manager's end, and the notifier."""
     address = str(tmp_path / "notify") if request.param == "path" else f"@shared-rpc-test-{os.getpid()}"
@@ -165,9 +158,3 @@ def test_a_stuck_manager_does_not_block(notified: tuple[socket.socket, Notifier]
         if caplog.records:
             break
     assert "cannot send STATUS=again to the service manager" in caplog.text
-
-
-def test_unknown_addresses_are_refused() -> None:
-    """``vsock:`` is for virtual machines."""
-    with pytest.raises(ConfigurationError, match="vsock:2:1234"):
-        Notifier("vsock:2:1234")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import gc
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,8 +19,7 @@ from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import tiers as t
 from tests.kit.brokers import APP, BrokerApp
-from tests.kit.deep import deep
-from tests.kit.processes import Child, eventually, links_of, python
+from tests.kit.processes import Child, Program, eventually, links_of
 from tests.kit.raw import Raw
 from tests.kit.service_manager import ServiceManager
 
@@ -89,13 +86,6 @@ def ids(client: Any) -> dict[str, str]:
     return {str(info["cache_key"]): info["object_id"] for info in client.list_objects()}
 
 
-def test_stopping_a_broker_waits_for_its_process(app: BrokerApp, manager: ServiceManager) -> None:
-    """Rather than for the manager, which listens."""
-    broker = manager.start()
-    app.connect().stop_server()
-    assert broker.process.wait(20) == 0
-
-
 def test_objects_survive_a_killed_broker(app: BrokerApp, manager: ServiceManager, gate: Path) -> None:
     """The next one sends the same memory before any worker has loaded the app, under the same ids, without builds."""
     broker = manager.start()
@@ -114,10 +104,6 @@ def test_objects_survive_a_killed_broker(app: BrokerApp, manager: ServiceManager
     assert {name: other.list_objects()[0][name] for name in same} == {name: facts[name] for name in same}
     gate.unlink()
     assert other.call("model", 9).weight[0, 0] == 9
-    assert client.call("model") is model
-    other.invalidate_call_cache("model")
-    other.call("model")
-    assert [found["generation"] for found in other.list_objects() if found["cache_key"] == facts["cache_key"]] == [2]
 
 
 def test_objects_survive_repeated_kills(manager: ServiceManager, broker: Child, client: Client) -> None:
@@ -172,40 +158,6 @@ def test_handles_of_unlisted_objects_do_not_survive(manager: ServiceManager, bro
     assert handle.value.sum() == 28
 
 
-def test_task_ids_are_not_reused_after_a_restart(manager: ServiceManager, broker: Child, client: Client) -> None:
-    """Tasks are not stored, but the server's id is."""
-    earlier = client.submit("model")
-    client.wait_for_task(earlier)
-    restart(broker, manager)
-    later = client.submit("model")
-    assert client.wait_for_task(later).weight[0, 0] == 4
-    assert earlier.rpartition("-")[0] == later.rpartition("-")[0]
-    with pytest.raises(errors.TaskError) as unknown:
-        client.get_task_status(earlier)
-    assert unknown.value.reason == "unknown"
-
-
-def test_clients_wait_in_the_sockets_queue(
-    app: BrokerApp, manager: ServiceManager, threads: concurrent.futures.ThreadPoolExecutor
-) -> None:
-    """Clients that connect while no broker runs are answered by the next one."""
-    broker = manager.start()
-    app.connect().call("model")
-    manager.expect(lambda: len(manager.objects()) == 1)
-    broker.kill()
-    client = app.connect(connect_timeout=20)
-    waiting = threads.submit(client.call, "model")
-    eventually(lambda: _queued(manager.path) == 1, what="a connection in the queue")
-    manager.start()
-    assert waiting.result(20).weight[0, 0] == 4
-
-
-def _queued(path: str) -> int:
-    """Count the unaccepted connections of a socket: the state 02 in the kernel's table (SS_CONNECTING)."""
-    with open("/proc/net/unix", encoding="ascii") as table:
-        return sum(line.split()[5] == "02" for line in table if line.rstrip().endswith(path))
-
-
 def test_dropped_objects_leave_the_store(app: BrokerApp, manager: ServiceManager) -> None:
     """By invalidation, and for the budget; exactly the others exist after a restart."""
     broker = manager.start("--max-bytes", "12K")
@@ -223,22 +175,20 @@ def test_dropped_objects_leave_the_store(app: BrokerApp, manager: ServiceManager
     assert ids(client) == kept
 
 
-def test_revisions_survive_restarts(app: BrokerApp, manager: ServiceManager, broker: Child, client: Client) -> None:
+def test_revisions_survive_a_restart(app: BrokerApp, manager: ServiceManager, broker: Child, client: Client) -> None:
     """Earlier and later handles have one page over one memory: writers take turns, and see each other's writes."""
     before = client.call("held")
     with client.update(before) as value:
         value.fill_(1.0)
-    for _ in range(2):
-        broker = restart(broker, manager)
-        other = app.connect(connect_timeout=20)
-        after = other.call("held")
-        with client.update(before) as value:
-            value.add_(1.0)
-            with pytest.raises(errors.ConfigurationError, match="would wait for itself"), other.update(after):
-                pass
-        assert after.read_consistent(lambda value: float(value.sum())) == float(before.value.sum())
-        assert after.revision == before.revision
-    assert (before.revision, float(before.value[0])) == (6, 3.0)
+    restart(broker, manager)
+    other = app.connect(connect_timeout=20)
+    after = other.call("held")
+    with client.update(before) as value:
+        value.add_(1.0)
+        with pytest.raises(errors.ConfigurationError, match="would wait for itself"), other.update(after):
+            pass
+    assert after.read_consistent(lambda value: float(value.sum())) == float(before.value.sum()) == 8.0
+    assert after.revision == before.revision == 4
     client.invalidate_endpoint_cache("held")
     manager.expect(lambda: not manager.names("page-"))
 
@@ -259,37 +209,25 @@ def test_buffers_survive_a_restart(app: BrokerApp, manager: ServiceManager, brok
     manager.expect(lambda: len(manager.objects()) == len(manager.names("segment-")) == 1)
 
 
-@pytest.mark.parametrize("stored", [True, False])
 def test_an_open_channel_survives_a_restart_without_its_name(
-    app: BrokerApp, request: pytest.FixtureRequest, children: list[Child], stored: bool
+    app: BrokerApp, manager: ServiceManager, broker: Child, program: Program
 ) -> None:
-    """With and without a service manager: its processes use it, no other one opens it, and a new channel may have the name."""
-    manager: ServiceManager | None = request.getfixturevalue("manager") if stored else None
-    broker = manager.start() if manager is not None else app.start()
+    """Its processes use it, no other one opens it, and a new channel may have the name."""
     channel = app.connect().create_channel("c", 4096)
-    reader = python(READER)
-    children.append(reader)
+    reader = program(READER)
     channel.send({}, "before")
     reader.expect("received before")
-    if manager is not None:
-        restart(broker, manager, 2)
-    else:
-        broker.kill()
-        app.start()
+    restart(broker, manager, 2)
     channel.send({}, "after")
     reader.expect("received after")
     with pytest.raises(errors.BufferNotFound, match=r"restarted .*: create it"):
         app.connect().open_channel("c")
-    with app.connect().create_channel("c", 4096):
-        channel.send({}, "beside another")
-        reader.expect("received beside another")
+    app.connect().create_channel("c", 4096).close()
     channel.close()
     assert reader.close()[0] == 0
 
 
-@pytest.mark.parametrize(
-    "how", ["its value is cut off", "its segment is not there", *deep("its page is not there", "no provider")]
-)
+@pytest.mark.parametrize("how", ["its value is cut off", "its segment is not there"])
 def test_an_unrecoverable_object_is_removed(manager: ServiceManager, how: str, broker: Child, client: Client) -> None:
     """It is logged and leaves the store; the rest is unaffected."""
     with client.call("held") as handle, client.call("held", 1 << 19):
@@ -301,12 +239,8 @@ def test_an_unrecoverable_object_is_removed(manager: ServiceManager, how: str, b
     if how == "its value is cut off":
         data = os.pread(manager.fd(f"object-{broken}"), 1 << 20, 0)
         manager.replace(f"object-{broken}", _memfd(data[:-10]))
-    elif how == "its segment is not there":
-        manager.remove(found.memory[0].name)
-    elif how == "its page is not there":
-        manager.remove(found.page)
     else:
-        manager.change(lambda state: setattr(state.objects[broken], "key", "@xpu"))
+        manager.remove(found.memory[0].name)
     broker = manager.start()
     assert broken in broker.expect_error("is unusable and is removed")
     manager.expect(lambda: len(manager.names("object-")) == len(manager.names("segment-")) == 1)
@@ -425,22 +359,22 @@ def test_a_reload_is_reported_to_the_manager(app: BrokerApp, manager: ServiceMan
     broker.process.send_signal(signal.SIGHUP)
     broker.expect("reloaded")
     manager.expect(lambda: manager.has_received("READY=1"))
-    assert manager.received[0] == "RELOADING=1"
-    usec = next(int(line.partition("=")[2]) for line in manager.received if line.startswith("MONOTONIC_USEC="))
-    assert 0 <= time.monotonic_ns() // 1000 - usec < 60e6
+    assert manager.received[0] == "RELOADING=1" and manager.has_received("MONOTONIC_USEC=")
     client.call("later")
     restart(broker, manager, 1)
     assert client.call("later").item() == 1
     assert client.get_server_info()["builds"] == 0
 
 
-def test_stopping_is_reported_to_the_manager(manager: ServiceManager, gate: Path, broker: Child, client: Client) -> None:
+def test_stopping_is_reported_to_the_manager(
+    app: BrokerApp, manager: ServiceManager, gate: Path, broker: Child, client: Client
+) -> None:
     """The socket stays the manager's, and the stored state stays for the next start."""
     client.call("model")
     buffer = client.create_buffer(16)
     manager.expect(lambda: len(manager.objects()) == 2)
     kept = manager.names()
-    broker.process.send_signal(signal.SIGTERM)
+    app.connect().stop_server()
     assert broker.close() == (0, "")
     manager.expect(lambda: manager.has_received("STOPPING=1"))
     assert manager.names() == kept
@@ -457,22 +391,6 @@ def test_a_socket_without_a_provider_is_an_error(app: BrokerApp, manager: Servic
     code, stderr = broker.close()
     assert code == 1
     assert f"the service manager listens at {manager.path}, but the app serves at {app.base_path}-other-cpu.sock" in stderr
-
-
-def test_another_provider_can_take_over_a_socket(
-    app: BrokerApp, make_manager: Callable[..., ServiceManager], tmp_path: Path
-) -> None:
-    """It is served there, after the stored objects of the earlier one are dropped."""
-    manager = make_manager(listen=False)
-    broker = manager.start("--socket", manager.path)
-    client = app.connect(connect_timeout=20)
-    client.call("model")
-    manager.expect(lambda: len(manager.objects()) == 1)
-    app.file.write_text("from shared_rpc import Provider\nprovider = Provider('elsewhere', device='cpu')\n")
-    broker = restart(broker, manager, 1, "--socket", manager.path)
-    broker.expect_error("are dropped")
-    assert client.get_server_info()["objects"] == 0
-    manager.expect(lambda: kinds(manager) == ["state"])
 
 
 def test_removed_providers_are_not_recovered(app: BrokerApp, manager: ServiceManager) -> None:
@@ -555,8 +473,3 @@ def test_a_suspended_object_is_resumed_at_the_next_broker(
         reply = raw.ask(t.Resume(object_id))
         assert isinstance(reply, t.Resumed) and reply.segments[0].id.endswith(".1")
     gate.unlink()
-
-
-def kinds(manager: ServiceManager) -> list[str]:
-    """Return the kinds of stored entries."""
-    return sorted(name.partition("-")[0] for name in manager.names())

@@ -131,12 +131,9 @@ def test_the_exit_of_a_fork_is_reported(app: ImpatientApp) -> None:
 
 def test_no_preload_disables_the_zygote(app: ImpatientApp) -> None:
     """With ``--no-preload`` every worker is a new process."""
-    broker = app.start("--no-preload")
-    client = app.connect()
+    client = app.serve(options=["--no-preload"])
     assert zygote_of(client) == {"state": "off", "why": "--no-preload"}
     assert not is_fork(replaced(client))
-    children = Path(f"/proc/{broker.pid}/task/{broker.pid}/children").read_text().split()
-    assert not [pid for pid in children if b"shared_rpc.zygote" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def test_a_killed_watcher_ends_its_worker(app: ImpatientApp) -> None:
@@ -246,22 +243,6 @@ def test_the_users_own_modules_are_never_preloaded(app: ImpatientApp, tmp_path: 
     client.reload()
     assert is_fork(worker_pids(client)[0])
     assert text(client, "value") == "22"
-
-
-def test_changed_imports_replace_the_zygote(app: ImpatientApp, site: Path) -> None:
-    """The next zygote has the app's imports since a reload."""
-    for name in ("one", "two"):
-        (site / f"{name}.py").write_text(f"def function(): return {name!r}\n")
-    is_there = "\n@provider.share(cache=False)\ndef loaded(): return as_bytes([name in sys.modules for name in ('one', 'two')])"
-    app.write(SAYS, "import one", is_there)
-    start_with(app, site)
-    client = app.connect()
-    zygote = zygote_ready(client)
-    app.write(SAYS, "import two", is_there)
-    client.reload()
-    zygote_ready(client, zygote)
-    assert is_fork(replaced(client))
-    assert "True]" in text(client, "loaded")
 
 
 def test_apps_that_set_variables_have_new_processes(app: ImpatientApp, site: Path) -> None:

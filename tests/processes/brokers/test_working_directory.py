@@ -73,27 +73,6 @@ def test_apps_are_found_in_it_as_a_fallback(base_path: str, tmp_path: Path, chil
     serve(tmp_path, children, "here_alone")
 
 
-def test_hooks_next_to_the_app_are_found(broker_app: BrokerApp, hostile: Path, children: list[Child]) -> None:
-    """In any working directory."""
-    broker_app.file.with_name("my_hooks.py").write_text("import sys\ndef hook(event): print('event', file=sys.stderr)\n")
-    serve(hostile, children, str(broker_app.file), "--hook", "my_hooks:hook").expect_error("event")
-    assert imported(hostile) == ""
-
-
-@pytest.mark.deep
-def test_servers_of_scripts_do_not_import_from_it(broker_app: BrokerApp, hostile: Path, children: list[Child]) -> None:
-    """The role spawn adds nothing to the script's module path."""
-    script = broker_app.file
-    script.write_text(f"{script.read_text()}\nif __name__ == '__main__':\n    print('model', model().weight.shape)\n")
-    child = Child(str(script), cwd=hostile, environ={"SHARED_TENSOR_ROLE": "spawn"}, fresh=True)
-    children.append(child)
-    child.expect("model")
-    stop = Child(*COMMAND, "stop", cwd=hostile)
-    children.append(stop)
-    assert stop.close()[0] == 0
-    assert imported(hostile) == ""
-
-
 def test_zygotes_of_scripts_do_not_import_from_it(base_path: str, hostile: Path, tmp_path: Path, children: list[Child]) -> None:
     """Nor does shared-rpc run."""
     script = tmp_path / "script.py"
