@@ -11,8 +11,8 @@ import typer
 BENCHMARKS = {
     "attach": "attaches of a module of many tensors: the first of a process, later ones, and their memory",
     "rpc": "round trips: ping, direct and managed calls, arguments, tasks, many calls at once; import and command line",
-    "clients": "calls per second by number of client processes",
-    "scale": "many clients: idle connections, simultaneous attaches, killed clients",
+    "clients": "calls per second by number of client processes, and replicas that share a model",
+    "scale": "many clients: idle connections, killed clients",
     "recovery": "a killed worker of a broker: attaches during the kill, the next worker, the broker's own memory",
     "starts": "repeated starts of a script, with python and with 'shared-rpc run', until it has its model",
     "tiers": "sleep and wake of models, compared with plain copies and a reload; several processes; more models than memory",

@@ -12,23 +12,12 @@ import torch
 import typer
 
 from benchmarks.processes import ask_all
-from benchmarks.runner import OURS, Device, Goal, Json, Run, Sample, Shape, chosen, counted, numbers
+from benchmarks.runner import APP, OURS, Device, Goal, Json, Run, Sample, Shape, chosen, counted, numbers
 from benchmarks.sides import PEER, SIDES, Ours, SharedTensor, present, serve
 from shared_rpc import Client
 from shared_rpc.memory.backends.choice import mps
 from shared_rpc.memory.devices import device_id
 
-#: The same endpoints, for a broker with several workers.
-APP = """
-from benchmarks.workload import Workload
-from shared_rpc import Provider
-
-provider, workload = Provider(device={device!r}), Workload({device!r})
-provider.share(workload.small)
-provider.share(cache=False)(workload.fresh)
-provider.share(cache=False)(workload.fresh_on_loop)
-provider.share(managed=True)(workload.model)
-"""
 #: Seconds of a turn, and of the notice before it, so that all processes start together.
 _TURN, _NOTICE = 0.5, 0.1
 #: Seconds after which a call of shared-tensor counts as failed.

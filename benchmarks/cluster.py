@@ -16,8 +16,8 @@ import typer
 from ray.cluster_utils import Cluster as RayCluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from benchmarks.processes import Process, ask_all, environ
-from benchmarks.runner import OURS, PATIENCE, Goal, Json, Run, Times, numbers, wait_for
+from benchmarks.processes import Process, ask_all
+from benchmarks.runner import APP, OURS, PATIENCE, Goal, Json, Run, Times, numbers, wait_for
 from shared_rpc import Client
 from shared_rpc.memory.devices import free_bytes
 from shared_rpc_ray import Cluster
@@ -39,33 +39,12 @@ _RAY = {
 }
 _SYSTEM = {"enable_metrics_collection": False}
 
-#: Layers of 4 MiB with torch's own initial values. Each build appends its duration to a file.
-APP = """
-import time
-from pathlib import Path
-
-import torch
-from shared_rpc import Provider
-
-provider = Provider(device={device!r})
-
-@provider.share(managed=True)
-def module(name, mebibytes):
-    begin = time.perf_counter()
-    layers = [torch.nn.Linear(1024, 1024, bias=False) for _ in range(mebibytes // 4)]
-    built = torch.nn.Sequential(*layers).requires_grad_(False)
-    with open(Path(__file__).with_name("builds"), "a") as file:
-        print(name, time.perf_counter() - begin, file=file)
-    return built
-"""
-
 #: The names of the rows.
 _WHOLE = "call until all nodes have it, with the build"
 _BUILD = "the build, the function alone"
 _MOVE = "from the build until all nodes have it"
 _REFRESH = "refresh until all are current"
 _SWAP = "from all prepared to all current"
-_FRESH = "first attach of another process of a node"
 _AGAIN = "attach again"
 #: MiB of the first deploy, which includes one-time costs.
 _FIRST = 8
@@ -76,7 +55,6 @@ _REFRESHED = 256
 def run(
     megabytes: Annotated[str, typer.Option(help="MiB of the modules.")] = "64,1024",
     rounds: Annotated[int, typer.Option(help="Deploys of each size, and as many turns of Ray alone.")] = 5,
-    fresh: Annotated[int, typer.Option(help="Rounds of each size in which a new process attaches.")] = 3,
     json: Json = None,
 ) -> None:
     """Measure deploys and refreshes on three Ray nodes of this machine, compared with Ray's own transfer of the same bytes."""
@@ -91,20 +69,19 @@ def run(
         _nodes(run, store) as nodes,
         Cluster("bench") as cluster,
     ):
-        first = Times()
-        _deploy(run, nodes, "first", _FIRST, first)
-        _alone(nodes, _FIRST, first)
-        run.row(f"{_FIRST} MiB, the first deploy: {_WHOLE}", first.samples(_WHOLE))
+        _alone(nodes, _FIRST, Times())
+        _deploy(nodes, "first", _FIRST, Times())
         for mebibytes in sizes:
             times = Times()
             for number in range(rounds):
                 _alone(nodes, mebibytes, times)
                 name = f"m{mebibytes}-{number}"
-                _deploy(run, nodes, name, mebibytes, times)
-                _attach(nodes[-1], name, mebibytes, times, new=number < fresh)
+                _deploy(nodes, name, mebibytes, times)
+                begin, end, _ = nodes[-1].process.ask("load", name=name, mebibytes=mebibytes)
+                times[_AGAIN, OURS].append(end - begin)
                 if mebibytes <= _REFRESHED:
                     _refresh(nodes, cluster, name, mebibytes, times)
-                cluster.invalidate("module", name, mebibytes)
+                cluster.invalidate("layers", mebibytes, name)
             _rows(run, mebibytes, times)
         run.note(
             f"medians of {rounds} rounds, each with a new key and with Ray's turn first; nodes, brokers and processes "
@@ -117,7 +94,7 @@ def run(
 
 
 def _rows(run: Run, mebibytes: int, times: Times) -> None:
-    for name in (_WHOLE, _BUILD, _MOVE, _REFRESH, _SWAP, _FRESH, _AGAIN):
+    for name in (_WHOLE, _BUILD, _MOVE, _REFRESH, _SWAP, _AGAIN):
         samples = times.samples(name)
         if samples:
             run.row(f"{mebibytes} MiB: {name}", samples, "s", Goal("≤", 2, of=RAY) if name == _MOVE else None)
@@ -127,9 +104,8 @@ def _rows(run: Run, mebibytes: int, times: Times) -> None:
 
 
 class Node(NamedTuple):
-    """A node: its broker's socket, a client process, and a Ray actor."""
+    """A node: a client process of its broker, and a Ray actor."""
 
-    address: str
     process: Process
     actor: Any
 
@@ -160,7 +136,7 @@ def _nodes(run: Run, store: int) -> Iterator[list[Node]]:
     """Run the nodes, each with an object store of that many bytes."""
     with ExitStack() as stack:
         # Nodes and their actors inherit the environment of this process.
-        stack.enter_context(mock.patch.dict(os.environ, {**environ(), **_RAY}, clear=True))
+        stack.enter_context(mock.patch.dict(os.environ, _RAY))
         options = {"num_cpus": 1, "object_store_memory": store}
         head = {**options, "include_dashboard": False, "_system_config": _SYSTEM}
         cluster = RayCluster(initialize_head=True, head_node_args=head)
@@ -180,8 +156,8 @@ def _nodes(run: Run, store: int) -> Iterator[list[Node]]:
             clients.append(stack.enter_context(run.broker(APP, name=str(number), variables=variables)))
             strategy = NodeAffinitySchedulingStrategy(ray_id, soft=False)
             actor = ray.remote(num_cpus=0, scheduling_strategy=strategy)(_Alone).remote()
-            address = str(clients[-1].socket_path)
-            nodes.append(Node(address, stack.enter_context(Process(Loader, address=address)).ready(), actor))
+            process = stack.enter_context(Process(Loader, address=clients[-1].socket_path))
+            nodes.append(Node(process.ready(), actor))
         for client in clients:
             wait_for(client.get_server_info, _joined, 0.1)
         yield nodes
@@ -190,15 +166,13 @@ def _nodes(run: Run, store: int) -> Iterator[list[Node]]:
 # The measurements.
 
 
-def _deploy(run: Run, nodes: list[Node], name: str, mebibytes: int, times: Times) -> None:
+def _deploy(nodes: list[Node], name: str, mebibytes: int, times: Times) -> None:
     """Measure concurrent calls from a process of every node."""
-    answers = ask_all([node.process for node in nodes], "load", name=name, mebibytes=mebibytes)
-    whole = max(end for _, end in answers) - min(begin for begin, _ in answers)
-    lines = [line.split() for line in (run.folder / "builds").read_text().splitlines()]
-    [build] = [float(seconds) for found, seconds in lines if found == name]
+    begins, ends, builds = zip(*ask_all([node.process for node in nodes], "load", name=name, mebibytes=mebibytes), strict=True)
+    whole = max(ends) - min(begins)
     times[_WHOLE, OURS].append(whole)
-    times[_BUILD, OURS].append(build)
-    times[_MOVE, OURS].append(whole - build)
+    times[_BUILD, OURS].append(builds[0])
+    times[_MOVE, OURS].append(whole - builds[0])
 
 
 def _alone(nodes: list[Node], mebibytes: int, times: Times) -> None:
@@ -211,20 +185,11 @@ def _alone(nodes: list[Node], mebibytes: int, times: Times) -> None:
     times[_AGAIN, RAY].append(end - begin)
 
 
-def _attach(node: Node, name: str, mebibytes: int, times: Times, *, new: bool) -> None:
-    if new:
-        with Process(Loader, address=node.address) as process:
-            begin, end = process.ready().ask("load", name=name, mebibytes=mebibytes)
-        times[_FRESH, OURS].append(end - begin)
-    begin, end = node.process.ask("load", name=name, mebibytes=mebibytes)
-    times[_AGAIN, OURS].append(end - begin)
-
-
 def _refresh(nodes: list[Node], cluster: Cluster, name: str, mebibytes: int, times: Times) -> None:
     for node in nodes:
         node.process.tell("watch", name=name, before=node.process.ask("versions", name=name))
     with times.of(_REFRESH):
-        cluster.refresh("module", name, mebibytes)
+        cluster.refresh("layers", mebibytes, name)
     answers = [node.process.read() for node in nodes]
     times[_SWAP, OURS].append(max(current for _, current in answers) - max(prepared for prepared, _ in answers))
 
@@ -236,12 +201,12 @@ class Loader:
         self._client = Client(socket_path=address, timeout=PATIENCE)
         self.close = self._client.close
 
-    def load(self, name: str, mebibytes: int) -> tuple[float, float]:
-        """Call, and attach the module; return the start and end times."""
+    def load(self, name: str, mebibytes: int) -> tuple[float, float, float]:
+        """Call, and attach the module; return the start and end times, and the seconds of the build."""
         begin = time.monotonic()
-        with self._client.call("module", name, mebibytes) as handle:
+        with self._client.call("layers", mebibytes, name) as handle:
             assert len(handle.value) == mebibytes // 4, "layers are missing"
-            return begin, time.monotonic()
+            return begin, time.monotonic(), handle.value.seconds
 
     def versions(self, name: str) -> dict[str, bool]:
         """Return the broker's versions of a module, and whether each is current."""

@@ -6,32 +6,20 @@ whether a client and its server share a core, which alone changes a raw echo by 
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
-import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, suppress
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-_ROOT = str(Path(__file__).parent.parent)
+_CONTEXT = multiprocessing.get_context("spawn")
 #: Seconds within which a process must exit after its pipe is closed.
 _PATIENCE = 20.0
-
-
-def environ() -> dict[str, str]:
-    """Return this process's environment for a child, with this package importable, and without roles and paths."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("SHARED_TENSOR_")}
-    # As for an installed package: without bytecode every import would compile.
-    clean.pop("PYTHONDONTWRITEBYTECODE", None)
-    clean["PYTHONPATH"] = os.pathsep.join(path for path in (_ROOT, clean.get("PYTHONPATH", "")) if path)
-    # shared-tensor logs every start and stop by default.
-    clean["SHARED_TENSOR_LOG_LEVEL"] = "ERROR"
-    return clean
 
 
 @contextmanager
@@ -45,34 +33,20 @@ def on_cores(cores: Set[int]) -> Iterator[None]:
         os.sched_setaffinity(0, own)
 
 
-def python(
-    *words: str, cores: Set[int] | None = None, variables: Mapping[str, str] | None = None, **options: Any
-) -> subprocess.Popen[str]:
-    """Start Python with these arguments.
-
-    :param cores: None for the cores of this process.
-    :param variables: environment variables in addition to :func:`environ`.
-    """
-    with on_cores(cores or os.sched_getaffinity(0)):
-        return subprocess.Popen([sys.executable, *words], env={**environ(), **(variables or {})}, text=True, **options)
-
-
 class Process(AbstractContextManager["Process"]):
-    """A process that creates an object and executes its methods. Its output goes to this process's standard error.
+    """A process that creates an object and executes its methods.
 
     :param make: a class, or another function of a module; ``config`` are its arguments.
     :param cores: None for the cores of this process.
-    :param fds: inherited descriptors.
     """
 
-    def __init__(self, make: Callable[..., Any], cores: Set[int] | None = None, fds: Sequence[int] = (), **config: Any) -> None:
+    def __init__(self, make: Callable[..., Any], cores: Set[int] | None = None, **config: Any) -> None:
         self._name = f"{make.__module__}:{make.__qualname__}"
-        self._pipe, theirs = Pipe()
-        with theirs:
-            words = ("-m", "benchmarks.processes", str(theirs.fileno()))
-            self._process = python(*words, cores=cores, pass_fds=[theirs.fileno(), *fds], stdin=subprocess.DEVNULL, stdout=2)
-        self.pid = self._process.pid
-        self._pipe.send((make, config))
+        self._pipe, theirs = _CONTEXT.Pipe()
+        self._process = _CONTEXT.Process(target=_execute, args=(theirs, make, config))
+        with theirs, on_cores(cores or os.sched_getaffinity(0)):
+            self._process.start()
+        self.pid = self._process.pid or 0
 
     def ready(self) -> Process:
         """Wait until the object is created.
@@ -92,8 +66,8 @@ class Process(AbstractContextManager["Process"]):
         try:
             return self._pipe.recv()
         except (EOFError, ConnectionResetError):
-            code = self._process.wait()
-        raise RuntimeError(f"{self._name} (pid {self.pid}) ended with exit code {code}; see above")
+            self._process.join()
+        raise RuntimeError(f"{self._name} (pid {self.pid}) ended with exit code {self._process.exitcode}; see above")
 
     def ask(self, do: str, **options: Any) -> Any:
         """Execute a method and return its result."""
@@ -103,12 +77,11 @@ class Process(AbstractContextManager["Process"]):
     def close(self) -> None:
         """Close the pipe so that the process exits; kill it if it does not."""
         self._pipe.close()
-        try:
-            self._process.wait(_PATIENCE)
-        except subprocess.TimeoutExpired:
+        self._process.join(_PATIENCE)
+        if self._process.is_alive():
             print(f"{self._name} (pid {self.pid}) did not end and was killed", file=sys.stderr)
             self._process.kill()
-            self._process.wait()
+            self._process.join()
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -121,10 +94,8 @@ def ask_all(processes: Sequence[Process], do: str, **options: Any) -> list[Any]:
     return [process.read() for process in processes]
 
 
-def main(fd: str) -> None:
+def _execute(pipe: Connection, make: Callable[..., Any], config: dict[str, Any]) -> None:
     """Create the object of a :class:`Process`, execute methods until the pipe is closed, and close the object."""
-    pipe = Connection(int(fd))
-    make, config = pipe.recv()
     made = make(**config)
     with suppress(EOFError):
         while True:
@@ -154,12 +125,11 @@ def private_bytes() -> int:
 
 
 def process_counts(pid: int) -> dict[str, int]:
-    """Count ``fds``, ``mappings``, ``threads``, and bytes: ``resident``, ``shared``, and ``memory`` without files."""
+    """Count ``fds``, ``mappings``, and bytes: ``resident``, ``shared``, and ``memory`` without files."""
     status = dict(re.findall(r"^(\w+):\s+(\d+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE))
     return {
         "fds": len(os.listdir(f"/proc/{pid}/fd")),
         "mappings": len(Path(f"/proc/{pid}/maps").read_text().splitlines()),
-        "threads": int(status["Threads"]),
         "resident": int(status["VmRSS"]) * 1024,
         "memory": (int(status["RssAnon"]) + int(status["RssShmem"])) * 1024,
         "shared": int(status["RssShmem"]) * 1024,
@@ -183,7 +153,3 @@ def readings(device: str) -> Iterator[list[int]]:
         done.set()
         thread.join()
         found.append(used(device))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

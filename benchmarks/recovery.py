@@ -13,26 +13,11 @@ import torch
 import typer
 
 from benchmarks.processes import Process, ask_all, process_counts
-from benchmarks.runner import OURS, Device, Goal, Json, Run, Sample, Shape, Times, chosen, wait_for
+from benchmarks.runner import APP, OURS, Device, Goal, Json, Run, Sample, Shape, Times, chosen, wait_for
 from shared_rpc import Client
 
 #: Multiple of the pace before a timed restart: the broker delays a restart after a worker that lived for less than 10 s.
 _LONG = 1.75
-
-APP = """
-import torch
-from benchmarks.workload import Workload
-from shared_rpc import Provider
-
-workload = Workload({device!r})
-provider = Provider(device={device!r})
-provider.share(managed=True)(workload.model)
-
-
-@provider.share
-def numbered(number):
-    return torch.full((1024,), float(number), device={device!r})
-"""
 
 
 def run(
@@ -40,7 +25,6 @@ def run(
     shape: Shape = None,
     attaches: Annotated[int, typer.Option(help="Attaches during each kill.")] = 1000,
     rate: Annotated[float, typer.Option(help="Attaches per second.")] = 200.0,
-    processes: Annotated[int | None, typer.Option(help="Processes that attach; by default one for two cores, up to 4.")] = None,
     kills: Annotated[int, typer.Option(help="Kills during attaches.")] = 3,
     restarts: Annotated[int, typer.Option(help="Kills to time the restart of a worker.")] = 3,
     pace: Annotated[float, typer.Option(help="Seconds between kills, so that the broker sees no crash loop.")] = 8.0,
@@ -51,8 +35,7 @@ def run(
     title = f"The worker is killed ({shape} on {device})"
     with Run("recovery", title, [OURS], device, json) as run, run.broker(APP) as client:
         config: dict[str, Any] = {"address": client.socket_path, "device": device, "call": ["model", shape]}
-        clients = processes or max(1, min(4, len(run.cores) // 2))
-        attaching = run.processes(clients, Attacher, **config)
+        attaching = run.processes(max(1, min(4, len(run.cores) // 2)), Attacher, **config)
         client.call("model", shape).release()
         broker = _Broker(client, pace)
         _kill_rows(run, broker, attaching, attaches, rate, kills)
@@ -170,17 +153,15 @@ print(time.perf_counter() - begin)
 
 
 def _ready_rows(run: Run, broker: _Broker, plain: _Broker, restarts: int) -> None:
-    """Measure the time to the next worker, as a fork and as a new process, and the time for importing the app.
+    """Measure the time to the next worker, as a fork and as a new process.
 
     :param plain: the broker whose workers are new processes.
     """
     times = Times()
-    imports, own = "a process that imports the app, from start to exit", "… share of the app's own modules"
+    own = "import of the app's own modules"
     forked, new = "from SIGKILL to a new worker that is ready", "… with --no-preload"
     nbytes = broker.wait_for_zygote()
     for _ in range(restarts):
-        with times.of(imports):
-            run.program("-c", "import runpy; runpy.run_path('app.py', run_name='app')", cores=run.server_cores)
         times[own, OURS].append(float(run.program("-c", _OWN_IMPORTS, cores=run.server_cores)))
         for killed, name in ((broker, forked), (plain, new)):
             killed.pause(_LONG)
@@ -188,7 +169,7 @@ def _ready_rows(run: Run, broker: _Broker, plain: _Broker, restarts: int) -> Non
                 killed.kill()
                 killed.wait_for_another()
     alone = times.samples(own)[OURS].p50
-    for name in (imports, own, forked, new):
+    for name in (own, forked, new):
         samples = times.samples(name)
         goal = Goal("≤", 0.4, "+ the own modules") if name == forked else None
         run.row(name, samples, "s", goal, measured=samples[OURS].p50 - alone)
@@ -198,7 +179,7 @@ def _ready_rows(run: Run, broker: _Broker, plain: _Broker, restarts: int) -> Non
 def _broker_rows(run: Run, client: Client) -> None:
     """Measure the memory of a broker with a hundred objects."""
     for number in range(99):
-        client.call("numbered", number)
+        client.call("small", number)
     info = client.get_server_info()
     resident = process_counts(info["pid"])["resident"]
     run.row(f"memory of the broker with {info['objects']} objects", resident, "bytes", Goal("≤", 40 << 20))

@@ -97,7 +97,6 @@ def _turns(run: Run, clients: dict[str, Side], rounds: int, calls: int, mebibyte
 
     samples = measure(clients.keys() - {ECHO}, lambda side: side.ping())
     run.row("ping, p50", samples, "s", Goal("≤", 2, of=ECHO))
-    run.row("ping, p99", {name: sample.p99 for name, sample in samples.items()})
     samples = measure({PEER, OURS}, lambda side: side.task("nothing"))
     run.row("submit and wait for a task, p50", samples, "s", Goal("≤", 6, of=ECHO))
 
@@ -112,7 +111,6 @@ def _turns(run: Run, clients: dict[str, Side], rounds: int, calls: int, mebibyte
     row(everyone, name, lambda side: side.call("plus_one", torch.ones(SMALL, device=run.device)), small)
     argument = torch.ones(mebibytes << 20, dtype=torch.uint8, device=run.device)
     row(everyone, f"echo of a {mebibytes} MiB tensor argument", lambda side: side.call("echo", argument), large)
-    row(pair, "the same echo by an async def endpoint", lambda side: side.call("echo_on_loop", argument), large)
 
 
 def _cold_starts(run: Run, processes: int) -> None:

@@ -9,7 +9,6 @@ import json
 import os
 import platform
 import shlex
-import shutil
 import statistics
 import subprocess
 import sys
@@ -20,19 +19,29 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from unittest import mock
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks.processes import Process, environ, on_cores, python
+from benchmarks.processes import Process, on_cores
 from shared_rpc import Client
 
 T = TypeVar("T")
 
+_ROOT = str(Path(__file__).parent.parent)
 #: Timeout of every step, in seconds.
 PATIENCE = 300.0
+#: The app of a broker: all endpoints.
+APP = """
+from benchmarks.workload import Workload
+from shared_rpc import Provider
+
+provider = Provider(device={device!r})
+Workload({device!r}).share(provider)
+"""
 
 # Options.
 
@@ -268,6 +277,7 @@ class Run:
         self._stack = ExitStack()
 
     def __enter__(self) -> Run:
+        self._stack.enter_context(mock.patch.dict(os.environ, _environ(), clear=True))
         self._stack.enter_context(on_cores(self._client_cores))
         # A short prefix, because a socket address is limited to 107 bytes.
         self.folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
@@ -290,22 +300,30 @@ class Run:
         started = [self.process(make, **config) for _ in range(count)]
         return [process.ready() for process in started]
 
-    def program(self, *words: str, cores: Set[int] | None = None) -> str:
-        """Run a Python program in the folder, on these cores or this process's own, and return its output."""
+    def python(self, *words: str, cores: Set[int] | None = None, **options: Any) -> subprocess.Popen[str]:
+        """Start Python with these arguments in the folder, on these cores or this process's own."""
         with on_cores(cores or os.sched_getaffinity(0)):
-            options: dict[str, Any] = {"cwd": self.folder, "env": environ(), "stdout": subprocess.PIPE, "text": True}
-            return str(subprocess.run([sys.executable, *words], check=True, **options).stdout)
+            streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
+            return subprocess.Popen([sys.executable, *words], cwd=self.folder, **{**streams, **options})
+
+    def program(self, *words: str, cores: Set[int] | None = None) -> str:
+        """Run a Python program as :meth:`python` starts it, and return its output."""
+        with self.python(*words, cores=cores) as process:
+            output, _ = process.communicate(timeout=PATIENCE)
+        if process.returncode:
+            raise RuntimeError(f"python {words} ended with exit code {process.returncode}; see above")
+        return output
 
     @contextmanager
     def broker(
-        self, app: str, *options: str, name: str = "app", variables: Mapping[str, str] | None = None
+        self, app: str = APP, *options: str, name: str = "app", variables: Mapping[str, str] | None = None
     ) -> Iterator[Client]:
         """Run ``shared-rpc serve`` on an app, after replacing ``{device!r}`` in it; yield a client when it serves."""
         (self.folder / "app.py").write_text(app.format(device=self.device))
         socket = f"{self.base_path}-{name}.sock"
         words = ("-m", "shared_rpc.cli", "serve", "app.py", "--socket", socket, *options)
-        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        with python(*words, cores=self.server_cores, variables=variables, cwd=self.folder, **streams) as process:
+        environ = {**os.environ, **(variables or {})}
+        with self.python(*words, cores=self.server_cores, env=environ, stderr=subprocess.DEVNULL) as process:
             try:
                 assert process.stdout is not None, "stdout is a pipe"
                 if "serving" not in process.stdout.readline():
@@ -314,7 +332,6 @@ class Run:
                     yield client
             finally:
                 process.terminate()
-                process.wait(PATIENCE)
 
     def row(
         self,
@@ -407,10 +424,21 @@ def facts() -> dict[str, Any]:
 
 
 def _gpu() -> tuple[str | None, str | None]:
-    command = shutil.which("nvidia-smi")
-    if command is None:
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
         return None, None
-    query = [command, "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    answer = subprocess.run(query, capture_output=True, text=True, check=False)
-    name, _, driver = answer.stdout.partition("\n")[0].partition(", ")
-    return (name, driver) if answer.returncode == 0 and name else (None, None)
+    name, _, driver = answer.partition("\n")[0].partition(", ")
+    return name, driver
+
+
+def _environ() -> dict[str, str]:
+    """Return this process's environment with this package importable, and without roles and paths."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("SHARED_TENSOR_")}
+    # As for an installed package: without bytecode every import would compile.
+    clean.pop("PYTHONDONTWRITEBYTECODE", None)
+    clean["PYTHONPATH"] = os.pathsep.join(path for path in (_ROOT, clean.get("PYTHONPATH", "")) if path)
+    # shared-tensor logs every start and stop by default.
+    clean["SHARED_TENSOR_LOG_LEVEL"] = "ERROR"
+    return clean

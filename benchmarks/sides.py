@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from multiprocessing import connection, current_process
+from multiprocessing import connection
 from typing import Any, ClassVar, NamedTuple
 
 import msgspec
@@ -31,8 +31,6 @@ from shared_rpc.settings import socket_path
 
 VERSION = "0.2.16"
 PEER = f"shared-tensor {VERSION}"
-
-_KEY = b"benchmarks"  # of multiprocessing's connections
 
 #: A function that makes a managed call in a server: the endpoint, and its arguments.
 Make = Callable[..., Any]
@@ -167,11 +165,7 @@ class Ours(Side):
         from shared_rpc import Provider, Server  # imported late, because attaches of clients are measured with their imports
 
         workload, provider = _workload(device), Provider(device=device)
-        for managed in (workload.model, workload.chain, workload.kept):
-            provider.share(managed=True)(managed)
-        provider.share(workload.small)
-        for uncached in ("fresh", "fresh_on_loop", "echo", "echo_on_loop", "plus_one", "nothing"):
-            provider.share(cache=False)(getattr(workload, uncached))
+        workload.share(provider)
         Server(provider, socket_path=address).start()
 
         def publish(endpoint: str, *args: Any) -> dict[str, float]:
@@ -262,13 +256,11 @@ class Connection(Side):
     name = "multiprocessing"
 
     def connect(self, address: str) -> connection.Connection:
-        current_process().authkey = _KEY
-        return connection.Client(address, authkey=_KEY)
+        return connection.Client(address)
 
     @staticmethod
     def serve(address: str, device: str) -> None:
-        current_process().authkey = _KEY
-        _in_background(Connection._answer, connection.Listener(address, authkey=_KEY), _workload(device))
+        _in_background(Connection._answer, connection.Listener(address), _workload(device))
 
     @staticmethod
     def _answer(listener: connection.Listener, workload: Workload) -> None:
@@ -284,49 +276,104 @@ class Connection(Side):
         return self.link.recv()
 
 
-class _Message(msgspec.Struct, array_like=True):
-    """A call with or without a tensor, or its result."""
+class _Host(Side):
+    """A side that transfers host tensors: it calls :func:`_answer` in the server with ``(device, endpoint, *tensors)``."""
 
-    endpoint: str
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
-    data: memoryview = memoryview(b"")
+    def request(self, *words: Any) -> Any:
+        """Call :func:`_answer` with these arguments in the server."""
+        raise NotImplementedError
 
-
-_DECODER = msgspec.msgpack.Decoder(_Message)
-warnings.filterwarnings("ignore", message="The given buffer is not writable")
-
-
-def _packed(endpoint: str, tensor: torch.Tensor | None = None) -> bytes:
-    if tensor is None:
-        return msgspec.msgpack.encode(_Message(endpoint))
-    flat = tensor.contiguous().cpu().view(-1).view(torch.uint8).numpy()
-    return msgspec.msgpack.encode(_Message(endpoint, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), flat.data))
+    def call(self, endpoint: str, *args: Any) -> Any:
+        result = self.request(self.device, endpoint, *(tensor.cpu() for tensor in args))
+        return result.to(self.device) if result is not None else None
 
 
-def _unpacked(data: bytes, device: str) -> tuple[str, torch.Tensor | None]:
-    message = _DECODER.decode(data)
-    if not message.dtype:
-        return message.endpoint, None
-    tensor = torch.frombuffer(message.data, dtype=getattr(torch, message.dtype)).view(message.shape)
-    return message.endpoint, tensor.to(device)
+def _answer(device: str, endpoint: str, *args: torch.Tensor) -> torch.Tensor | None:
+    result = getattr(_workload(device), endpoint)(*(tensor.to(device) for tensor in args))
+    return result.cpu() if result is not None else None
 
 
-def _answered(data: bytes, device: str) -> bytes:
-    endpoint, tensor = _unpacked(data, device)
-    function = getattr(_workload(device), endpoint)
-    return _packed(endpoint, function() if tensor is None else function(tensor))
+class TorchRpc(_Host):
+    """``torch.distributed.rpc`` over TCP."""
+
+    name = "torch RPC"
+
+    def connect(self, address: str) -> Any:
+        return self._join(address, 0)
+
+    @staticmethod
+    def _join(address: str, rank: int) -> Any:
+        from torch.distributed import rpc
+
+        # The two processes rendezvous through this file.
+        options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{address}")
+        rpc.init_rpc(("client", "server")[rank], rank=rank, world_size=2, rpc_backend_options=options)
+        return rpc
+
+    @staticmethod
+    def serve(address: str, device: str) -> None:
+        _in_background(TorchRpc._join, address, 1)
+
+    def request(self, *words: Any) -> Any:
+        return self.link.rpc_sync("server", _answer, words)
+
+    def close(self) -> None:
+        self.link.shutdown(graceful=False)
 
 
-class _Bytes(Side):
-    """A side that transfers bytes: tensors are copied into messages of msgspec, GPU tensors through the host."""
+class RayActor(_Host):
+    """A call of a Ray actor, on a separate node that exits with the client."""
+
+    name, module = "Ray actor", "ray"
+
+    def connect(self, address: str) -> Any:
+        import ray
+
+        ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, configure_logging=False)
+
+        class Actor:
+            def answer(self, *words: Any) -> Any:
+                return _answer(*words)
+
+        self._get, self.close = ray.get, ray.shutdown  # type: ignore[method-assign]
+        return ray.remote(Actor).remote()
+
+    def request(self, *words: Any) -> Any:
+        return self._get(self.link.answer.remote(*words))
+
+
+class _Bytes(_Host):
+    """A side that transfers bytes: the tensors are copied into messages of msgspec."""
 
     def exchange(self, data: bytes) -> bytes:
         """Send a message and wait for the answer."""
         raise NotImplementedError
 
-    def call(self, endpoint: str, *args: Any) -> Any:
-        return _unpacked(self.exchange(_packed(endpoint, *args)), self.device)[1]
+    def request(self, *words: Any) -> Any:
+        return _unpacked(self.exchange(_packed(*words)))[-1]
+
+
+#: The device, the endpoint, and the dtype and the bytes of a tensor; without a tensor the latter are empty.
+_Message = tuple[str, str, str, memoryview]
+_DECODER = msgspec.msgpack.Decoder(_Message)
+warnings.filterwarnings("ignore", message="The given buffer is not writable")
+
+
+def _packed(device: str, endpoint: str, tensor: torch.Tensor | None = None) -> bytes:
+    if tensor is None:
+        return msgspec.msgpack.encode((device, endpoint, "", b""))
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return msgspec.msgpack.encode((device, endpoint, dtype, tensor.view(torch.uint8).numpy().data))
+
+
+def _unpacked(data: bytes) -> tuple[str, str, torch.Tensor | None]:
+    device, endpoint, dtype, content = _DECODER.decode(data)
+    return device, endpoint, torch.frombuffer(content, dtype=getattr(torch, dtype)) if dtype else None
+
+
+def _answer_bytes(data: bytes) -> bytes:
+    device, endpoint, tensor = _unpacked(data)
+    return _packed(device, endpoint, _answer(device, endpoint, *([] if tensor is None else [tensor])))
 
 
 class Zmq(_Bytes):
@@ -350,7 +397,7 @@ class Zmq(_Bytes):
 
         def answer() -> None:
             while True:
-                replies.send(_answered(replies.recv(), device), copy=False)
+                replies.send(_answer_bytes(replies.recv()), copy=False)
 
         _in_background(answer)
 
@@ -375,8 +422,7 @@ class Rpyc(_Bytes):
         from rpyc.utils.server import ThreadedServer
 
         class Service(rpyc.Service):  # type: ignore[misc]  # it has no types
-            def exposed_answer(self, data: bytes) -> bytes:
-                return _answered(data, device)
+            exposed_answer = staticmethod(_answer_bytes)
 
         server = ThreadedServer(Service, socket_path=address)
         server.listener.listen()  # start() does so too, but does not report when
@@ -404,77 +450,11 @@ class Grpc(_Bytes):
         import grpc
 
         server = grpc.server(ThreadPoolExecutor(4), options=Grpc._OPTIONS)
-        handler = grpc.unary_unary_rpc_method_handler(lambda data, _: _answered(data, device))
+        handler = grpc.unary_unary_rpc_method_handler(lambda data, _: _answer_bytes(data))
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("benchmarks", {"answer": handler}),))
         server.add_insecure_port(f"unix:{address}")
         server.start()
         _in_background(server.wait_for_termination)
-
-
-def _host_answer(device: str, endpoint: str, *args: torch.Tensor) -> torch.Tensor | None:
-    result = getattr(_workload(device), endpoint)(*(tensor.to(device) for tensor in args))
-    return result.cpu() if result is not None else None
-
-
-class _Host(Side):
-    """A side that transfers host tensors, the arguments of :func:`_host_answer`."""
-
-    def request(self, *words: Any) -> Any:
-        """Call :func:`_host_answer` with these arguments in the server."""
-        raise NotImplementedError
-
-    def call(self, endpoint: str, *args: Any) -> Any:
-        result = self.request(self.device, endpoint, *(tensor.cpu() for tensor in args))
-        return result.to(self.device) if result is not None else None
-
-
-class TorchRpc(_Host):
-    """``torch.distributed.rpc`` over TCP."""
-
-    name = "torch RPC"
-
-    def connect(self, address: str) -> Any:
-        return self._join(address, 0)
-
-    @staticmethod
-    def _join(address: str, rank: int) -> Any:
-        from torch.distributed import rpc
-
-        # The two processes rendezvous through this file.
-        options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{address}")
-        rpc.init_rpc(("client", "server")[rank], rank=rank, world_size=2, rpc_backend_options=options)
-        return rpc
-
-    @staticmethod
-    def serve(address: str, device: str) -> None:
-        _in_background(TorchRpc._join, address, 1)
-
-    def request(self, *words: Any) -> Any:
-        return self.link.rpc_sync("server", _host_answer, words)
-
-    def close(self) -> None:
-        self.link.shutdown(graceful=False)
-
-
-class RayActor(_Host):
-    """A call of a Ray actor, on a separate node that exits with the client."""
-
-    name, module = "Ray actor", "ray"
-
-    def connect(self, address: str) -> Any:
-        import ray
-
-        ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, configure_logging=False)
-
-        class Actor:
-            def answer(self, *words: Any) -> Any:
-                return _host_answer(*words)
-
-        self._get, self.close = ray.get, ray.shutdown  # type: ignore[method-assign]
-        return ray.remote(Actor).remote()
-
-    def request(self, *words: Any) -> Any:
-        return self._get(self.link.answer.remote(*words))
 
 
 PEERS: tuple[type[Side], ...] = (Connection, Zmq, Rpyc, Grpc, TorchRpc, RayActor)

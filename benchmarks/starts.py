@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import select
-import subprocess
 import time
 from contextlib import suppress
 from typing import Annotated
 
 import typer
 
-from benchmarks.processes import on_cores, python
+from benchmarks.processes import on_cores
 from benchmarks.runner import PATIENCE, Device, Goal, Json, Run, Sample, Shape, chosen
 from shared_rpc import Client
 from shared_rpc.errors import SharedRPCError
@@ -19,13 +19,12 @@ from shared_rpc.scripts.listing import live_zygotes, stop_zygotes
 PYTHON, RUN = "python", "shared-rpc run"
 _WAYS: dict[str, list[str]] = {PYTHON: [], RUN: ["-m", "shared_rpc.cli", "run"]}
 
-APP = """
-import torch
+SCRIPT = """
 from benchmarks.workload import Workload
 from shared_rpc import Provider
 
 provider = Provider(execution_mode="spawn", device={device!r})
-provider.share(managed=True)(Workload({device!r}).model)
+Workload({device!r}).share(provider)
 
 if __name__ == "__main__":
     model = provider.call("model", {shape!r}).value
@@ -44,7 +43,7 @@ def run(
     device, shape = chosen(device, shape)
     title = f"Repeated starts of a script ({shape} on {device})"
     with Run("starts", title, [PYTHON, RUN], device, json) as run, on_cores(run.cores):  # a script may use all cores
-        (run.folder / "app.py").write_text(APP.format(device=device, shape=shape))
+        (run.folder / "app.py").write_text(SCRIPT.format(device=device, shape=shape))
         try:
             empty = Sample([_start(run, "-c", "print('in hand')")[0] for _ in range(starts)])
             run.row("python -c 'print()': nothing but the interpreter", {PYTHON: empty})
@@ -56,7 +55,8 @@ def run(
             run.row("a start, until the model is in hand", hand, "s", goal, measured=hand[RUN].p50 - empty.p50)
             run.row("… python relative to run", {RUN: hand[PYTHON].p50 / hand[RUN].p50}, "ratio")
             run.row("… until the process has ended", end)
-            _memory_rows(run)
+            if not live_zygotes(run.base_path, lambda reason: None):
+                run.note("No zygote could be used: both columns are new processes. 'shared-rpc run' has printed the reason.")
         finally:
             stop_zygotes(run.base_path, lambda reason: None)
             with suppress(SharedRPCError), Client(run.base_path, device=device, connect_timeout=0) as client:
@@ -66,26 +66,11 @@ def run(
 def _start(run: Run, *words: str) -> tuple[float, float]:
     """Measure the seconds from a program's start until it reports its model, and until it exits."""
     begin = time.perf_counter()
-    variables = {"SHARED_TENSOR_BASE_PATH": run.base_path}
-    process = python(*words, variables=variables, cwd=run.folder, stdout=subprocess.PIPE)
-    try:
+    with run.python(*words, env={**os.environ, "SHARED_TENSOR_BASE_PATH": run.base_path}) as process:
         assert process.stdout is not None, "stdout is a pipe"
         if not select.select([process.stdout], [], [], PATIENCE)[0] or "in hand" not in process.stdout.readline():
+            process.kill()
             raise RuntimeError(f"python {' '.join(words)} in {run.folder} did not report its model")
         in_hand = time.perf_counter() - begin
         process.wait(PATIENCE)
         return in_hand, time.perf_counter() - begin
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def _memory_rows(run: Run) -> None:
-    """Report the memory of the zygote, and that of the model, which exists once."""
-    zygotes = live_zygotes(run.base_path, lambda reason: None)
-    for zygote in zygotes:
-        run.row("memory of the zygote (PSS)", {RUN: zygote["pss"]}, "bytes")
-    if not zygotes:
-        run.note("No zygote could be used: both columns are new processes. 'shared-rpc run' has printed the reason.")
-    with Client(run.base_path, device=run.device, timeout=PATIENCE) as client:
-        run.row("… of the model, shared by all processes", {RUN: client.get_server_info()["nbytes"]}, "bytes")

@@ -11,9 +11,10 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from safetensors.torch import load_file, save_file
 
 from benchmarks.processes import Process, ask_all, on_cores, private_bytes
-from benchmarks.runner import OURS, PATIENCE, Goal, Json, Run, Sample, Times, counted, numbers
+from benchmarks.runner import APP, OURS, PATIENCE, Goal, Json, Run, Sample, Times, counted, numbers
 from benchmarks.workload import Stack, digest, question
 from shared_rpc import Client, Handle
 
@@ -25,26 +26,10 @@ _PART = 4 << 30
 #: Number of models in the round-robin that fit into memory.
 _FIT = 3
 
-APP = """
-from benchmarks.workload import Stack, make_stack
-from shared_rpc import Provider
-
-provider = Provider(device={device!r})
-
-@provider.share(managed=True, access="read")
-def model(mebibytes: int, number: int) -> Stack:
-    return make_stack(mebibytes, number, {device!r})
-
-@provider.share(managed=True)
-def written(mebibytes: int) -> Stack:
-    return make_stack(mebibytes, 0, {device!r})
-"""
-
 #: The names of the rows, in their order.
 _LOWER, _SUSPEND, _EVICT = "first eviction, with a copy", "suspend: unmap", "evict, with an existing copy"
 _AGAIN = "later eviction of a writable model, with a copy"
 _SLEEP, _WAKE, _MAP = "sleep: both", "wake: restore, and map at the same address", "… map alone, while it is on its device"
-_FORWARD, _FIRST = "a pass over all weights", "… the first one after a wake"
 
 
 def run(
@@ -70,31 +55,26 @@ def run(
 
 
 class _Plain:
-    """Plain copies of as many bytes as the model has, into allocated memory.
-
-    They are between pinned memory and a GPU, or between host memory and a file in the page cache.
+    """Plain copies of as many bytes as the model has: from a GPU to allocated, pinned memory and back, or from host memory to a
+    file in the page cache and to new memory.
     """
 
     def __init__(self, device: str, nbytes: int, folder: Path) -> None:
         self._cuda = device != "cpu"
-        self._pieces = max(nbytes // _PIECE, 1)
-        self._size = nbytes // self._pieces
+        self._pieces = max(nbytes // _PIECE, 1) if self._cuda else 1
         self._file = folder / "plain"
+        self._above = torch.ones(nbytes // self._pieces, dtype=torch.uint8, device=device)
         if self._cuda:
-            self._below = torch.empty(self._size, dtype=torch.uint8, pin_memory=True)
-            self._above = torch.empty(self._size, dtype=torch.uint8, device=device)
+            self._below = torch.empty(self._above.shape, dtype=torch.uint8, pin_memory=True)
 
     def lower(self, times: Times, row: str) -> None:
         """Measure a copy to the lower tier."""
         self._file.unlink(missing_ok=True)
-        bytes_above = memoryview(b"") if self._cuda else torch.ones(self._size, dtype=torch.uint8).numpy().data
         with times.of(row, PLAIN):
             if self._cuda:
                 self._copy(self._below, self._above)
             else:
-                with self._file.open("wb", buffering=0) as file:
-                    for _ in range(self._pieces):
-                        file.write(bytes_above)
+                self._file.write_bytes(self._above.numpy().data)
 
     def raise_(self, times: Times, row: str) -> None:
         """Measure a copy to the upper tier. On the host the target is untouched memory, as in a restore."""
@@ -102,11 +82,9 @@ class _Plain:
             if self._cuda:
                 self._copy(self._above, self._below)
             else:
-                fd = os.memfd_create("plain")
-                with open(fd, "wb"), self._file.open("rb", buffering=0) as file:
-                    left = self._pieces * self._size
-                    while left > 0:
-                        left -= os.sendfile(fd, file.fileno(), None, left)
+                with open(os.memfd_create("plain"), "wb") as memory, self._file.open("rb") as file:
+                    while os.sendfile(memory.fileno(), file.fileno(), None, _PIECE):
+                        pass
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         for _ in range(self._pieces):
@@ -121,7 +99,7 @@ def _yes(same: bool) -> str:
 def _one_model(run: Run, client: Client, plain: _Plain, mebibytes: int, rounds: int) -> None:
     """Measure sleep and wake of one model in one process, in turns with plain copies."""
     times = Times()
-    handle: Handle[Stack] = client.call("model", mebibytes, 0)
+    handle: Handle[Stack] = client.call("stack", mebibytes, 0)
     with handle:
         model, nbytes = handle.value, handle.get_object_info()["nbytes"]
         before, captured = digest(model), _captured(model)
@@ -135,9 +113,6 @@ def _one_model(run: Run, client: Client, plain: _Plain, mebibytes: int, rounds: 
         handle.resume()
         copied, same, graph = 0, digest(model) == before, captured() == replayed
         for _ in range(rounds):
-            for _ in range(3):
-                with times.of(_FORWARD):
-                    digest(model)
             with times.of(_SUSPEND):
                 handle.suspend()
             with times.of(_MAP):
@@ -150,8 +125,6 @@ def _one_model(run: Run, client: Client, plain: _Plain, mebibytes: int, rounds: 
             plain.raise_(times, _WAKE)
             with times.of(_WAKE):
                 handle.resume()
-            with times.of(_FIRST):
-                digest(model)
             same, graph = same and digest(model) == before, graph and captured() == replayed
         _reload(run, times, model, min(rounds, 2))
     _one_model_rows(run, times, nbytes)
@@ -164,7 +137,7 @@ def _one_model(run: Run, client: Client, plain: _Plain, mebibytes: int, rounds: 
 def _written_model(run: Run, client: Client, plain: _Plain, mebibytes: int, rounds: int) -> None:
     """Measure evictions of a writable model: each of them copies it, later ones into allocated memory."""
     times = Times()
-    handle: Handle[Stack] = client.call("written", mebibytes)
+    handle: Handle[Stack] = client.call("writable_stack", mebibytes)
     same = True
     with handle:
         handle.suspend()
@@ -180,7 +153,7 @@ def _written_model(run: Run, client: Client, plain: _Plain, mebibytes: int, roun
                 client.evict(handle)
             handle.resume()
             same = same and digest(handle.value) == before
-    client.invalidate_endpoint_cache("written")
+    client.invalidate_endpoint_cache("writable_stack")
     run.row(_AGAIN, times.samples(_AGAIN))
     run.row("… the written bits are preserved", _yes(same))
 
@@ -208,11 +181,6 @@ def _captured(model: Stack) -> Callable[[], list[float]]:
 
 def _reload(run: Run, times: Times, model: Stack, rounds: int) -> None:
     """Measure a process without tiers, which reads the weights from a file in the page cache."""
-    try:
-        from safetensors.torch import load_file, save_file
-    except ImportError as error:
-        run.note(f"safetensors was left out: {error}")
-        return
     file = run.folder / "model.safetensors"
     # Only a part, because writing a large file would dominate the run.
     whole = sum(parameter.nbytes for parameter in model.parameters())
@@ -236,7 +204,7 @@ def _reload(run: Run, times: Times, model: Stack, rounds: int) -> None:
 
 def _one_model_rows(run: Run, times: Times, nbytes: int) -> None:
     large = nbytes >= 15 * 10**9
-    for name in (_LOWER, _SUSPEND, _EVICT, _SLEEP, _WAKE, _MAP, _FORWARD, _FIRST):
+    for name in (_LOWER, _SUSPEND, _EVICT, _SLEEP, _WAKE, _MAP):
         samples = times.samples(name)
         run.row(name, samples, "s", Goal("≤", 20e-3, "16 GB, GPU") if name == _SLEEP else None, judge=large)
         if name == _WAKE:
@@ -248,26 +216,23 @@ def _one_model_rows(run: Run, times: Times, nbytes: int) -> None:
 def _engines(run: Run, client: Client, mebibytes: int, counts: Sequence[int]) -> None:
     """Measure several processes with one model: their concurrent wake, and the host memory while they sleep."""
     config: dict[str, Any] = {"address": client.socket_path, "device": run.device, "mebibytes": mebibytes}
-    with ExitStack() as stack:
-        processes: list[Process] = []
-        kept: dict[int, int] = {}
-        for count in counts:
-            started = [stack.enter_context(Process(Engine, **config)) for _ in range(count - len(processes))]
-            for process in started:
-                for what in ("suspend", "resume"):  # one-time costs
-                    process.ask(what)
-            processes += started
-            awake, asleep = ([each["private"] for each in ask_all(processes, do)] for do in ("state", "suspend"))
-            client.evict("model")
-            (item,) = client.list_objects()
-            # Includes private host memory that engines add while they sleep.
-            kept[count] = sum(item["copies"].values()) + sum(max(b - a, 0) for a, b in zip(awake, asleep, strict=True))
-            begin = time.monotonic()
-            answers = ask_all(processes, "resume")
-            took = max(answer["ended"] for answer in answers) - begin
-            run.row(f"wake of {counted(count, 'process')} at once, until the last one has it", took)
-            if not all(answer["same"] for answer in answers):
-                run.note("THE BITS OF SOME ENGINES DIFFER AFTER THE WAKE")
+    processes: list[Process] = []
+    kept: dict[int, int] = {}
+    for count in counts:
+        processes += run.processes(count - len(processes), Engine, **config)
+        # Includes private host memory that engines add while they sleep.
+        added = sum(ask_all(processes, "suspend"))
+        client.evict("stack")
+        (item,) = client.list_objects()
+        kept[count] = sum(item["copies"].values()) + added
+        begin = time.monotonic()
+        answers = ask_all(processes, "resume")
+        took = max(ended for ended, _ in answers) - begin
+        run.row(f"wake of {counted(count, 'process')} at once, until the last one has it", took)
+        if not all(same for _, same in answers):
+            run.note("THE BITS OF SOME ENGINES DIFFER AFTER THE WAKE")
+    for process in processes:
+        process.close()
     for count, nbytes in kept.items():
         run.row(f"copies in lower tiers, {counted(count, 'process')} asleep", nbytes, "bytes")
     if len(counts) > 1:
@@ -284,7 +249,7 @@ def _round_robin(run: Run, mebibytes: int, models: int, rounds: int) -> None:
         handles: list[Handle[Stack]] = []
         answers = []
         for number in range(models):
-            handles.append(stack.enter_context(client.call("model", mebibytes, number)))
+            handles.append(stack.enter_context(client.call("stack", mebibytes, number)))
             answers.append(digest(handles[-1].value))
             handles[-1].suspend()
         turns: list[list[float]] = []
@@ -308,24 +273,21 @@ class Engine:
     def __init__(self, address: str, device: str, mebibytes: int) -> None:
         torch.set_num_threads(1)
         self._client = Client(socket_path=address, device=device, timeout=PATIENCE)
-        self._handle: Handle[Stack] = self._client.call("model", mebibytes, 0)
+        self._handle: Handle[Stack] = self._client.call("stack", mebibytes, 0)
         self._answer = digest(self._handle.value)
+        self.suspend()  # one-time costs
+        self.resume()
 
-    def suspend(self) -> dict[str, Any]:
-        """Unmap the model."""
+    def suspend(self) -> int:
+        """Unmap the model; return the private memory that this adds."""
+        before = private_bytes()
         self._handle.suspend()
-        return self.state()
+        return max(private_bytes() - before, 0)
 
-    def resume(self) -> dict[str, Any]:
-        """Map the model again."""
+    def resume(self) -> tuple[float, bool]:
+        """Map the model again; return the time, and whether a pass is bit-identical to the first one."""
         self._handle.resume()
-        return self.state()
-
-    def state(self) -> dict[str, Any]:
-        """Return the time, whether a pass is bit-identical to the first one, and the private memory."""
-        ended = time.monotonic()
-        same = self._handle.suspended or digest(self._handle.value) == self._answer
-        return {"ended": ended, "same": same, "private": private_bytes()}
+        return time.monotonic(), digest(self._handle.value) == self._answer
 
     def close(self) -> None:
         """Release the model."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
+
+if TYPE_CHECKING:  # attaches of clients are measured with their imports
+    from shared_rpc import Provider
 
 #: Elements of a small tensor: 4 KiB of float32.
 SMALL = 1024
@@ -89,6 +93,40 @@ class Chain(nn.Module):
         self.links = nn.ModuleList(Weight(elements) for _ in range(tensors))
 
 
+class Layers(nn.Sequential):
+    """Layers of 4 MiB with torch's own initial values, like a model before its weights are loaded.
+
+    :param mebibytes: size of all layers.
+    """
+
+    def __init__(self, mebibytes: int) -> None:
+        begin = time.perf_counter()
+        super().__init__(*(nn.Linear(1024, 1024, bias=False) for _ in range(mebibytes // 4)))
+        self.requires_grad_(False)
+        #: Seconds of the build.
+        self.seconds = time.perf_counter() - begin
+
+
+#: The width of a layer of a :class:`Stack`, and its dtype: 32 MiB on a GPU, 4 MiB on the host.
+_LAYERS = {"cuda": (4096, torch.bfloat16), "cpu": (1024, torch.float32)}
+
+
+class Stack(nn.Module):
+    """Consecutive layers, so that a forward pass reads all weights once."""
+
+    def __init__(self, nbytes: int, kind: str) -> None:
+        super().__init__()
+        width, dtype = _LAYERS[kind]
+        layers = max(nbytes // (width * width * dtype.itemsize), 1)
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False, dtype=dtype) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply all layers."""
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
 class Workload:
     """The endpoints' functions, on one device."""
 
@@ -101,6 +139,15 @@ class Workload:
         # The first module on the meta device makes torch import more modules.
         self._make(lambda: Chain(1, 4))
 
+    def share(self, provider: Provider) -> None:
+        """Make the functions endpoints of a provider."""
+        for managed in (self.model, self.chain, self.layers, self.writable_stack, self.kept):
+            provider.share(managed=True)(managed)
+        provider.share(managed=True, access="read")(self.stack)
+        provider.share(self.small)
+        for uncached in (self.fresh, self.fresh_on_loop, self.echo, self.plus_one, self.nothing):
+            provider.share(cache=False)(uncached)
+
     def model(self, shape: str) -> nn.Module:
         """Build a decoder with a shape of :data:`SHAPES`. Managed, cached."""
         return self._make(lambda: Decoder(SHAPES[shape]).to(torch.bfloat16))
@@ -108,6 +155,25 @@ class Workload:
     def chain(self, tensors: int, nbytes: int) -> nn.Module:
         """Build a :class:`Chain`. Managed, cached."""
         return self._make(lambda: Chain(tensors, nbytes))
+
+    def layers(self, mebibytes: int, name: str = "") -> Layers:
+        """Build :class:`Layers` for each name. Managed, cached."""
+        with self.device:
+            return Layers(mebibytes)
+
+    def stack(self, mebibytes: int, number: int) -> Stack:
+        """Build a :class:`Stack` of whole layers with random weights. Managed, cached, read-only."""
+        with torch.device("meta"):
+            module = Stack(mebibytes << 20, self.device.type)
+        module = module.to_empty(device=self.device).requires_grad_(False).eval()
+        chance = torch.Generator(self.device).manual_seed(number)
+        for parameter in module.parameters():
+            parameter.normal_(0.0, 0.02, generator=chance)
+        return module
+
+    def writable_stack(self, mebibytes: int) -> Stack:
+        """Build a :meth:`stack`. Managed, cached."""
+        return self.stack(mebibytes, 0)
 
     def small(self, number: int = 0) -> torch.Tensor:
         """Return a small tensor for each number. Direct, cached."""
@@ -120,10 +186,6 @@ class Workload:
     async def fresh_on_loop(self) -> torch.Tensor:
         """Return :meth:`fresh`, without a thread if the server supports that. Direct, not cached."""
         return self.fresh()
-
-    async def echo_on_loop(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the argument, without a thread. Direct, not cached."""
-        return tensor
 
     def plus_one(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the argument plus one. Direct, not cached."""
@@ -153,39 +215,6 @@ class Workload:
         self.largest_storage = max(parameter.untyped_storage().nbytes() for parameter in module.parameters())
         self.when_loaded()
         return module.eval()
-
-
-# The model of `tiers`.
-
-#: The width of a layer, and its dtype: 32 MiB on a GPU, 4 MiB on the host.
-_LAYERS = {"cuda": (4096, torch.bfloat16), "cpu": (1024, torch.float32)}
-
-
-class Stack(nn.Module):
-    """Consecutive layers, so that a forward pass reads all weights once."""
-
-    def __init__(self, nbytes: int, kind: str) -> None:
-        super().__init__()
-        width, dtype = _LAYERS[kind]
-        layers = max(nbytes // (width * width * dtype.itemsize), 1)
-        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False, dtype=dtype) for _ in range(layers))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply all layers."""
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        return x
-
-
-def make_stack(mebibytes: int, number: int, device: str) -> Stack:
-    """Create module ``number`` of about ``mebibytes`` MiB, in whole layers."""
-    with torch.device("meta"):
-        module = Stack(mebibytes << 20, torch.device(device).type)
-    module = module.to_empty(device=device).requires_grad_(False).eval()
-    chance = torch.Generator(device).manual_seed(number)
-    for parameter in module.parameters():
-        parameter.normal_(0.0, 0.02, generator=chance)
-    return module
 
 
 def question(module: Stack) -> torch.Tensor:

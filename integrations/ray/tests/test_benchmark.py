@@ -14,9 +14,9 @@ from tests.kit.processes import ROOT
 
 @pytest.mark.timeout(240)
 def test_deploys_are_compared_with_rays_own_transfer(tmp_path: Path) -> None:
-    """The goal applies to a deploy without its build; a swap is a part of a refresh; other processes attach."""
+    """The goal applies to a deploy without its build; a swap is a part of a refresh."""
     path = tmp_path / "numbers.json"
-    command = [sys.executable, "-m", "benchmarks", "cluster", "--megabytes", "8", "--rounds", "2", "--fresh", "1"]
+    command = [sys.executable, "-m", "benchmarks", "cluster", "--megabytes", "8", "--rounds", "2"]
     ended = subprocess.run([*command, "--json", str(path)], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert ended.returncode == 0, ended.stderr
     written = json.loads(path.read_text())
@@ -26,6 +26,6 @@ def test_deploys_are_compared_with_rays_own_transfer(tmp_path: Path) -> None:
     ours = {name: row["samples"]["shared_rpc"] for name, row in rows.items() if row.get("samples")}
     assert 0 < ours["the build, the function alone"]["min"] < ours["call until all nodes have it, with the build"]["min"]
     assert 0 < ours["from all prepared to all current"]["max"] < ours["refresh until all are current"]["max"]
-    assert ours["first attach of another process of a node"]["n"] == 1 and ours["attach again"]["n"] == 2
+    assert ours["attach again"]["n"] == 2
     move = rows["from the build until all nodes have it"]
     assert move["goal"] and move["measured"] == pytest.approx(move["values"]["shared_rpc"] / move["values"]["ray put, get"])
