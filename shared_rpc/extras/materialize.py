@@ -106,16 +106,9 @@ def _materializing(
     token = _block.set(None)  # what a block around this one must not see
     try:
         with torch.inference_mode(False):
-            plan = _Plan(block, tensors, owned)
-            if plan.mismatch() is not None:
-                # An abandoned module that refers to itself exists until it is collected.
-                del plan
-                gc.collect()
-                plan = _Plan(block, tensors, owned)
-                if (mismatch := plan.mismatch()) is not None:
-                    raise mismatch
-            roots = plan.execute()
-            del plan  # it keeps the earlier tensors
+            if _Plan(block, tensors, owned).mismatch() is not None:
+                gc.collect()  # an abandoned module that refers to itself exists until it is collected
+            roots = _Plan(block, tensors, owned).execute()
             block.check_left(roots)
     finally:
         _block.reset(token)
@@ -132,7 +125,7 @@ def _tensors_of(source: Any) -> dict[str, torch.Tensor]:
     value = source.value if isinstance(source, Lease) else source
     if isinstance(value, nn.Module):
         # state_dict() would give copies without gradients.
-        return {slot.name: slot.tensor for slot in _slots(value, lambda part: False) if slot.kind != "transient"}
+        return {slot.name: slot.tensor for slot in _slots(value) if not slot.transient}
     if not isinstance(value, Mapping):
         raise ConfigurationError(
             f"materialize(): the source is a {type(value).__name__}: use a module, a dict of tensors, or a handle of either; "
@@ -157,9 +150,7 @@ def _renamed(tensors: dict[str, torch.Tensor], rename: Rename | None) -> dict[st
         if not isinstance(new, str):
             raise ConfigurationError(f"rename: the function gave {new!r} for {name!r}: a name is a str, None leaves it out")
         if tensor.is_meta:
-            raise ConfigurationError(
-                f"materialize(): the source's {name!r} is on the meta device, so there is nothing to share"
-            )
+            raise ConfigurationError(f"materialize(): the source's {name!r} is on the meta device: there is nothing to share")
         if new in renamed and renamed[new] is not tensor:
             raise ConfigurationError(f"rename: {origins[new]!r} and {name!r} of the source are both {new!r} in the model")
         renamed[new], origins[new] = tensor, name
@@ -177,15 +168,14 @@ def _renamer(rename: Rename | None) -> Callable[[str], str | None]:
             raise ConfigurationError(f"rename={rename!r}: use a dict of names and patterns, or a function of a name")
         return rename
     for name, target in rename.items():
+        rule = f"rename={{{name!r}: {target!r}}}"
         if not isinstance(name, str) or not isinstance(target, str | None):
-            raise ConfigurationError(
-                f"rename={{{name!r}: {target!r}}}: names and patterns are str, or None to leave a tensor out"
-            )
+            raise ConfigurationError(f"{rule}: names and patterns are str, or None to leave a tensor out")
         given, taken = len(_STARS.findall(name)), len(_STARS.findall(target or ""))
         if taken > given:
             raise ConfigurationError(
-                f"rename={{{name!r}: {target!r}}}: the name has {taken} stars and its pattern {given}, and each star of a name "
-                f"stands for what one of the pattern stands for"
+                f"{rule}: the name has {taken} stars and its pattern {given}, and each star of a name stands for what one of "
+                f"the pattern stands for"
             )
     patterns = [(_compiled(name), target) for name, target in rename.items() if "*" in name]
 
@@ -194,33 +184,31 @@ def _renamer(rename: Rename | None) -> Callable[[str], str | None]:
             return rename[name]
         for pattern, target in patterns:
             if (found := pattern.fullmatch(name)) is not None:
-                if target is None:
-                    return None
-                pieces = _STARS.split(target)
-                return "".join(
-                    piece + part for piece, part in zip(pieces, [*found.groups()[: len(pieces) - 1], ""], strict=True)
-                )
+                return target and _with_groups(target, found)
         return name
 
     return renamed
 
 
+def _with_groups(target: str, found: re.Match[str]) -> str:
+    parts = iter(found.groups())
+    return _STARS.sub(lambda _: next(parts), target)
+
+
 def _matches(patterns: Iterable[str]) -> Callable[[str], bool]:
     if isinstance(patterns, str) or not isinstance(patterns, Iterable):
         raise ConfigurationError(f"own={patterns!r}: use a list of names and patterns, as own=[{patterns!r}]")
-    patterns = list(patterns)
+    compiled = []
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise ConfigurationError(f"own=[..., {pattern!r}, ...]: names and patterns are str")
-    compiled = [_compiled(pattern) for pattern in patterns]
+        compiled.append(_compiled(pattern))
     return lambda name: any(pattern.fullmatch(name) for pattern in compiled)
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:
     """Compile a pattern: ``*`` is one part of a dotted name, ``**`` one or more of them; each is a group."""
-    pieces = [re.escape(piece) for piece in _STARS.split(pattern)]
-    stars = ["(.+)" if star == "**" else r"([^.]+)" for star in _STARS.findall(pattern)]
-    return re.compile("".join(piece + star for piece, star in zip(pieces, [*stars, ""], strict=True)))
+    return re.compile(re.escape(pattern).replace(r"\*\*", "(.+)").replace(r"\*", r"([^.]+)"))
 
 
 # The block.
@@ -228,13 +216,6 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 _META = torch.device("meta")
 #: The block of this thread.
 _block: ContextVar[_Block | None] = ContextVar("materialize", default=None)
-
-
-class _Original(NamedTuple):
-    """A parameter as registered by the constructor, kept for ``own=``, and the version of its stand-in at that time."""
-
-    values: torch.Tensor
-    version: int
 
 
 class _StandIn(nn.Parameter):
@@ -276,7 +257,8 @@ class _Block:
         self.originals: dict[int, StorageWeakRef] = {}
         #: The storages of parameters on the meta device, with the names at registration.
         self._stored: dict[int, tuple[StorageWeakRef, str]] = {}
-        self._values: dict[int, _Original] = {}
+        #: By the id of a replacement: the values at registration, and the replacement's version at that time.
+        self._values: dict[int, tuple[torch.Tensor, int]] = {}
 
     def track(self, module: nn.Module) -> None:
         """Register a module being built, unless its constructor has begun in a block around this one."""
@@ -297,28 +279,21 @@ class _Block:
         """Return the replacement for a parameter at registration: the same one on the meta device."""
         if is_lazy(parameter) or type(parameter.data) is not torch.Tensor or parameter.layout is not torch.strided:
             return None
-        if parameter.is_meta:
-            self._note(parameter, label)
-            return None
-        if parameter not in self._stand_ins:
+        meta: nn.Parameter = parameter if parameter.is_meta else self._stand_ins.get(parameter)
+        if meta is None:
             values = parameter.detach()
-            meta = _StandIn(values.to(_META), parameter.requires_grad)
+            meta = self._stand_ins[parameter] = _StandIn(values.to(_META), parameter.requires_grad)
             vars(meta).update(vars(parameter))  # marks for optimizers and libraries
-            self._stand_ins[parameter] = meta
             self.originals[_key(parameter)] = StorageWeakRef(parameter.untyped_storage())
-            self._note(meta, label)
             if self._keeps:
-                self._values[id(meta)] = _Original(values, meta._version)
-        stand_in: nn.Parameter = self._stand_ins[parameter]
-        return stand_in
-
-    def _note(self, tensor: torch.Tensor, label: str) -> None:
-        self._stored.setdefault(_key(tensor), (StorageWeakRef(tensor.untyped_storage()), label))
+                self._values[id(meta)] = values, meta._version
+        self._stored.setdefault(_key(meta), (StorageWeakRef(meta.untyped_storage()), label))
+        return meta
 
     def original(self, parameter: torch.Tensor) -> tuple[torch.Tensor | None, int]:
         """Return a parameter's values at registration, if any, and the number of writes to it since then."""
-        found = self._values.get(id(parameter))
-        return (found.values, parameter._version - found.version) if found else (None, parameter._version)
+        values, version = self._values.get(id(parameter), (None, 0))
+        return values, parameter._version - version
 
     def check_left(self, roots: list[nn.Module]) -> None:
         """Check that no earlier parameter is left on the meta device.
@@ -394,28 +369,23 @@ _LISTED = 20
 
 
 class _Slot(NamedTuple):
-    """A name in a module's tree with its tensor. ``transient``: a buffer outside of the module's state."""
+    """A name in a model's tree with its tensor. ``transient``: a buffer outside of the module's state."""
 
+    root: nn.Module
     name: str
     module: nn.Module
     attribute: str
-    kind: str
     tensor: torch.Tensor
+    transient: bool
 
 
-def _slots(root: nn.Module, apart: Callable[[nn.Module], bool]) -> Iterator[_Slot]:
-    """Yield the slots of a tree, except those of modules that are ``apart``. A tensor with two names has both."""
+def _slots(root: nn.Module) -> Iterator[_Slot]:
+    """Yield the slots of a tree. A tensor with two names has both."""
     for prefix, module in root.named_modules(remove_duplicate=False):
-        if apart(module):
-            continue
-        begin = f"{prefix}." if prefix else ""
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                yield _Slot(begin + name, module, name, "parameter", parameter)
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                kind = "transient" if name in module._non_persistent_buffers_set else "buffer"
-                yield _Slot(begin + name, module, name, kind, buffer)
+        for attribute, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                transient = attribute in module._non_persistent_buffers_set
+                yield _Slot(root, f"{prefix}.{attribute}".lstrip("."), module, attribute, tensor, transient)
 
 
 class _Plan:
@@ -437,24 +407,26 @@ class _Plan:
         self._made: list[list[_Slot]] = []
         self._missing: list[str] = []
         self._mismatched: list[str] = []
-        self._known: set[str] = set()
+        known = set()
         for root in self.roots:
-            self._known |= {slot.name for slot in _slots(root, lambda part: False) if slot.module in _filled}
             tied: dict[int, list[_Slot]] = defaultdict(list)
-            for slot in _slots(root, _filled.__contains__):
-                tied[id(slot.tensor)].append(slot)
+            for slot in _slots(root):
+                known.add(slot.name)
+                if slot.module not in _filled:
+                    tied[id(slot.tensor)].append(slot)
             for slots in tied.values():
                 self._place(slots, own)
+        self._unexpected = [name for name in tensors if name not in known]
 
     def _place(self, slots: list[_Slot], own: Callable[[str], bool]) -> None:
-        self._known |= {slot.name for slot in slots}
-        found = [slot.name for slot in slots if slot.name in self._source and not own(slot.name) and slot.kind != "transient"]
+        names = [slot.name for slot in slots if not slot.transient and not own(slot.name)]
+        found = [name for name in names if name in self._source]
+        if not names:
+            self._made.append(slots)
+        elif not found:
+            tied = f" (the same tensor as {', '.join(slot.name for slot in slots[1:])})" if len(slots) > 1 else ""
+            self._missing.append(slots[0].name + tied)
         if not found:
-            if all(slot.kind == "transient" or own(slot.name) for slot in slots):
-                self._made.append(slots)
-            else:
-                tied = f" (the same tensor as {', '.join(slot.name for slot in slots[1:])})" if len(slots) > 1 else ""
-                self._missing.append(slots[0].name + tied)
             return
         first, source = found[0], self._source[found[0]]
         for name in found[1:]:
@@ -472,55 +444,57 @@ class _Plan:
 
     def mismatch(self) -> StateMismatchError | None:
         """Return an error with all mismatches; None if there are none."""
-        unexpected = [name for name in self._source if name not in self._known]
-        if not (self._missing or unexpected or self._mismatched):
-            return None
         lines = [
             *_lines("missing, the model has them and the source has not", self._missing),
-            *_lines("unexpected, the source has them and the model has not", unexpected),
+            *_lines("unexpected, the source has them and the model has not", self._unexpected),
             *_lines("of another shape or dtype", self._mismatched),
         ]
-        advice = []
-        if self._missing or unexpected:
-            advice.append(
+        if not lines:
+            return None
+        if self._missing or self._unexpected:
+            lines.append(
                 "rename= maps the source's names to the model's, and to None the unused ones; own= names the tensors that the "
                 "model makes for itself"
             )
         if self._mismatched:
-            advice.append(
+            lines.append(
                 "build the model with the source's configuration and in its dtype (torch.set_default_dtype, or .to(dtype) in "
                 "the block)"
             )
         models = ", ".join(type(root).__name__ for root in self.roots)
         return StateMismatchError(
-            f"materialize(): the source does not fit {models}\n" + "\n".join(lines) + f"\n{'; '.join(advice)}",
+            "\n".join([f"materialize(): the source does not fit {models}", *lines]),
             missing=self._missing,
-            unexpected=unexpected,
+            unexpected=self._unexpected,
             mismatched=self._mismatched,
         )
 
     def execute(self) -> list[nn.Module]:
         """Put every tensor in its slots. Returns the models.
 
+        :raises StateMismatchError: with all mismatches, if there are any.
         :raises CapabilityError: if a remaining tensor uses memory that is replaced.
         """
-        replaced = set(self._block.originals)
-        replaced.update(_key(slots[0].tensor) for slots, _ in self._shared)
+        if (mismatch := self.mismatch()) is not None:
+            raise mismatch
+        replaced = {*self._block.originals, *(_key(slots[0].tensor) for slots, _ in self._shared)}
         # Before the source's parameters are in place, so that no initialiser can write to them.
-        self._initialise([slots for slots in self._made if slots[0].tensor.is_meta and slots[0].kind == "parameter"])
+        self._initialise(
+            [slots for slots in self._made if slots[0].tensor.is_meta and isinstance(slots[0].tensor, nn.Parameter)]
+        )
         for slots, name in self._shared:
-            self._put(slots, self._source[name].detach(), self._source[name].requires_grad)
+            _put(slots, self._source[name].detach(), self._source[name].requires_grad)
         for slots in self._made:
             old = getattr(slots[0].module, slots[0].attribute)
-            self._check(old, slots[0].name, replaced)
+            _check(old, slots[0].name, replaced)
             if self._device and not is_lazy(old) and old.device != self._device:
-                self._put(slots, old.to(self._device), old.requires_grad)
+                _put(slots, old.to(self._device), old.requires_grad)
         for root in self.roots:
             for prefix, module in root.named_modules():
                 for name, value in vars(module).items():
                     if name not in {"_parameters", "_buffers", "_modules"}:
                         for leaf in tree_leaves(value):
-                            self._check(leaf, f"{prefix}.{name}".lstrip("."), replaced)
+                            _check(leaf, f"{prefix}.{name}".lstrip("."), replaced)
         return self.roots
 
     def _initialise(self, made: list[list[_Slot]]) -> None:
@@ -528,66 +502,64 @@ class _Plan:
 
         :raises CapabilityError: if the constructor wrote others.
         """
-        written: dict[int, int] = {}
+        owners: dict[nn.Module, dict[_Slot, int]] = defaultdict(dict)
         for slots in made:
             old = slots[0].tensor
-            values, written[id(old)] = self._block.original(old)
-            if values is not None and values.shape == old.shape:
-                new = values.to(old.dtype, copy=True)
-            else:  # computed from other parameters: no number of writes reproduces it
-                new, written[id(old)] = torch.empty_like(old, device=self._device or "cpu"), -1
-            self._put(slots, new.to(self._device) if self._device else new, old.requires_grad, _StandIn)
-        for root in self.roots:
-            for module in root.modules():
-                owned = [slots for slots in made if slots[0].module is module]
-                if any(written[id(slots[0].tensor)] for slots in owned):
-                    self._run_initialiser(root, module, {slots[0]: written[id(slots[0].tensor)] for slots in owned})
+            values, writes = self._block.original(old)
+            if values is None or values.shape != old.shape:  # computed from other parameters: no number of writes does it
+                values, writes = torch.empty_like(old, device=self._device or "cpu"), -1
+            _put(slots, values.to(self._device or values.device, old.dtype, copy=True), old.requires_grad, _StandIn)
+            owners[slots[0].module][slots[0]] = writes
+        for module, written in owners.items():
+            if any(written.values()):
+                _run_initialiser(module, written)
         for slots in made:
-            self._put(slots, torch.Tensor.detach(getattr(slots[0].module, slots[0].attribute)), slots[0].tensor.requires_grad)
+            _put(slots, torch.Tensor.detach(getattr(slots[0].module, slots[0].attribute)), slots[0].tensor.requires_grad)
 
-    def _run_initialiser(self, root: nn.Module, module: nn.Module, written: dict[_Slot, int]) -> None:
-        """Initialise a module's own parameters.
 
-        :param written: the constructor's number of writes to each. An initialiser with fewer writes is incomplete.
-        """
-        library = getattr(root, "_init_weights", None)  # of transformers, which creates all values of its models
-        reset = partial(library, module) if callable(library) else getattr(module, "reset_parameters", None)
-        before = {slot: getattr(module, slot.attribute)._version for slot in written}
-        if callable(reset):
-            with torch.no_grad():
-                reset()
-        for slot, writes in written.items():
-            done = getattr(module, slot.attribute)._version - before[slot]
-            if done != writes and not (done and callable(library)):
-                raise CapabilityError(
-                    f"materialize(): {slot.name} is in own=, and the constructor computes it from other parameters, or writes "
-                    f"to it outside of reset_parameters() of {type(module).__name__}: do that after the block, or register the "
-                    f"parameter with its values"
-                )
+def _run_initialiser(module: nn.Module, written: dict[_Slot, int]) -> None:
+    """Initialise a module's own parameters.
 
-    def _put(
-        self, slots: list[_Slot], tensor: torch.Tensor, requires_grad: bool, kind: type[nn.Parameter] = nn.Parameter
-    ) -> None:
-        """Put one tensor in all slots, like ``load_state_dict(assign=True)``: some modules depend on that."""
-        old = slots[0].tensor
-        if isinstance(old, nn.Parameter):
-            tensor = kind(tensor, requires_grad)
-            vars(tensor).update(vars(old))
-        for slot in slots:
-            setattr(slot.module, slot.attribute, tensor)
+    :param written: the constructor's number of writes to each. An initialiser with fewer writes is incomplete.
+    """
+    library = getattr(
+        next(iter(written)).root, "_init_weights", None
+    )  # of transformers, which creates all values of its models
+    reset = partial(library, module) if callable(library) else getattr(module, "reset_parameters", None)
+    before = {slot: getattr(module, slot.attribute)._version for slot in written}
+    if callable(reset):
+        with torch.no_grad():
+            reset()
+    for slot, writes in written.items():
+        done = getattr(module, slot.attribute)._version - before[slot]
+        if done != writes and not (done and callable(library)):
+            raise CapabilityError(
+                f"materialize(): {slot.name} is in own=, and the constructor computes it from other parameters, or writes to "
+                f"it outside of reset_parameters() of {type(module).__name__}: do that after the block, or register the "
+                f"parameter with its values"
+            )
 
-    def _check(self, value: object, path: str, replaced: set[int]) -> None:
-        """Check that a buffer or a value in an attribute is an independent tensor, with values."""
-        if not isinstance(value, torch.Tensor) or not (value.is_meta or (_key(value) and _key(value) in replaced)):
-            return
-        found = (
-            "on the meta device, where parameters are in the block" if value.is_meta else "the memory of a tensor of the source"
-        )
-        raise CapabilityError(
-            f"materialize(): {path}, of shape {tuple(value.shape)}, is {found}, and the constructor's is gone at the end: have "
-            f"the model take it from the parameter in forward() or after the block, make it on a device of your choice, or "
-            f"clone() a tensor that is no parameter"
-        )
+
+def _put(slots: list[_Slot], tensor: torch.Tensor, requires_grad: bool, kind: type[nn.Parameter] = nn.Parameter) -> None:
+    """Put one tensor in all slots, like ``load_state_dict(assign=True)``: some modules depend on that."""
+    old = slots[0].tensor
+    if isinstance(old, nn.Parameter):
+        tensor = kind(tensor, requires_grad)
+        vars(tensor).update(vars(old))
+    for slot in slots:
+        setattr(slot.module, slot.attribute, tensor)
+
+
+def _check(value: object, path: str, replaced: set[int]) -> None:
+    """Check that a buffer or a value in an attribute is an independent tensor, with values."""
+    if not isinstance(value, torch.Tensor) or not (value.is_meta or (_key(value) and _key(value) in replaced)):
+        return
+    found = "on the meta device, where parameters are in the block" if value.is_meta else "the memory of a tensor of the source"
+    raise CapabilityError(
+        f"materialize(): {path}, of shape {tuple(value.shape)}, is {found}, and the constructor's is gone at the end: have the "
+        f"model take it from the parameter in forward() or after the block, make it on a device of your choice, or clone() a "
+        f"tensor that is no parameter"
+    )
 
 
 def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
