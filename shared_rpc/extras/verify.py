@@ -1,6 +1,6 @@
 """Verification of sharing on this machine: real processes, a real server, a real model, and kills.
 
-:func:`verify` runs the checks, and ``shared-rpc verify`` shows them. They only use the public interface of the package.
+:func:`verify` runs the checks, and ``shared-rpc verify`` shows them. The clients only use the public interface of the package.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from typing import Any
 
 import shared_rpc
 from shared_rpc.errors import ConfigurationError
-from shared_rpc.extras.verification.checks import LEAST, Check, Outcome, chosen
+from shared_rpc.extras.verification.checks import CHECKS, LEAST, Outcome
 from shared_rpc.extras.verification.stage import CannotRun, Interrupted, Settings, Stage, size
 
 __all__ = ["SCHEMA", "CannotRun", "Interrupted", "Report", "Settings", "verify"]
 
 #: Schema of the JSON. It changes if a field changes its meaning or is removed, but not with an added field.
 SCHEMA = "shared-rpc-verify/2"
+#: Seconds for a server to close the sessions of the previous check.
+_CLOSED = 3.0
 
 
 @dataclass
@@ -73,7 +75,9 @@ def verify(settings: Settings | None = None, progress: Callable[[str, float], No
     :raises Interrupted: if a signal ended it; even then no process and no file is left.
     """
     settings = settings or Settings()
-    checks = chosen(settings.names)
+    for name in settings.names:
+        if name not in CHECKS:
+            raise ConfigurationError(f"--check {name}: use {', '.join(CHECKS)}")
     if settings.nbytes is not None and settings.nbytes < LEAST:
         raise ConfigurationError(
             f"a model of {size(settings.nbytes)} cannot be told from other memory of the processes: use {size(LEAST)} or more"
@@ -81,26 +85,27 @@ def verify(settings: Settings | None = None, progress: Callable[[str, float], No
     begin = time.monotonic()
     stage = Stage(settings)
     try:
-        with stage:
-            progress("starting a server and its clients", 0)
-            stage.prepare()
-            report = Report(stage.device, settings.workers, stage.nbytes)
-            for number, check in enumerate(checks):
-                progress(check.title, number / len(checks))
-                report.outcomes.append(_run_check(check, stage))
-            report.log = "" if report.passed else "\n".join(stage.log())
+        progress("starting a server and its clients", 0)
+        stage.start()
+        report = Report(stage.device, settings.workers, stage.nbytes)
+        for name in (names := [name for name in CHECKS if name in (settings.names or CHECKS)]):
+            progress(CHECKS[name][0], len(report.outcomes) / len(names))
+            report.outcomes.append(_run_check(name, stage))
+        report.log = "" if report.passed else "\n".join(stage.log())
     finally:
-        stage.close()  # a signal can arrive as the block ends, before it is ignored there
+        stage.close()
     report.seconds = time.monotonic() - begin
     return report
 
 
-def _run_check(check: Check, stage: Stage) -> Outcome:
+def _run_check(name: str, stage: Stage) -> Outcome:
     begin = time.monotonic()
-    outcome = Outcome(check.name, check.title)
+    title, check = CHECKS[name]
+    outcome = Outcome(name, title)
     try:
         stage.ensure_server()
-        check.run(stage, outcome)
+        stage.within(_CLOSED, lambda: stage.info()["sessions"] <= 1)
+        check(stage, outcome)
     except Exception as error:  # the other checks continue
         text = f"{type(error).__name__}: {error}"
         outcome.require(False, "the check completes", text, "see the server's log below, and 'shared-rpc doctor'")

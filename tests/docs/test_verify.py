@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from shared_rpc.extras import verify as running
-from shared_rpc.extras.verification.checks import CHECKS, Check, Outcome
+from shared_rpc.extras.verification.checks import CHECKS, Outcome
 from shared_rpc.extras.verification.stage import Interrupted, Stage, marked
 from shared_rpc.extras.verify import SCHEMA, Report, Settings
 from tests.kit.commands import cli
@@ -27,7 +27,7 @@ from tests.kit.processes import PYTHONPATH
 pytestmark = pytest.mark.timeout(180)
 
 SMALL = ("--size", "8MiB", "--workers", "2", "--lifetimes", "10", "--cycles", "100")
-NAMES = [check.name for check in CHECKS]
+NAMES = list(CHECKS)
 
 #: By subject: the checks that it fails, and their findings.
 BROKEN = {
@@ -160,9 +160,9 @@ def test_a_check_fails_on_a_broken_guarantee(start: Callable[..., Verification],
         assert all(problem["expected"] and problem["advice"] for problem in check["problems"])
 
 
-def test_an_aborted_check_fails_and_keeps_its_findings() -> None:
+def test_an_aborted_check_fails_and_keeps_its_findings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it raises, the next one runs; a signal is not its own failure."""
-    stage: Any = SimpleNamespace(ensure_server=lambda: None)
+    stage: Any = SimpleNamespace(ensure_server=lambda: None, within=lambda *_: None)
 
     def breaks(stage: Any, outcome: Outcome) -> None:
         outcome.figures["half"] = 1
@@ -171,12 +171,15 @@ def test_an_aborted_check_fails_and_keeps_its_findings() -> None:
     def interrupted(stage: Any, outcome: Outcome) -> None:
         raise Interrupted(signal.SIGINT)
 
-    outcome = running._run_check(Check("breaks", "breaks off", breaks), stage)
+    monkeypatch.setitem(CHECKS, "breaks", ("breaks off", breaks))
+    monkeypatch.setitem(CHECKS, "interrupted", ("interrupted", interrupted))
+
+    outcome = running._run_check("breaks", stage)
 
     assert (outcome.state, outcome.figures) == ("failed", {"half": 1})
     assert outcome.problems[0]["found"] == "RuntimeError: no such luck"
     with pytest.raises(Interrupted):
-        running._run_check(Check("interrupted", "interrupted", interrupted), stage)
+        running._run_check("interrupted", stage)
 
 
 def test_a_failure_is_told_to_people_and_by_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,15 +213,15 @@ def test_impossible_verifications_have_exit_code_2(options: tuple[str, ...], sai
 # Interrupts.
 
 
-@pytest.mark.parametrize("check", [CHECKS[-1], *deep(*CHECKS[:-1])], ids=lambda check: check.name)
-def test_a_signal_during_a_check_leaves_nothing(start: Callable[..., Verification], check: Check) -> None:
+@pytest.mark.parametrize("check", [NAMES[-1], *deep(*NAMES[:-1])])
+def test_a_signal_during_a_check_leaves_nothing(start: Callable[..., Verification], check: str) -> None:
     """On a terminal, which shows the title of the check."""
     screen, terminal = pty.openpty()
     with os.fdopen(screen, "rb", buffering=0) as shown:
-        verification = start("--device", "cpu", "--check", check.name, *SMALL, stderr=terminal)
+        verification = start("--device", "cpu", "--check", check, *SMALL, stderr=terminal)
         os.close(terminal)
         seen = b""
-        while check.title.encode() not in seen:
+        while CHECKS[check][0].encode() not in seen:
             seen += shown.read(4096)
 
         verification.process.send_signal(signal.SIGHUP)
@@ -231,23 +234,18 @@ def test_a_signal_during_a_check_leaves_nothing(start: Callable[..., Verificatio
     assert (code, output) == (128 + signal.SIGHUP, "")
 
 
-@pytest.fixture
-def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
-    """A stage whose processes are not started."""
-    monkeypatch.setattr(Stage, "_start", lambda *_, **__: None)
-    return Stage(Settings())
-
-
-def test_signals_do_not_interrupt_the_clean_up(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signals_do_not_interrupt_the_clean_up(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the first one raises; the handlers are restored at the end."""
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    monkeypatch.setattr(stage, "pids", lambda: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr(tempfile, "tempdir", tempfile.mkdtemp(dir=scratch))
+    monkeypatch.setattr(Stage, "_start", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(Stage, "pids", lambda _: os.kill(os.getpid(), signal.SIGINT))
 
-    with pytest.raises(Interrupted) as raised, stage:
-        os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(Interrupted) as raised:
+        running.verify(Settings())
 
     assert raised.value.number == signal.SIGTERM
-    assert not stage.folder.exists()
+    assert list(Path(tempfile.gettempdir()).glob("shared-rpc-verify-*")) == []
     assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
 
 

@@ -11,39 +11,29 @@ from shared_rpc import Provider
 if TYPE_CHECKING:
     import torch
 
-#: Minimum number of layers of a model: enough for a table of tensors, few enough for a quick forward pass.
-_LAYERS = 16
+#: Width of a layer, which has 4 MiB: a matrix of floats.
+_WIDTH, _LAYER = 1024, 4 << 20
 #: Rows of the input.
 _BATCH = 4
-_FLOAT = 4
 
 provider = Provider()
 
 
-def _shape(nbytes: int) -> tuple[int, int]:
-    """Return the number of layers and their width, a power of two."""
-    width = 1 << max(int(math.log2(max(nbytes / (_FLOAT * _LAYERS), 1))) // 2, 4)
-    return max(nbytes // (_FLOAT * width * width), 1), width
-
-
 def true_size(nbytes: int) -> int:
     """Return the size of a model for ``nbytes``, in whole layers, at least one."""
-    layers, width = _shape(nbytes)
-    return layers * width * width * _FLOAT
+    return max(nbytes // _LAYER, 1) * _LAYER
 
 
 def build(nbytes: int, seed: int, device: str) -> torch.nn.Module:
     """Build a stack of linear layers; the same bits for the same arguments, in any process of a machine."""
     import torch
 
-    layers, width = _shape(nbytes)
     generator = torch.Generator(device).manual_seed(seed)
     stack = torch.nn.Sequential()
-    for _ in range(layers):
-        # Without an initialisation that is overwritten.
-        linear = torch.nn.Linear(width, width, bias=False, device="meta").to_empty(device=device)
-        with torch.no_grad():
-            linear.weight.normal_(0, math.sqrt(2 / width), generator=generator)
+    for _ in range(nbytes // _LAYER):
+        linear = torch.nn.Linear(_WIDTH, _WIDTH, bias=False, device="meta")  # without an initialisation
+        weight = torch.empty(_WIDTH, _WIDTH, device=device).normal_(0, math.sqrt(2 / _WIDTH), generator=generator)
+        linear.weight = torch.nn.Parameter(weight)
         stack.extend([linear, torch.nn.GELU()])
     return stack.eval().requires_grad_(False)
 
@@ -52,8 +42,7 @@ def digest(model: torch.nn.Module) -> str:
     """Hash the bits of a forward pass through all layers."""
     import torch
 
-    weight = next(model.parameters())
-    inputs = torch.linspace(-1, 1, _BATCH * weight.shape[1]).reshape(_BATCH, -1).to(weight.device)
+    inputs = torch.linspace(-1, 1, _BATCH * _WIDTH).reshape(_BATCH, _WIDTH).to(next(model.parameters()).device)
     with torch.inference_mode():
         outputs = model(inputs).cpu().contiguous()
     return hashlib.sha256(bytes(outputs.view(torch.uint8).flatten().tolist())).hexdigest()

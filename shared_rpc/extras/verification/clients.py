@@ -1,7 +1,7 @@
 """Client processes of a verification: their commands, and their control by the verification.
 
-``python -m`` this module imports torch once and forks a process for each connection, so that a hundred of them take seconds. No
-GPU is accessed before the fork: each client has its own session, mappings and CUDA context.
+``python -m`` this module imports torch once and forks a process for each client, so that a hundred of them take seconds. No GPU
+is accessed before the fork: each client has its own session, mappings and CUDA context.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import gc
 import importlib
 import os
 import resource
-import select
 import signal
 import socket
 import sys
 import time
 from contextlib import suppress
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from shared_rpc import Client, Provider
+from shared_rpc import Client
 from shared_rpc.extras.verification import app
 
 if TYPE_CHECKING:
@@ -83,27 +83,6 @@ class Subject:
         if weight.is_cuda:
             torch.cuda.synchronize(weight.device)
 
-    def device(self, asked: str) -> dict[str, Any]:
-        """Describe the device given by ``--device``, with its names in torch and in the library.
-
-        :raises SharedRPCError: if there is no such device.
-        """
-        import torch
-
-        known = Provider(device=asked, execution_mode="local").device_id
-        if known == "cpu":
-            return {"device": "cpu", "id": known, "name": "host memory", "torch": torch.__version__, "cuda": None}
-        _, _, index = asked.partition(":")
-        where = torch.device("cuda", int(index) if index else torch.cuda.current_device())
-        name = torch.cuda.get_device_properties(where).name
-        return {"device": str(where), "id": known, "name": name, "torch": torch.__version__, "cuda": torch.version.cuda}
-
-    def memory(self, device: str) -> tuple[int, int]:
-        """Return the bytes of a GPU that are free, and all."""
-        import torch
-
-        return torch.cuda.mem_get_info(device)
-
     def end(self, how: str) -> None:
         """End: ``"closed"`` with the client closed, ``"left"`` without any clean-up, ``"killed"`` by SIGKILL, and
         ``"finished"`` like a script, with the interpreter's own shutdown, which takes a third of a second.
@@ -117,19 +96,18 @@ class Subject:
         os._exit(0)
 
 
-def main(listener: socket.socket, server: str, subject: str) -> None:
-    """Fork a client process for each connection, until standard input ends: the verification has ended."""
+def main(control: socket.socket, server: str, subject: str) -> None:
+    """Fork a client for each descriptor of a connection that arrives, until the verification has ended."""
     import torch
 
     torch.set_num_threads(1)  # all processes must add in the same order
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # some of them crash on purpose
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # reaps them
     gc.freeze()  # a collection would write to memory that the forks share
-    while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
-        accepted, _ = listener.accept()
-        with Connection(accepted.detach()) as connection:
+    while fds := socket.recv_fds(control, 1, 1)[1]:
+        with Connection(fds[0]) as connection:
             if os.fork() == 0:
-                listener.close()
+                control.close()
                 return _serve(connection, server, subject)
 
 
@@ -137,13 +115,13 @@ def _serve(connection: Connection, server: str, subject: str) -> None:
     """Answer commands in a child, whose exit code is the last message."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if child := os.fork():
-        _, status = os.waitpid(child, 0)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         with suppress(OSError):
-            connection.send(os.waitstatus_to_exitcode(status))
+            connection.send((None, f"ended with exit code {code}", code))
         os._exit(0)
     module, _, name = subject.partition(":")
     process = getattr(importlib.import_module(module), name)(server)
-    connection.send((os.getpid(), None))
+    connection.send((os.getpid(), None, None))
     while True:
         try:
             do, options = connection.recv()
@@ -152,27 +130,34 @@ def _serve(connection: Connection, server: str, subject: str) -> None:
         try:
             answer, error = getattr(process, do)(**options), None
         except Exception as raised:
-            answer, error = None, f"{type(raised).__name__}: {raised}"
-        connection.send((answer, error))
+            answer, error = None, f"raised {type(raised).__name__}: {raised}"
+        connection.send((answer, error, None))
 
 
 class ClientFailed(Exception):
-    """Failure of a client process: its command raised an error, or the process has ended."""
+    """Failure of a client process: its command raised an error, or the process has ended.
+
+    :param code: the exit code if it has ended, minus the signal if it was killed.
+    """
+
+    def __init__(self, text: str, code: int | None = None) -> None:
+        super().__init__(text)
+        self.code = code
 
 
 class VerifyClient:
     """A new client process, which ends with the block.
 
-    :param listener: path of the socket of :func:`main`.
+    :param control: socket of :func:`main`.
     """
 
     #: Id of the process.
     pid = 0
 
-    def __init__(self, listener: str) -> None:
-        with socket.socket(socket.AF_UNIX) as connected:
-            connected.connect(listener)
-            self._connection = Connection(connected.detach())
+    def __init__(self, control: socket.socket) -> None:
+        self._connection, its = Pipe()
+        with its, suppress(OSError):  # an error if main() has ended
+            socket.send_fds(control, [b"f"], [its.fileno()])
         self.pid = self.receive()
 
     def ask(self, do: str, **options: Any) -> Any:
@@ -185,44 +170,34 @@ class VerifyClient:
 
     def send(self, do: str, **options: Any) -> None:
         """Send a command; :meth:`receive` returns its answer."""
-        try:
+        with suppress(OSError):  # an error if the process has ended
             self._connection.send((do, options))
-        except OSError as error:
-            raise ClientFailed(f"client process {self.pid} has ended: {error}") from error
 
     def receive(self) -> Any:
         """Wait for the answer to the latest command."""
-        message = self._message()
-        if isinstance(message, int):
-            raise ClientFailed(f"client process {self.pid} ended with exit code {message} while it executed a command")
-        answer, error = message
-        if error is not None:
-            raise ClientFailed(f"client process {self.pid}: {error}")
-        return answer
-
-    def wait(self) -> int:
-        """Wait for the end of the process, and return its exit code: minus the signal if it was killed."""
-        while not isinstance(message := self._message(), int):
-            continue
-        return message
-
-    def _message(self) -> Any:
+        answer, error, code = None, f"did not answer within {_PATIENCE:g} s", None
         try:
             if self._connection.poll(_PATIENCE):
-                return self._connection.recv()
-        except (EOFError, OSError) as error:
-            raise ClientFailed(f"client process {self.pid} has ended") from error
-        raise ClientFailed(f"client process {self.pid} did not answer within {_PATIENCE:g} s")
+                answer, error, code = self._connection.recv()
+        except (EOFError, OSError):
+            error = "has ended"
+        if error is not None:
+            raise ClientFailed(f"client process {self.pid} {error}", code)
+        return answer
 
-    def close(self) -> None:
-        """Close the connection, which ends the process."""
-        self._connection.close()
+    def code(self) -> int | None:
+        """Wait for the end of the process, and return its exit code; None if its command did not end it."""
+        try:
+            self.receive()
+        except ClientFailed as failure:
+            return failure.code
+        return None
 
     def __enter__(self) -> VerifyClient:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._connection.close()
 
 
 if __name__ == "__main__":

@@ -27,7 +27,8 @@ from shared_rpc import Client
 from shared_rpc.errors import ConnectError, SharedRPCError
 from shared_rpc.extras.verification.app import true_size
 from shared_rpc.extras.verification.clients import ClientFailed, VerifyClient
-from shared_rpc.protocol.infos import ServerInfo
+from shared_rpc.memory.devices import torch_device
+from shared_rpc.protocol.infos import DeviceInfo, ServerInfo
 from shared_rpc.settings import SOCKET_PATH_LIMIT, client_environment, program, server_environment
 
 #: An anonymous file of the library in a line of /proc/PID/maps.
@@ -37,10 +38,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SEED = 1
 #: Maximum number of models in memory at the same time, including copies.
 _MODELS = 5
-#: Seconds for a server to start, which imports torch, perhaps from a cold disk; and for processes to end.
-_STARTUP, _END = 120.0, 3.0
-#: Seconds between two polls of another process.
-_PAUSE = 0.002
+#: Seconds for a server to start, which imports torch, perhaps from a cold disk; for processes to end; and between two polls.
+_STARTUP, _END, _PAUSE = 120.0, 3.0, 0.002
 #: Seconds after which a server ends by itself if its verification was killed with SIGKILL.
 _ORPHANED = 60.0
 
@@ -83,8 +82,8 @@ class _Kind:
     """Measures of a kind of device: the default size of the model, and the precision of memory measurements."""
 
     nbytes: int
-    #: Bytes that each process may use besides the model: on the host, pages shared copy-on-write; on a GPU, kernels, which are
-    #: loaded on first use, and memory that torch's allocator keeps of a forward pass.
+    #: Bytes that each process may use besides the model: memory that allocators keep of a forward pass; on a GPU also kernels,
+    #: which are loaded on first use.
     noise: int
     #: Maximum error in bytes of a measurement of shared segments.
     blur: int
@@ -101,31 +100,20 @@ def size(nbytes: float) -> str:
     return f"{nbytes / 1024**exponent:.{1 if exponent else 0}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[exponent]}"
 
 
+def private_bytes(pid: int) -> int:
+    """Measure the memory that a process allocated, in bytes: not the files and segments that it has mapped."""
+    rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    return sum(int(kib) * 1024 for kib in re.findall(r"^Anonymous:\s+(\d+) kB", rollup, re.MULTILINE))
+
+
 def counts_of(pid: int) -> dict[str, int]:
     """Count a process's open descriptors, mappings, threads and allocated bytes."""
-    sizes = dict(re.findall(r"^(RssAnon|Threads):\s+(\d+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE))
     return {
         "fds": len(os.listdir(f"/proc/{pid}/fd")),
         "mappings": Path(f"/proc/{pid}/maps").read_bytes().count(b"\n"),
-        "threads": int(sizes["Threads"]),
-        "memory_bytes": int(sizes["RssAnon"]) * 1024,
+        "threads": len(os.listdir(f"/proc/{pid}/task")),
+        "memory_bytes": private_bytes(pid),
     }
-
-
-def memory_of(pids: Iterable[int], builder: int = 0) -> int:
-    """Sum the host memory used by processes, in bytes; shared memory counts once.
-
-    Files on disk are left out (libraries): their share depends on the other processes of the machine that use them.
-
-    :param builder: a process whose private memory is left out, because its allocator keeps memory of a build.
-    """
-    total = 0
-    for pid in pids:
-        with suppress(OSError):  # it has ended
-            kinds = "Shmem" if pid == builder else "Anon|Shmem"
-            rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
-            total += sum(int(kib) * 1024 for kib in re.findall(rf"^Pss_(?:{kinds}):\s+(\d+) kB", rollup, re.MULTILINE))
-    return total
 
 
 def segment_bytes(pids: Iterable[int]) -> int:
@@ -161,62 +149,100 @@ def all_of(clients: list[VerifyClient], do: str, **options: Any) -> list[Any]:
 
 
 class Stage:
-    """A server (a broker and its worker) and client processes. They end with the block, and the directory with them.
+    """A server (a broker and its worker) and client processes, from :meth:`start` to :meth:`close`.
 
-    SIGINT, SIGTERM and SIGHUP raise :class:`Interrupted` in the block, wherever the code is. The clean-up ignores them.
+    In between, SIGINT, SIGTERM and SIGHUP raise :class:`Interrupted`, wherever the code is. The clean-up ignores them.
     """
 
-    #: Process of the server.
-    broker: subprocess.Popen[bytes]
-    #: A client that describes the device, and measures the memory of a GPU: its context exists before the first reading.
-    probe: VerifyClient
-    #: Description of the device, see ``Subject.device``, with the server's mechanism; and the size of the model.
+    #: Process of the latest server.
+    broker: subprocess.Popen[bytes] | None = None
+    #: The description for the report, and the size of the model.
     device: dict[str, Any]
     nbytes: int
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.folder = Path(tempfile.gettempdir(), f"shared-rpc-verify-{secrets.token_hex(4)}")
-        self._socket, self._forks = str(self.folder / "s.sock"), str(self.folder / "forks.sock")
-        self._seeds = itertools.count(SEED + 1)
+        self._socket = str(self.folder / "s.sock")
+        #: Seeds of models that are not built yet.
+        self.seeds = itertools.count(SEED + 1)
         self._handlers: dict[int, Any] = {}
         self._started: list[subprocess.Popen[bytes]] = []
-        self.client = Client(socket_path=self._socket, timeout=30.0, connect_timeout=0.0)
+        self._opened = ExitStack()
 
-    def __enter__(self) -> Stage:
-        if len(os.fsencode(self._forks)) > SOCKET_PATH_LIMIT:
+    def start(self) -> None:
+        """Start the server and the process that forks clients, and choose the size of the model.
+
+        :raises CannotRun: if there is nothing to verify.
+        """
+        if len(os.fsencode(self._socket)) > SOCKET_PATH_LIMIT:
             raise CannotRun(f"{self.folder.parent} has too long a name for sockets: set TMPDIR to a shorter one")
         for number in _SIGNALS:
             # Ignored signals stay ignored: nohup, and jobs that a shell runs in the background.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._handlers[number] = signal.signal(number, _interrupt)
         self.folder.mkdir(0o700)
-        self.broker = self._start_server()
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(self._forks)
-            listener.listen(64)
-            words = str(listener.fileno()), self._socket, self.settings.subject
-            environ, module = client_environment(), "shared_rpc.extras.verification.clients"
-            self._start("clients", program(module, *words), environ, stdin=subprocess.PIPE, pass_fds=[listener.fileno()])
-        return self
+        self.client = self._opened.enter_context(Client(socket_path=self._socket, timeout=30.0, connect_timeout=0.0))
+        self._control, control = socket.socketpair()
+        self._opened.enter_context(self._control)
+        with control:
+            words = str(control.fileno()), self._socket, self.settings.subject
+            self._start("clients", client_environment(), "shared_rpc.extras.verification.clients", words, [control.fileno()])
+        try:
+            self.ensure_server()
+            with self.connect():
+                pass
+        except (SharedRPCError, ClientFailed) as error:
+            raise CannotRun(f"{error}; {' | '.join(self.log('server', 3) + self.log('clients', 3))}") from error
+        import torch
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        info = self.info()
+        self.on_gpu = info["device"] != "cpu"
+        self.kind = _KINDS["cuda" if self.on_gpu else "cpu"]
+        self.nbytes = true_size(self.settings.nbytes or self.kind.nbytes)
+        self.device = {
+            "device": str(torch_device(info["device"])),
+            "id": info["device"],
+            "name": self._memory()["name"],
+            "mechanism": (info["mechanism"] or {"name": "memfd"})["name"],
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda if self.on_gpu else None,
+        }
+        if self.nbytes * _MODELS > (free := self._memory()["free"] or 0):
+            raise CannotRun(
+                f"a model of {size(self.nbytes)} needs up to {_MODELS} times as much, and {size(free)} are free on "
+                f"{self.device['name']}: choose a smaller --size"
+            )
 
-    def _start(self, name: str, words: list[str], environ: dict[str, str], **options: Any) -> subprocess.Popen[bytes]:
+    def close(self) -> None:
+        """Kill all processes, and remove the directory."""
+        for number in self._handlers:
+            signal.signal(number, signal.SIG_IGN)
+        self._opened.close()
+        deadline = time.monotonic() + _END
+        while (left := self.pids()) and time.monotonic() < deadline:
+            for pid in left:
+                with suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(_PAUSE)
+        for process in self._started:
+            process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        for number, before in self._handlers.items():
+            signal.signal(number, before)
+
+    def _start(self, name: str, environ: dict[str, str], module: str, words: Sequence[str], fds: Sequence[int] = ()) -> None:
         environ["SHARED_TENSOR_BASE_PATH"] = str(self.folder / "s")
         with open(self.folder / f"{name}.log", "ab") as log:
             # Its own session: Ctrl-C is for the verification alone.
-            options |= {"cwd": self.folder, "env": environ, "stdout": log, "stderr": log, "start_new_session": True}
-            self._started.append(subprocess.Popen(words, **options))
-        return self._started[-1]
+            options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "start_new_session": True}
+            command = program(module, *words)
+            self._started.append(subprocess.Popen(command, cwd=self.folder, env=environ, pass_fds=fds, **options))
 
-    # The server.
-
-    def _start_server(self) -> subprocess.Popen[bytes]:
-        words = ["serve", "shared_rpc.extras.verification.app", "--no-preload", "--device", self.settings.device]
-        words += ["--socket", self._socket, "--idle-exit", str(_ORPHANED)]
-        return self._start("server", program("shared_rpc.cli", *words), server_environment(), stdin=subprocess.DEVNULL)
+    def log(self, name: str = "server", lines: int = 20) -> list[str]:
+        """Return the last lines of a log."""
+        text = (self.folder / f"{name}.log").read_text(errors="replace")
+        return [line.rstrip() for line in text.splitlines() if line.strip()][-lines:]
 
     def within(self, seconds: float, condition: Callable[[], bool]) -> float | None:
         """Wait for a condition that another process makes true. Returns the seconds it took, None after a timeout."""
@@ -227,64 +253,50 @@ class Stage:
                 return taken if good else None
             time.sleep(_PAUSE)
 
-    def answers(self) -> bool:
-        """Return True if the server answers."""
+    # The server.
+
+    def ensure_server(self) -> None:
+        """Start a server unless one answers, and wait for it.
+
+        :raises ConnectError: if it ends, or does not answer in time.
+        """
+        if self._answers():
+            return
+        if self.broker is not None:
+            self.broker.kill()
+            self.broker.wait()
+        words = ["serve", "shared_rpc.extras.verification.app", "--no-preload", "--device", self.settings.device]
+        words += ["--socket", self._socket, "--idle-exit", str(_ORPHANED)]
+        self._start("server", server_environment(), "shared_rpc.cli", words)
+        self.broker = broker = self._started[-1]
+        self.within(_STARTUP, lambda: self._answers() or broker.poll() is not None)
+        if not self._answers():
+            raise ConnectError(f"the server did not start, exit code {broker.poll()}")
+
+    def _answers(self) -> bool:
         with suppress(SharedRPCError):
             self.client.ping()
             return True
         return False
 
-    def wait_for_server(self) -> None:
-        """Wait until the server answers.
-
-        :raises ConnectError: if the server ends, or does not answer in time.
-        """
-        answered = self.within(_STARTUP, lambda: self.answers() or self.broker.poll() is not None)
-        if answered is None or not self.answers():
-            end = "did not answer in time" if answered is None else f"ended with exit code {self.broker.poll()}"
-            raise ConnectError(f"the server {end}; {self._end_of_log('server')}")
-
-    def restart_server(self) -> None:
-        """Replace a server that has ended or does not answer, and wait for the new one."""
-        self.broker.kill()
-        self.broker.wait()
-        self.broker = self._start_server()
-        self.wait_for_server()
-
-    def ensure_server(self) -> None:
-        """Ensure that a server answers, and has closed the sessions of the previous check."""
-        if not self.answers():
-            self.restart_server()
-        self.within(_END, lambda: self.info()["sessions"] <= 1)
-
     def info(self) -> ServerInfo:
         """Return the server's description."""
         return self.client.get_server_info()
 
-    def worker_pid(self) -> int:
-        """Return the id of the process that runs the server's endpoints."""
-        return int(self.info()["workers"][0]["pid"])
+    def server_pids(self) -> list[int]:
+        """Return the ids of the server's process, and of the one that runs its endpoints."""
+        info = self.info()
+        return [info["pid"], info["workers"][0]["pid"]]
 
-    def log(self, name: str = "server", lines: int = 20) -> list[str]:
-        """Return the last lines of a log."""
-        text = (self.folder / f"{name}.log").read_text(errors="replace")
-        return [line.rstrip() for line in text.splitlines() if line.strip()][-lines:]
+    def drop(self, seed: int, endpoint: str = "model") -> None:
+        """Drop a model from the server's cache; its holders keep it."""
+        self.client.invalidate_call_cache(endpoint, self.nbytes, seed)
 
-    def _end_of_log(self, name: str) -> str:
-        said = self.log(name, 3)
-        return f"its last words: {' | '.join(line.strip() for line in said)}" if said else "it said nothing"
-
-    # Clients and models.
+    # Clients.
 
     def connect(self) -> VerifyClient:
-        """Start a new client process.
-
-        :raises CannotRun: if the process that forks clients has ended.
-        """
-        try:
-            return VerifyClient(self._forks)
-        except (ClientFailed, OSError) as error:
-            raise CannotRun(f"no client process starts: {error}; {self._end_of_log('clients')}") from error
+        """Start a new client process, which ends with its block."""
+        return VerifyClient(self._control)
 
     @contextmanager
     def clients(self, count: int) -> Iterator[list[VerifyClient]]:
@@ -292,78 +304,23 @@ class Stage:
         with ExitStack() as stack:
             yield [stack.enter_context(self.connect()) for _ in range(count)]
 
-    def prepare(self) -> None:
-        """Wait for the server and the first client, and choose the size of the model.
-
-        :raises CannotRun: if there is nothing to verify.
-        """
-        try:
-            self.wait_for_server()
-            self.probe = self.connect()
-            self.device = self.probe.ask("device", asked=self.settings.device)
-        except SharedRPCError as error:
-            raise CannotRun(f"the server does not start: {error}") from error
-        except ClientFailed as error:
-            raise CannotRun(str(error)) from error
-        self.on_gpu = self.device["id"] != "cpu"
-        self.kind = _KINDS["cuda" if self.on_gpu else "cpu"]
-        self.device["mechanism"] = (self.info()["mechanism"] or {"name": "memfd"})["name"]
-        self.nbytes = true_size(self.settings.nbytes or self.kind.nbytes)
-        available = re.search(r"^MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text(), re.MULTILINE)
-        assert available is not None, "Linux has it since 3.14"
-        free = self._free_and_all()[0] if self.on_gpu else int(available[1]) * 1024
-        if self.nbytes * _MODELS > free:
-            raise CannotRun(
-                f"a model of {size(self.nbytes)} needs up to {_MODELS} times as much, and {size(free)} are free on "
-                f"{self.device['name']}: choose a smaller --size"
-            )
-
-    def new_seed(self) -> int:
-        """Return the seed of a model that is not built yet."""
-        return next(self._seeds)
-
-    def drop(self, seed: int, endpoint: str = "model") -> None:
-        """Drop a model from the server's cache; its holders keep it."""
-        self.client.invalidate_call_cache(endpoint, self.nbytes, seed)
-
     # Measurements.
 
     def pids(self) -> list[int]:
         """List all processes of the verification except this one."""
         return [pid for pid in marked(self.folder.name) if pid != os.getpid()]
 
-    def _free_and_all(self) -> tuple[int, int]:
-        answer: tuple[int, int] = self.probe.ask("memory", device=self.device["device"])
-        return answer
+    def _memory(self) -> DeviceInfo:
+        return next(device for device in self.client.list_devices() if device["id"] == self.info()["device"])
 
     def used(self) -> int:
         """Measure the bytes in use: by the verification's processes on the host, by all programs on a GPU."""
-        if not self.on_gpu:
-            return memory_of(self.pids(), builder=self.worker_pid())
-        free, total = self._free_and_all()
-        return total - free
+        if self.on_gpu:
+            memory = self._memory()
+            return memory["total"] - (memory["free"] or 0)
+        # Without the worker's allocations: its allocator keeps memory of a build.
+        return self.segments() + sum(private_bytes(pid) for pid in {*self.pids()} - {*self.server_pids()})
 
     def segments(self) -> int:
         """Measure the bytes of shared segments in use by any process: on a GPU, the bytes in use."""
         return self.used() if self.on_gpu else segment_bytes(self.pids())
-
-    def close(self) -> None:
-        """End all processes, and remove the directory. Idempotent."""
-        for number in self._handlers:
-            signal.signal(number, signal.SIG_IGN)
-        self.client.close()
-        for process in self._started:
-            process.terminate()
-            if process.stdin is not None:
-                process.stdin.close()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(_END)
-        deadline = time.monotonic() + _END
-        while (left := self.pids()) and time.monotonic() < deadline:
-            for pid in left:
-                with suppress(OSError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(_PAUSE)
-        shutil.rmtree(self.folder, ignore_errors=True)
-        for number, before in self._handlers.items():
-            signal.signal(number, before)
