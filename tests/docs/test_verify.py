@@ -24,7 +24,7 @@ from tests.kit.commands import cli
 from tests.kit.deep import deep
 from tests.kit.processes import PYTHONPATH
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
 SMALL = ("--size", "8MiB", "--workers", "2", "--lifetimes", "10", "--cycles", "100")
 NAMES = list(CHECKS)
@@ -82,7 +82,7 @@ class Verification:
 
     def end(self) -> tuple[int, str, str]:
         """Wait for its end, and check for leftovers; return exit code, output and errors."""
-        output, errors = self.process.communicate(timeout=120)
+        output, errors = self.process.communicate(timeout=240)
         assert self.processes() == []
         assert list(self.folder.iterdir()) == []
         return self.process.returncode, output, errors
