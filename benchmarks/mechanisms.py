@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import pkgutil
 import signal
-import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
+from multiprocessing.reduction import DupFd
 from typing import Annotated, Any, NamedTuple
 
-import msgspec
 import torch
 import typer
 
@@ -103,13 +102,10 @@ class Subject:
     def measure(self, sizes: list[int], rounds: int, calls: int) -> None:
         """Measure the costs of creating, mapping and using segments."""
         for size in sizes:
-            with self._process() as (maker, ours), self._process() as (consumer, theirs):
+            with self._process() as maker, self._process() as consumer:
                 maker.ask("make", nbytes=size * _MIB, rounds=2)  # one-time costs
                 times = maker.ask("make", nbytes=size * _MIB, rounds=rounds)
-                maker.ask("keep", nbytes=size * _MIB)
-                with receive(ours)[0] as segment:
-                    send(theirs, segment)
-                    times |= consumer.ask("attach", rounds=rounds + 1)
+                times |= consumer.ask("attach", sent=maker.ask("keep", nbytes=size * _MIB), rounds=rounds + 1)
                 # One round more is mapped than unmapped; the first one, with one-time costs, is dropped.
                 self.found |= {f"{step} {size}": Sample(taken[-rounds:]) for step, taken in times.items()}
                 if size == min(sizes):
@@ -121,28 +117,26 @@ class Subject:
         """Kill the maker and compare the bytes, in a process that has them mapped (at once, and after another process has
         used all other memory of the device), and in a process that opens them afterwards. Also write to protected memory.
         """
-        self.found["protected"] = self._protected(size)
-        with self._process() as (maker, ours), self._process() as (consumer, theirs), self._process() as (late, later):
-            maker.ask("keep", nbytes=size * _MIB)
-            with receive(ours)[0] as segment:
+        with self._process() as maker, self._process() as consumer, self._process() as late, self._process() as culprit:
+            self.found["protected"] = _answer(culprit, "write_protected", sent=maker.ask("keep", nbytes=size * _MIB))
+            segment, _ = received(maker.ask("keep", nbytes=size * _MIB))
+            with segment, ExitStack() as stack:
                 others = self._driver_descriptors(segment)
-                send(theirs, segment)
-                consumer.ask("attach", rounds=1)
+                for fd in others:
+                    stack.callback(os.close, fd)
+                consumer.ask("attach", sent=sent(segment), rounds=1)
                 os.kill(maker.pid, signal.SIGKILL)
                 maker.close()
                 self.found["reads on"] = _answer(consumer, "read")
                 self.found["reads beside others"] = "-"
                 if self.device != "cpu":
-                    with self._process() as (other, _):
+                    with self._process() as other:
                         other.ask("use_all")
                     self.found["reads beside others"] = _answer(consumer, "read")
-                send(later, segment, *others)
-                self.found["opens"] = self.found["opens below"] = _answer(late, "open")
+                self.found["opens"] = self.found["opens below"] = _answer(late, "open", sent=sent(segment, *others))
                 if self.mechanism in EXPORTER_OWNED:
                     self.found["opens below"] = _answer(late, "open_below")
                 self.found["reads after"] = _answer(consumer, "read")
-                for fd in others:
-                    os.close(fd)
 
     def _driver_descriptors(self, segment: Segment) -> list[int]:
         """Fetch the descriptors that the driver needs in addition to the export descriptor, while the maker runs."""
@@ -154,41 +148,30 @@ class Subject:
         exported = export_descriptor_of(segment.fileno())
         return [fetch(exported.fd_server, exported.token)]
 
-    def _protected(self, size: int) -> str:
-        with self._process() as (maker, ours), self._process() as (culprit, sock):
-            maker.ask("keep", nbytes=size * _MIB)
-            with receive(ours)[0] as segment:
-                send(sock, segment)
-                return _answer(culprit, "write_protected")
-
-    @contextmanager
-    def _process(self) -> Iterator[tuple[Process, socket.socket]]:
-        """Start a process, and yield it with this process's end of its socket."""
-        ours, theirs = socket.socketpair()
-        with ours:
-            with theirs:
-                config: dict[str, Any] = {"sock": theirs.fileno(), "device": self.device, "mechanism": self.mechanism}
-                process = Process(End, fds=[theirs.fileno()], **config)
-            with process:
-                yield process.ready(), ours
+    def _process(self) -> Process:
+        return Process(End, device=self.device, mechanism=self.mechanism).ready()
 
 
-def _answer(process: Process, do: str) -> str:
+def _answer(process: Process, do: str, **options: Any) -> str:
     try:
-        return str(process.ask(do))
+        return str(process.ask(do, **options))
     except RuntimeError:
         return "its process crashes"
 
 
-def send(sock: socket.socket, segment: Segment, *others: int) -> None:
+#: A segment for another process: its description and its descriptors.
+Sent = tuple[SegmentInfo, list[Any]]
+
+
+def sent(segment: Segment, *others: int) -> Sent:
     """Send a segment and its descriptors, which are borrowed."""
-    socket.send_fds(sock, [msgspec.json.encode(segment.info)], [segment.fileno(), *others])
+    return segment.info, [DupFd(fd) for fd in (segment.fileno(), *others)]
 
 
-def receive(sock: socket.socket) -> tuple[Segment, list[int]]:
+def received(sent: Sent) -> tuple[Segment, list[int]]:
     """Receive a segment and its descriptors, which the caller owns."""
-    body, (fd, *others), _, _ = socket.recv_fds(sock, 4096, 4)
-    return Segment.owning(msgspec.json.decode(body, type=SegmentInfo), fd), others
+    info, (fd, *others) = sent[0], [descriptor.detach() for descriptor in sent[1]]
+    return Segment.owning(info, fd), others
 
 
 #: Segments created to measure the size of one.
@@ -196,13 +179,9 @@ _MANY = 16
 
 
 class End:
-    """A process that creates a segment, or uses a received one.
+    """A process that creates a segment, or uses a received one."""
 
-    :param sock: descriptor of its socket.
-    """
-
-    def __init__(self, sock: int, device: str, mechanism: Any) -> None:
-        self.sock = socket.socket(fileno=sock)
+    def __init__(self, device: str, mechanism: Any) -> None:
         self.host = device == "cpu"
         self.backend: Any = backend_for(device, mechanism)
         self.making, self.mapping = Watch(MAKING[mechanism]), Watch(MAPPING[mechanism])
@@ -244,17 +223,17 @@ class End:
             segment.close()
         return taken
 
-    def keep(self, nbytes: int) -> None:
+    def keep(self, nbytes: int) -> Sent:
         """Create a segment, fill it and send it."""
         self._create(nbytes)
         self._map()
         self.bytes().fill_(_VALUE)
         self.wait()
-        send(self.sock, self.segment)
+        return sent(self.segment)
 
-    def attach(self, rounds: int) -> dict[str, list[float]]:
+    def attach(self, sent: Sent, rounds: int) -> dict[str, list[float]]:
         """Receive a segment and map it repeatedly; the last mapping stays. Return the seconds as :meth:`make` does."""
-        self.segment, self.others = receive(self.sock)
+        self.segment, self.others = received(sent)
         times: dict[str, list[float]] = {"unmap": []}
         for number in range(rounds):
             self.mapping.time(self._map, times)
@@ -279,7 +258,7 @@ class End:
 
     def read(self) -> str:
         """Return whether all bytes are unchanged."""
-        return _outcome(lambda: self._compared("reads all bytes", "reads other bytes"))
+        return self._outcome(lambda: None, "reads all bytes")
 
     def use_all(self) -> None:
         """Fill the free memory of the GPU, except half a GiB, with another value, and free it."""
@@ -289,39 +268,32 @@ class End:
         blocks.clear()
         torch.cuda.empty_cache()
 
-    def open(self) -> str:
+    def open(self, sent: Sent) -> str:
         """Receive a segment whose maker has ended, and open it like the library."""
-        self.segment, self.others = receive(self.sock)
-
-        def opened() -> str:
-            self._map()
-            return self._compared("yes", "yes, with other bytes")
-
-        return _outcome(opened)
+        self.segment, self.others = received(sent)
+        return self._outcome(self._map, "yes")
 
     def open_below(self) -> str:
         """Open memory by the driver alone, because the library refuses memory whose maker has ended."""
         from shared_rpc.memory.backends.exporter_owned import export_descriptor_of
 
-        def opened() -> str:
+        def opened() -> None:
             exported = export_descriptor_of(self.segment.fileno())
             memory = self.backend.open_pool(self.others[0], exported) if self.others else self.backend.open(exported)
             self.address = memory.address
-            return self._compared("yes", "yes, with other bytes")
 
-        return _outcome(opened)
+        return self._outcome(opened, "yes")
 
-    def write_protected(self) -> str:
-        """Receive a segment, map it for reading, and write to it."""
-        self.segment, self.others = receive(self.sock)
+    def write_protected(self, sent: Sent) -> str:
+        """Receive a segment, map it for reading, and write the value that it has."""
+        self.segment, self.others = received(sent)
         self.address = self.backend.map(self.segment.fileno(), self.segment.info.nbytes, "read")
 
-        def written() -> str:
-            self.bytes()[:1].fill_(1)
+        def write() -> None:
+            self.bytes()[:1].fill_(_VALUE)
             self.wait()
-            return "not refused"
 
-        return _outcome(written)
+        return self._outcome(write, "not refused")
 
     def close(self) -> None:
         """Close the segment. Mappings here end with the process."""
@@ -338,15 +310,13 @@ class End:
         self.backend.synchronize()
         self.backend.unmap(self.address, self.segment.info.nbytes)
 
-    def _compared(self, equal: str, other: str) -> str:
-        return equal if bool((self.bytes() == _VALUE).all()) else other
-
-
-def _outcome(action: Callable[[], str]) -> str:
-    try:
-        return action()
-    except (CapabilityError, RuntimeError) as error:
-        return f"error: {str(error).splitlines()[0][:200]}"
+    def _outcome(self, action: Callable[[], object], good: str) -> str:
+        """Return ``good`` if the bytes are right after an action, or the error."""
+        try:
+            action()
+            return good if bool((self.bytes() == _VALUE).all()) else "other bytes"
+        except (CapabilityError, RuntimeError) as error:
+            return f"error: {str(error).splitlines()[0][:200]}"
 
 
 # Times of the steps of creating and mapping a segment, measured around driver calls of the library's own code.
@@ -392,14 +362,10 @@ MAPPING: dict[Mechanism, Parts] = {
 
 
 class Watch:
-    """Times an operation by step. Replaces the watched functions permanently in this process.
+    """Times an operation by step. Replaces the watched functions permanently in this process."""
 
-    :param clock: in seconds.
-    """
-
-    def __init__(self, parts: Parts, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._clock = clock
         self._inside = 0.0
         for owner, name in parts.targets:
             found = pkgutil.resolve_name(owner)
@@ -407,20 +373,20 @@ class Watch:
 
     def _watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            begin = self._clock()
+            begin = time.perf_counter()
             try:
                 return function(*args, **kwargs)
             finally:
-                self._inside += self._clock() - begin
+                self._inside += time.perf_counter() - begin
 
         return call
 
     def time(self, action: Callable[[], object], times: dict[str, list[float]]) -> None:
         """Run the action, and append the seconds of each step."""
         self._inside = 0.0
-        begin = self._clock()
+        begin = time.perf_counter()
         action()
-        total = self._clock() - begin
+        total = time.perf_counter() - begin
         times.setdefault(self._parts.rest, []).append(total - self._inside)
         if self._parts.inner:
             times.setdefault(self._parts.inner, []).append(self._inside)
