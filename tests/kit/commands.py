@@ -130,12 +130,11 @@ def spawn(*arguments: str, environ: Mapping[str, str] | None = None, cwd: Path |
     """Run ``shared-rpc`` in a process of its own."""
     done = run(
         [sys.executable, *MODULE, *arguments],
-        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},
+        **options,
         text=True,
         stdin=subprocess.DEVNULL,
         cwd=cwd,
         timeout=50,
-        check=False,
         env={**os.environ, "PYTHONPATH": PYTHONPATH, **(environ or {})},
     )
     return Ran(done.returncode, done.stdout or "", done.stderr or "")

@@ -100,11 +100,13 @@ class Place:
         **options: Any,
     ) -> Outcome:
         variables = {name: value for name, value in {**self.environ, **(environ or {})}.items() if value is not None}
-        options |= {"env": variables, "cwd": cwd or self.folder, "input": text.encode(), "capture_output": True}
+        options |= {"env": variables, "cwd": cwd or self.folder, "input": text.encode()}
         if self._forks and setup is None and command[1 : 1 + len(RUN)] == [*RUN]:
             ran = forks.run(command, timeout=_PATIENCE, has_workers=True, **options)
         else:
-            ran = subprocess.run(command, preexec_fn=setup or _begin, timeout=_PATIENCE, check=False, **options)
+            ran = subprocess.run(
+                command, preexec_fn=setup or _begin, timeout=_PATIENCE, capture_output=True, check=False, **options
+            )
         return Outcome(ran.returncode, ran.stdout.decode(errors="replace"), ran.stderr.decode(errors="replace"))
 
     def zygotes(self) -> list[dict[str, Any]]:
