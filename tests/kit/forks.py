@@ -9,11 +9,11 @@ With ``SHARED_RPC_TESTS=fresh`` in the environment, every process is a new one.
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import fcntl
 import gc
 import importlib
+import io
 import itertools
 import multiprocessing.util
 import os
@@ -24,7 +24,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -133,10 +133,12 @@ def start_zygote() -> None:
     variables = {name: value for name, value in os.environ.items() if not name.startswith("SHARED_TENSOR_")}
     variables["PYTHONPATH"] = PYTHONPATH
     variables["PYTHONWARNINGS"] = NO_FORK_WARNING
-    code = f"from tests.kit import forks; forks.main({theirs.fileno()}, {os.getpid()})"
+    # What is registered first is called last.
+    code = "import atexit; end = []; atexit.register(lambda: end and end[0]()); from tests.kit import forks; "
+    code += f"forks.main({theirs.fileno()}, {os.getpid()}, end)"
     with theirs:
         _process = subprocess.Popen(
-            [sys.executable, "-u", "-c", code, PADDING],
+            [sys.executable, "-c", code, PADDING],
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -229,6 +231,10 @@ def _spawn_detached(path: str, argv: Sequence[str], env: Mapping[str, str], **op
     return pid or _posix_spawn(path, argv, env, **options)
 
 
+class _Exec(BaseException):
+    """Leaves a program that another one replaces."""
+
+
 def _exec(program: str, args: Sequence[str]) -> NoReturn:
     """Replaces :func:`os.execv`, by which ``serve`` becomes a broker: the process keeps its imports, and its zygote."""
     words = list(args[1:])
@@ -237,10 +243,7 @@ def _exec(program: str, args: Sequence[str]) -> NoReturn:
         del sys.path[:1]
     if program != sys.executable or words[0] != "-m" or not words[1].startswith("shared_rpc."):
         _execv(program, args)
-    sys.argv[:] = ["-m", *words[2:]]
-    sys.orig_argv[1:] = words
-    set_title([sys.executable, *words])
-    _run(words)
+    raise _Exec(words)
 
 
 @contextmanager
@@ -258,11 +261,14 @@ def _adopting() -> Iterator[None]:
 
 #: The ``sys.path`` of forks, without that of their program.
 _path: list[str] = []
+#: The exit code of this process, once its program has ended with one.
+_code: int | None = None
 
 
-def main(fd: int, parent: int) -> NoReturn:
+def main(fd: int, parent: int, end: list[Callable[[], None]]) -> NoReturn:
     """Run the zygote, and in each fork the requested program."""
     die_with_parent(parent)
+    end.append(_leave)
     own = {os.getcwd(), "", *os.environ["PYTHONPATH"].split(os.pathsep)}
     _path.extend(entry for entry in sys.path if entry not in own)
     for name in MODULES.split():
@@ -351,6 +357,8 @@ def _begin(request: dict[str, Any], fds: list[int]) -> NoReturn:
     elif request.get("group", -1) >= 0:
         os.setpgid(0, request["group"])
     os.fchdir(fds.pop())
+    unbuffered = "-u" in request["switches"] or bool(variables.get("PYTHONUNBUFFERED"))
+    sys.stdin, sys.stdout, sys.stderr = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=unbuffered) for _ in range(3))
     entries = variables.get("PYTHONPATH", "").split(os.pathsep)
     path = [*own_path(request["switches"], words), *(os.path.abspath(entry) for entry in entries if entry), *_path]
     become(
@@ -390,50 +398,63 @@ def _nest(variables: Mapping[str, str]) -> int:
 
 
 def _run(words: Sequence[str]) -> NoReturn:
-    """Run a program, and end this process as the interpreter does, but clear the main module only.
+    """Run a program, and record the exit code with which the interpreter is about to end this process."""
+    global _code
+    new_main()
+    try:
+        finish(lambda: _run_main(words))
+    except SystemExit as end:
+        # As in sys.exit(); the interpreter prints all but numbers.
+        _code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        raise
+    except KeyboardInterrupt:  # it ends by the signal
+        raise
+    except BaseException:
+        _code = 1
+        raise
+    _code = 0
+    raise SystemExit(0)
+
+
+def _run_main(words: Sequence[str]) -> None:
+    main = vars(sys.modules["__main__"])
+    try:
+        if words[0] == "-m":
+            if words[1] == "shared_rpc.worker" and DRIVER in os.environ:
+                importlib.import_module("tests.kit.fake_driver").install()
+            runpy._run_module_as_main(words[1], True)  # type: ignore[attr-defined]
+        elif words[0] == "-c":
+            exec(compile(words[1], "<string>", "exec"), main)
+        else:
+            path = main["__file__"] = os.path.abspath(words[0])
+            exec(compile(Path(words[0]).read_bytes(), path, "exec"), main)
+        return
+    except _Exec as given:
+        (words,) = given.args
+    sys.argv[:] = ["-m", *words[2:]]
+    sys.orig_argv[1:] = words
+    set_title([sys.executable, *words])
+    new_main()
+    _run_main(words)
+
+
+def _leave() -> None:
+    """End this process after all exit callbacks. It clears its main module, but no others.
 
     The interpreter clears every module, and so touches every object in memory. In a fork, this copies each of them, which
     takes 0.1 s and 150 MB.
     """
-    new_main()
-    code: Any = 0
-    try:
-        finish(lambda: _run_main(words))
-    except SystemExit as end:
-        code = end.code or 0
-        if not isinstance(code, int):
-            print(code, file=sys.stderr)
-            code = 1
-    except KeyboardInterrupt:
-        code = -1
-    except BaseException:
-        code = 1
-    private: Any = threading  # the interpreter calls both: 3.9 to 3.14
-    private._shutdown()
-    atexit._run_exitfuncs()
+    if _code is None:
+        return
     if threading.active_count() == 1:  # the interpreter has stopped the others by then
         main = vars(sys.modules["__main__"])
         for name in sorted(main, key=lambda name: not name.startswith("_")):
             if name != "__builtins__":
                 main[name] = None
     gc.collect()
-    with suppress(OSError, ValueError, AttributeError):
+    try:
         sys.stdout.flush()
         sys.stderr.flush()
-    if code < 0:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        signal.raise_signal(signal.SIGINT)
-    os._exit(code & 0xFF)
-
-
-def _run_main(words: Sequence[str]) -> None:
-    main = vars(sys.modules["__main__"])
-    if words[0] == "-m":
-        if words[1] == "shared_rpc.worker" and DRIVER in os.environ:
-            importlib.import_module("tests.kit.fake_driver").install()
-        runpy._run_module_as_main(words[1], True)  # type: ignore[attr-defined]
-    elif words[0] == "-c":
-        exec(compile(words[1], "<string>", "exec"), main)
-    else:
-        path = main["__file__"] = os.path.abspath(words[0])
-        exec(compile(Path(words[0]).read_bytes(), path, "exec"), main)
+    except (OSError, ValueError, AttributeError):
+        return  # the interpreter has an exit code for that
+    os._exit(_code & 0xFF)

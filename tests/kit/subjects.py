@@ -5,9 +5,6 @@ Importable by every process of a test: values made by one are attached and compa
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-import functools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,9 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize, prune
+from torch.nn.utils import parametrizations, parametrize
 
-from tests.kit.models import Everything, Marked, Scaled, Tied
+from tests.kit.models import Everything, Marked, Scaled
 
 
 class Subject(NamedTuple):
@@ -53,10 +50,6 @@ def _forward(*shape: int) -> Callable[[Any, str], torch.Tensor]:
         return result[0] if isinstance(result, tuple) else result
 
     return use
-
-
-def _attribute(name: str) -> Callable[[Any, str], torch.Tensor]:
-    return lambda value, device: getattr(value, name)
 
 
 def _linear(device: str) -> nn.Linear:
@@ -105,12 +98,6 @@ def _hooked(device: str) -> nn.Module:
         layer.register_load_state_dict_pre_hook(same_state),
         layer.register_load_state_dict_post_hook(same_state),
     ]
-    return layer
-
-
-def _hooked_alone(device: str) -> nn.Module:
-    layer = _hooked(device)
-    del layer.handles
     return layer
 
 
@@ -203,31 +190,6 @@ class Delegating(nn.Module):
         return self.inner(data) @ self.gain * self.in_features
 
 
-class Cached(nn.Module):
-    """A module that caches the value of a property."""
-
-    def __init__(self, device: str) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.arange(3.0, device=device))
-
-    @functools.cached_property
-    def doubled(self) -> torch.Tensor:
-        """Return twice the weight."""
-        return self.weight.detach() * 2
-
-
-@dataclasses.dataclass(eq=False)
-class Configured(nn.Module):
-    """A module that is a dataclass."""
-
-    size: int
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(self.size, device=self.options["device"]))
-
-
 def _parametrised(
     make: Callable[[str], nn.Module], *names: str, by: Any = parametrizations.weight_norm
 ) -> Callable[[str], Any]:
@@ -245,13 +207,6 @@ def _parametrised(
     return build
 
 
-def _nested(device: str) -> nn.Module:
-    layer = _linear(device)
-    parametrizations.weight_norm(layer)
-    parametrizations.weight_norm(layer.parametrizations.weight, "original1")
-    return layer
-
-
 def _chained(device: str) -> nn.Module:
     torch.manual_seed(0)
     layer = parametrizations.spectral_norm(parametrizations.weight_norm(_linear(device)))
@@ -260,49 +215,7 @@ def _chained(device: str) -> nn.Module:
     return layer.eval()
 
 
-def _initialised(device: str) -> nn.Module:
-    with quietly():
-        layer = nn.Sequential(nn.LazyLinear(4, device=device), nn.LazyBatchNorm1d(device=device)).eval()
-    torch.manual_seed(0)
-    _forward(2, 3)(layer, device)
-    return layer
-
-
-def _transformer(device: str) -> nn.Module:
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, device=device)
-    parametrizations.weight_norm(layer.linear1)
-    parametrizations.weight_norm(layer.self_attn, "in_proj_weight")
-    return layer.eval()
-
-
-def _shallow(device: str) -> nn.Module:
-    layer = _linear(device)
-    return nn.ModuleList([layer, copy.copy(layer)])
-
-
 # Tensors.
-
-
-def _views(device: str) -> dict[str, Any]:
-    base = torch.arange(24.0, device=device)
-    pairs = torch.view_as_complex(base.view(12, 2))
-    return {
-        "base": base,
-        "channels_last": torch.arange(48.0, device=device).reshape(2, 3, 4, 2).to(memory_format=torch.channels_last),
-        "expanded": base[:1].expand(3, 4),
-        "as int32": base.view(torch.int32)[2:9:3],
-        "as bytes": base.view(torch.uint8)[5:11],
-        "conj": pairs.conj(),
-        "neg": pairs.conj().imag,
-        "scalar": base[7],
-        "empty": torch.empty(0, 3, device=device),
-        "empty, far": base[24:],
-        "transposed": base.view(4, 6).t(),
-        "overlapping": base.as_strided((3, 3), (1, 1), 2),
-        "leaf": torch.ones(2, device=device, requires_grad=True),
-        "nothing": [None, 1.5, "text", torch.bfloat16],
-    }
 
 
 def _noted(device: str) -> nn.Module:
@@ -362,20 +275,13 @@ def _converted(device: str) -> nn.Module:
 
 SUBJECTS: dict[str, Subject] = {
     "hooked": Subject(_hooked, _forward(2, 4)),
-    "hooked, without handles": Subject(_hooked_alone, _forward(2, 4)),
     "handle of a module that is gone": Subject(_of_a_module_that_is_gone, _forward(2, 4), copies=False),
     "traced": Subject(_traced_and_hooked, _forward(2, 4), copies=False),
     "compiled in place": Subject(_compiled, _forward(2, 4)),
     "compiled": Subject(lambda device: torch.compile(_linear(device), backend="eager"), _forward(2, 4)),
     "compiled functions": Subject(_holding_compiled_functions, _use_compiled_functions, copies=False),
-    "weight_norm": Subject(_parametrised(_linear, "weight"), _forward(2, 4), copies=False),
     "weight_norm of an LSTM": Subject(
         _parametrised(lambda device: nn.LSTM(4, 4, 2, device=device), "weight_hh_l0", "weight_ih_l1"),
-        _forward(2, 3, 4),
-        copies=False,
-    ),
-    "orthogonal GRU": Subject(
-        _parametrised(lambda device: nn.GRU(4, 4, device=device), "weight_hh_l0", by=parametrizations.orthogonal),
         _forward(2, 3, 4),
         copies=False,
     ),
@@ -384,37 +290,15 @@ SUBJECTS: dict[str, Subject] = {
         _forward(2, 3, 4),
         copies=False,
     ),
-    "pruned LSTM": Subject(
-        _parametrised(
-            lambda device: nn.LSTM(4, 4, device=device),
-            "weight_hh_l0",
-            by=functools.partial(prune.l1_unstructured, amount=3),
-        ),
-        _forward(2, 3, 4),
-        copies=False,
-    ),
-    "pruned": Subject(
-        _parametrised(_linear, "weight", "bias", by=functools.partial(prune.random_unstructured, amount=2)),
-        _forward(2, 4),
-        copies=False,
-    ),
     "spectral_norm of slots": Subject(
         _parametrised(Slotted, "weight", by=parametrizations.spectral_norm), _forward(2, 4), copies=False
     ),
     "weight_norm that delegates": Subject(_parametrised(Delegating, "gain"), _forward(2, 4), copies=False),
-    "nested parametrisation": Subject(_nested, _forward(2, 4), copies=False),
     "chained parametrisation": Subject(_chained, lambda value, device: value.weight.float() @ value.bias.float(), copies=False),
-    "transformer layer": Subject(_transformer, _forward(2, 3, 4), copies=False),
-    "lazy, made": Subject(_initialised, _forward(2, 3)),
     "slots": Subject(Slotted, _forward(2, 4), copies=False),
     "delegating": Subject(Delegating, _forward(2, 4)),
-    "cached property": Subject(lambda device: _touched(Cached(device)), _attribute("doubled")),
-    "dataclass": Subject(lambda device: Configured(3, {"device": device}), _attribute("weight")),
-    "shallow copies": Subject(_shallow),
-    "tied": Subject(Tied),
     "everything": Subject(Everything),
     "noted": Subject(_noted, _forward(2, 4), copies=False),
-    "views": Subject(_views, copies=False),
     "masked tensor": Subject(_masked, lambda value, device: value.masked.sum().get_data()),
     "jagged tensor": Subject(_jagged, lambda value, device: value.rows.values()),
     "scaled tensor": Subject(
@@ -426,8 +310,3 @@ SUBJECTS: dict[str, Subject] = {
     "quantised": Subject(_converted, _forward(1, 2, 2, 2), copies=False, on=("cpu",)),
     "optimiser": Subject(_stepped, lambda value, device: value.optimiser.state[value.model.weight]["exp_avg"]),
 }
-
-
-def _touched(module: Cached) -> Cached:
-    assert module.doubled is not None
-    return module

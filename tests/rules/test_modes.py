@@ -31,7 +31,7 @@ VALUES = {
 THOROUGH = ("FakeTensorMode", "a dispatch mode", "a function mode", "inference_mode")
 
 
-SOME = ("sparse", "quantised", "everything", "scaled tensor", "optimiser", "views")
+SOME = ("sparse", "quantised", "everything", "scaled tensor", "optimiser")
 
 
 def _holding(tensor: torch.Tensor) -> nn.Module:
