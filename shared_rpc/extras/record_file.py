@@ -24,8 +24,8 @@ import secrets
 import stat
 import struct
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any, NamedTuple, Protocol
 
 from shared_rpc.client.exported import ExportedRecord, RecordBytes
 from shared_rpc.errors import RecordError
@@ -46,9 +46,6 @@ from shared_rpc.memory.revisions import Page
 from shared_rpc.protocol.exported import RecordHeader
 from shared_rpc.protocol.own_files import file_problem
 from shared_rpc.protocol.records import SegmentInfo
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 __all__ = ["FileRecord", "save", "write"]
 
@@ -236,7 +233,7 @@ class _FileSegment:
         pass
 
 
-class FileRecord(RecordBytes):
+class FileRecord(ExportedRecord):
     """A record in a file, for :meth:`Client.adopt`; must be closed, for example by ``with``.
 
     Opening it only reads the header; :meth:`Client.adopt` reads the rest, after the check that the record can be adopted.
@@ -246,23 +243,14 @@ class FileRecord(RecordBytes):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
-        try:
+        with _readable(self.path), ExitStack() as opened:
             # Opening a pipe without a writer would block.
-            fd = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError as error:
-            if error.errno is None:  # a signal handler's own
-                raise
-            raise RecordError(f"cannot read the record {self.path}: {error.strerror}", reason="unreadable") from error
-        self._fd = fd
-        try:
-            status = os.fstat(fd)
+            self._fd = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            opened.callback(self.close)
+            status = os.fstat(self._fd)
             _check_file(self.path, status)
-            header, self._layout, self._digests = _read_head(fd, self.path, status.st_size)
-        except BaseException as error:
-            self.close()
-            if isinstance(error, OSError) and error.errno is not None:
-                raise RecordError(f"cannot read the record {self.path}: {error.strerror}", reason="unreadable") from error
-            raise
+            header, self._layout, self._digests = _read_head(self._fd, self.path, status.st_size)
+            opened.pop_all()
         parts: Any = [_FileSegment(info) for info in header.segments]
         super().__init__(header, parts, (), allocated=False)
 
@@ -272,12 +260,6 @@ class FileRecord(RecordBytes):
         self._closed = True
         if fd >= 0:
             os.close(fd)
-
-    def __enter__(self) -> FileRecord:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self.close()
 
     def copy_to(self, target: RecordBytes) -> None:
         """Read the segments directly into their target memory.
@@ -289,14 +271,24 @@ class FileRecord(RecordBytes):
                 read_parts(parts, carrier_of(device), lambda _: None)
         except PartError as error:
             if error.problem is not None and error.problem.errno:
-                raise RecordError(
-                    f"cannot read the record {self.path}: {error.problem.strerror}", reason="unreadable"
-                ) from error.problem
+                with _readable(self.path):
+                    raise error.problem from None
             raise RecordError(
                 f"the record {self.path} is damaged: bytes {error.part.offset} to {error.part.offset + error.part.nbytes} are "
                 f"not those that were written. Export it again",
                 reason="damaged",
             ) from None
+
+
+@contextmanager
+def _readable(path: str) -> Iterator[None]:
+    """Raise an error of the file system as :class:`RecordError`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:  # a signal handler's own
+            raise
+        raise RecordError(f"cannot read the record {path}: {error.strerror}", reason="unreadable") from error
 
 
 def _check_file(path: str, status: os.stat_result) -> None:
