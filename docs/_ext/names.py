@@ -5,8 +5,8 @@ A docstring has ``:class:`Handle```, as suits a reader of the code; the page cal
 
 from __future__ import annotations
 
-import importlib
 import re
+from pydoc import locate
 from typing import Any, get_type_hints, is_typeddict
 
 import msgspec
@@ -56,20 +56,10 @@ def _pointing_to(node: pending_xref, name: str) -> pending_xref:
 
 
 def _exists(name: str) -> bool:
-    parts = name.split(".")
-    if parts[0] not in ("shared_rpc", "shared_rpc_ray"):
+    if name.partition(".")[0] not in ("shared_rpc", "shared_rpc_ray"):
         return False
-    for count in range(len(parts), 0, -1):
-        try:
-            found: Any = importlib.import_module(".".join(parts[:count]))
-        except ImportError:
-            continue
-        for part in parts[count:]:
-            if part in getattr(found, "__annotations__", ()):
-                return True
-            found = getattr(found, part, None)
-        return found is not None
-    return False
+    owner, _, last = name.rpartition(".")
+    return locate(name) is not None or last in getattr(locate(owner), "__annotations__", ())
 
 
 def skip(app: Sphinx, what: str, name: str, item: object, skipped: bool, options: Any) -> bool | None:
