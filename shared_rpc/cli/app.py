@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -17,7 +17,6 @@ from shared_rpc.cli.options import Arguments, BasePath, Json, Misuse, Socket, is
 from shared_rpc.cli.records import export_object, import_file
 from shared_rpc.cli.rendering import (
     MPS,
-    T,
     ago,
     as_json,
     command_of,
@@ -226,9 +225,6 @@ def objects(context: typer.Context, socket: Socket = None, base_path: BasePath =
         return
     with the_server(socket, base_path) as client:
         items = client.list_objects()
-    if json:
-        as_json(items)
-        return
     columns: dict[str, Callable[[ListedObjectInfo], object]] = {
         "object": lambda item: item["object_id"],
         "of": origin,
@@ -236,7 +232,7 @@ def objects(context: typer.Context, socket: Socket = None, base_path: BasePath =
         "private>": lambda item: size(item["private_nbytes"]),
         "device": lambda item: item["device"],
         "tier": tier_of,
-        "copies": copies_of,
+        "copies?": copies_of,
         "generation>": lambda item: item["generation"],
         "cached": lambda item: "yes" if item["cached"] and item["kind"] == "result" else "no",
         "active>": lambda item: item["active"],
@@ -244,16 +240,13 @@ def objects(context: typer.Context, socket: Socket = None, base_path: BasePath =
         "age>": lambda item: ago(item["created_at"]),
         "last used>": lambda item: ago(item["last_accessed_at"]),
     }
-    listing("", items, _without_copies(items, columns))
+    listing("", items, columns, json)
 
 
 def devices(socket: Socket = None, base_path: BasePath = None, json: Json = False) -> None:
     """List the devices of a server, and how much of their memory it uses."""
     with the_server(socket, base_path) as client:
         items = client.list_devices()
-    if json:
-        as_json(items)
-        return
     columns: dict[str, Callable[[DeviceInfo], object]] = {
         "device": lambda item: item["id"],
         "name": lambda item: item["name"],
@@ -261,15 +254,9 @@ def devices(socket: Socket = None, base_path: BasePath = None, json: Json = Fals
         "free>": lambda item: size(item["free"]) if item["free"] is not None else "-",
         "used>": lambda item: size(item["used"]),
         "quota>": lambda item: size(item["limit"]) if item["limit"] is not None else "none",
-        "copies": copies_of,
+        "copies?": copies_of,
     }
-    listing("", items, _without_copies(items, columns))
-
-
-def _without_copies(items: Iterable[Any], columns: dict[str, Callable[[T], object]]) -> dict[str, Callable[[T], object]]:
-    """Leave out the column of copies if there are none, as on most servers."""
-    shown = any(item["copies"] for item in items)
-    return {name: cell for name, cell in columns.items() if shown or name != "copies"}
+    listing("", items, columns, json)
 
 
 def invalidate(

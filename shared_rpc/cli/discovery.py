@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import errno
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shared_rpc import Client
 from shared_rpc.cli.rendering import complain
+from shared_rpc.client.starting import listens
 from shared_rpc.errors import ConfigurationError, ConnectError, SharedRPCError, TaskError
 from shared_rpc.protocol.peers import is_own_or_root
 from shared_rpc.settings import is_socket_of, resolve_base_path
@@ -39,7 +38,7 @@ def live_servers(base_path: str | None, on_error: Callable[[str], None] = _warn)
                 client.ping()
             except (SharedRPCError, OSError) as error:
                 client.close()
-                if _is_alive(path):
+                if listens(str(path)):
                     # The cause leaves out the advice to start a server.
                     reason = error.__cause__ if isinstance(error.__cause__, ConnectError) else error
                     on_error(str(reason))
@@ -61,11 +60,6 @@ def _is_ours(path: Path, base_path: str) -> bool:
         foreign = not is_own_or_root(path.lstat().st_uid)
         return is_socket_of(base_path, str(path)) if foreign else path.with_name(f"{path.name}.lock").exists()
     return False
-
-
-def _is_alive(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
-        return probe.connect_ex(str(path)) in (0, errno.EAGAIN)
 
 
 @contextmanager

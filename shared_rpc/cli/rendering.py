@@ -7,15 +7,20 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from shared_rpc.errors import one_line
 from shared_rpc.protocol.infos import DeviceInfo, ObjectInfo, ServerInfo
 from shared_rpc.protocol.tasks import Progress, TaskInfo
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress as RichProgress
+    from rich.progress import ProgressColumn
 
 T = TypeVar("T")
 
@@ -39,9 +44,27 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
     console.print(shown)
 
 
-def listing(title: str, items: Iterable[T], columns: Mapping[str, Callable[[T], object]]) -> None:
-    """Print a table with a line for each item; a column has the function of its cells."""
-    table(title, list(columns), [[cell(item) for cell in columns.values()] for item in items])
+def listing(title: str, items: Collection[T], columns: Mapping[str, Callable[[T], object]], json: bool = False) -> None:
+    """Print a table with a line for each item; a column has the function of its cells, and ``-`` is a cell without content.
+
+    A column whose name ends in ``?`` is left out if none of its cells has content.
+
+    :param json: print the items as JSON instead.
+    """
+    if json:
+        as_json(items)
+        return
+    cells = {name: [cell(item) for item in items] for name, cell in columns.items()}
+    shown = {name.rstrip("?"): found for name, found in cells.items() if not name.endswith("?") or {*found} - {"-"}}
+    table(title, list(shown), zip(*shown.values(), strict=True))
+
+
+def bars(console: Console, *columns: ProgressColumn | str) -> RichProgress:
+    """Make bars on a console, which disappear at the end; further columns are to the right of the bar."""
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    texts = TextColumn("{task.description}", markup=False), BarColumn()
+    return Progress(*texts, *columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def complain(text: str) -> None:

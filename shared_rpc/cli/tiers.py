@@ -11,7 +11,7 @@ import typer
 
 from shared_rpc.cli.discovery import the_server
 from shared_rpc.cli.options import BasePath, Json, Socket
-from shared_rpc.cli.rendering import as_json, listing, origin, size, span
+from shared_rpc.cli.rendering import bars, listing, origin, size, span
 from shared_rpc.errors import ConfigurationError, one_line
 from shared_rpc.operations.client import Client
 from shared_rpc.protocol.infos import MoveInfo
@@ -68,37 +68,31 @@ def _moved(client: Client, move: Callable[[], list[MoveInfo]]) -> list[MoveInfo]
     console = Console(stderr=True)
     if not (console.is_terminal and sys.stdout.isatty()):
         return move()
-    from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
+    from rich.progress import DownloadColumn, TaskID
 
-    columns = TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(binary_units=True)
-    bars: dict[str, TaskID] = {}
-    with ThreadPoolExecutor(1) as threads, Progress(*columns, console=console, transient=True) as shown:
+    known: dict[str, TaskID] = {}
+    with ThreadPoolExecutor(1) as threads, bars(console, DownloadColumn(binary_units=True)) as shown:
         moving = threads.submit(move)
         while not wait([moving], timeout=_LOOK).done:
             for item in client.list_objects():
                 if "moving" in item:
-                    if item["object_id"] not in bars:
-                        bars[item["object_id"]] = shown.add_task(f"{one_line(origin(item))} to {item['moving']['to']}")
+                    if item["object_id"] not in known:
+                        known[item["object_id"]] = shown.add_task(f"{one_line(origin(item))} to {item['moving']['to']}")
                     done, total = item["moving"]["done"], item["moving"]["total"]
-                    shown.update(bars[item["object_id"]], completed=done, total=total)
+                    shown.update(known[item["object_id"]], completed=done, total=total)
         return moving.result()
 
 
 def _show(moves: list[MoveInfo], column: str, json: bool) -> None:
-    if json:
-        as_json(moves)
-    elif moves:
-        listing(
-            "",
-            moves,
-            {
-                "object": lambda move: move["object_id"],
-                "of": lambda move: move["cache_key"] or move["endpoint"] or "buffer",
-                "tier": lambda move: move["tier"],
-                column: lambda move: size(move["nbytes"]),
-                "copied>": lambda move: size(move["copied"]),
-                "took>": lambda move: span(move["seconds"]),
-            },
-        )
-    else:
+    if not moves and not json:
         print("nothing is to be moved")
+        return
+    columns: dict[str, Callable[[MoveInfo], object]] = {
+        "object": lambda move: move["object_id"],
+        "of": lambda move: move["cache_key"] or move["endpoint"] or "buffer",
+        "tier": lambda move: move["tier"],
+        column: lambda move: size(move["nbytes"]),
+        "copied>": lambda move: size(move["copied"]),
+        "took>": lambda move: span(move["seconds"]),
+    }
+    listing("", moves, columns, json)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shared_rpc.cli.options import Json, in_bytes
-from shared_rpc.cli.rendering import as_json, complain, table
+from shared_rpc.cli.rendering import as_json, bars, complain, table
 from shared_rpc.errors import SharedRPCError, one_line
 
 if TYPE_CHECKING:
@@ -41,16 +41,14 @@ def verify(
     2 if there was nothing to check, 128 plus the signal's number if it was interrupted.
     """
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import TimeElapsedColumn
 
     from shared_rpc.extras import verify as verification
 
     try:
         nbytes = in_bytes(f"--size {size}", size) if size is not None else None
         settings = verification.Settings(device, workers, nbytes, lifetimes, cycles, tuple(check or ()))
-        columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn()
-        console = Console(stderr=True)
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        with bars(Console(stderr=True), TimeElapsedColumn()) as bar:
             task = bar.add_task("", total=1)
             report = verification.verify(settings, lambda title, done: bar.update(task, completed=done, description=title))
     except (verification.CannotRun, SharedRPCError, OSError) as error:

@@ -7,16 +7,11 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from shared_rpc import Client
-from shared_rpc.cli.rendering import percent, size, status_of, steps, task_object, took
-from shared_rpc.client.results import ReceivedResult
-from shared_rpc.client.steps import reached
+from shared_rpc.cli.rendering import bars, percent, size, status_of, steps, task_object, took
 from shared_rpc.errors import SharedRPCError, StaleHandleError, TaskCancelled, one_line
 from shared_rpc.operations.tasks import fetch_task, watched
 from shared_rpc.protocol.infos import ObjectInfo
-from shared_rpc.protocol.records import TensorTable
 from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
 
 if TYPE_CHECKING:
@@ -32,7 +27,7 @@ def wait(client: Client, task_id: str, timeout: float | None, display: Lines, *,
     """Show a task's status and progress until it ends, and then its result, which is not rebuilt here.
 
     :param timeout: see :meth:`Client.wait_for_task`.
-    :param fetch: fetch the result from the server, for a single user.
+    :param fetch: take the result from the server, for a single user.
     :raises SharedRPCError: if the task failed, was cancelled, is unknown, or is still running after ``timeout`` seconds.
     """
 
@@ -44,25 +39,15 @@ def wait(client: Client, task_id: str, timeout: float | None, display: Lines, *,
     poll = timeout == 0
     seconds = _PATIENCE if poll else timeout if timeout is not None and timeout < _LONGEST else None
     with display:
-        if not fetch:
-            info = client._run(watched(task_id, changed, poll), timeout=seconds)
-            _check(info)
-            facts = _result_facts(client, info)
-        else:
-            try:
-                result = client._run(fetch_task(task_id, changed, poll), timeout=seconds)
-            except SharedRPCError:
-                raise
-            except Exception:
-                # An endpoint's own exception arrives here if its task ended while nothing was read, or just in time.
-                _check(client.get_task_status(task_id))
-                raise
-            with result:
-                facts = _facts(result, client)
+        info = client._run(watched(task_id, changed, poll, claim=fetch), timeout=seconds)
+        _check(info)
+        facts = _facts(client, info)
+        if fetch:
+            client._run(fetch_task(task_id, None, poll=True)).close()
     display.end(facts)
 
 
-def _result_facts(client: Client, info: TaskInfo) -> dict[str, Any]:
+def _facts(client: Client, info: TaskInfo) -> dict[str, Any]:
     known: ObjectInfo | None = None
     with suppress(StaleHandleError):  # another client has fetched it, and nothing keeps it
         known = client.get_object_info(info.object_id or "")
@@ -81,20 +66,6 @@ def _check(info: TaskInfo) -> None:
         raise SharedRPCError(one_line(f"{what} failed: {info.error_type}: {info.error_message}"))
     if info.status is TaskStatus.CANCELLED:
         raise TaskCancelled(f"{what} was cancelled")
-
-
-def _facts(result: ReceivedResult, client: Client) -> dict[str, Any]:
-    message = result.message
-    table = msgspec.msgpack.decode(message.table, type=TensorTable)
-    own = client._run(reached(client._known())).device
-    private = {number for number, info in enumerate(message.segments) if info.access == "private"}
-    storages = sum(part.nbytes for part in table.storages if part.segment not in private)
-    return {
-        "object_id": message.object_id,
-        "nbytes": storages + sum(part.nbytes for part in table.buffers),
-        "device": next((info.device for info in message.segments if info.device != "cpu"), own),
-        "managed": message.managed,
-    }
 
 
 def display_for(machine: bool) -> Lines:
@@ -165,18 +136,12 @@ class _Bar(Lines):
     """Displays a bar on one line, which pulses while the total is unknown."""
 
     def __init__(self, console: Console) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.progress import TextColumn, TimeElapsedColumn
         from rich.table import Column
 
         super().__init__()
-        self._bar = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            TextColumn("{task.fields[steps]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-        )
+        words = TextColumn("{task.fields[steps]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis"))
+        self._bar = bars(console, words, TimeElapsedColumn())
         self._task = self._bar.add_task("waiting", total=None, steps="")
 
     def __enter__(self) -> None:
