@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from functools import partial
-from typing import TYPE_CHECKING, Annotated, Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -26,11 +26,19 @@ if TYPE_CHECKING:
     from shared_rpc.server.server import Server
 
 _DEFAULTS = ServeOptions()
-#: The groups of options in the help of ``serve``.
-_worker, _memory, _clients, _cluster, _observability = (
-    partial(typer.Option, rich_help_panel=panel)
-    for panel in ("Workers", "Memory", "Tasks and clients", "Cluster", "Observability")
-)
+
+
+def _panel(name: str) -> Callable[..., Any]:
+    """Return a function that makes the options of a group in the help of ``serve``."""
+
+    def option(text: str, metavar: str | None = None, *, flag: str | None = None, **limits: Any) -> Any:
+        return typer.Option(*filter(None, [flag]), metavar=metavar, help=text, rich_help_panel=name, **limits)
+
+    return option
+
+
+_worker, _memory, _clients = _panel("Workers"), _panel("Memory"), _panel("Tasks and clients")
+_cluster, _observability = _panel("Cluster"), _panel("Observability")
 
 
 def serve(
@@ -48,108 +56,84 @@ def serve(
         str | None, typer.Option(metavar="PATH", help="Prefix of the socket's path; SHARED_TENSOR_BASE_PATH by default.")
     ] = None,
     socket: Annotated[str | None, typer.Option(metavar="PATH", help="Listen at this path.")] = None,
-    device: Annotated[str | None, _worker(help="auto, cpu, cuda or cuda:<index>; the provider's own by default.")] = None,
-    workers: Annotated[int, _worker(min=1, help="Processes that run endpoints.")] = _DEFAULTS.workers,
-    worker_device: Annotated[
-        list[str] | None, _worker(help="The device of each worker in turn; repeat it for each GPU.")
-    ] = None,
-    threads: Annotated[int | None, _worker(min=1, help="Threads of a worker that run endpoints.")] = None,
+    device: Annotated[str | None, _worker("auto, cpu, cuda or cuda:<index>; the provider's own by default.")] = None,
+    workers: Annotated[int, _worker("Processes that run endpoints.", min=1)] = _DEFAULTS.workers,
+    worker_device: Annotated[list[str] | None, _worker("The device of each worker in turn; repeat it for each GPU.")] = None,
+    threads: Annotated[int | None, _worker("Threads of a worker that run endpoints.", min=1)] = None,
     build_timeout: Annotated[
         float | None,
-        _worker(
-            min=0.001, metavar="SECONDS", help="Time limit of a run, after which its worker is killed; no limit by default."
-        ),
+        _worker("Time limit of a run, after which its worker is killed; no limit by default.", "SECONDS", min=0.001),
     ] = None,
     no_preload: Annotated[
         bool,
         _worker(
-            "--no-preload", help="Start each worker as a new process, not by forking one that has imported the app's packages."
+            "Start each worker as a new process, not by forking one that has imported the app's packages.", flag="--no-preload"
         ),
     ] = False,
-    in_process: Annotated[bool, _worker("--in-process", help="Run the endpoints in this process, without workers.")] = False,
+    in_process: Annotated[bool, _worker("Run the endpoints in this process, without workers.", flag="--in-process")] = False,
     max_bytes: Annotated[
         str | None,
-        _memory(
-            metavar="SIZE",
-            help="Memory of objects without leases; the least recently used are dropped first. No limit by default.",
-        ),
+        _memory("Memory of objects without leases; the least recently used are dropped first. No limit by default.", "SIZE"),
     ] = None,
     quota: Annotated[
         list[str] | None,
-        _memory(
-            metavar="DEVICE=AMOUNT",
-            help="Memory of all objects and buffers on a device: cuda:0=0.8, or cpu=8GiB. May be repeated.",
-        ),
+        _memory("Memory of all objects and buffers on a device: cuda:0=0.8, or cpu=8GiB. May be repeated.", "DEVICE=AMOUNT"),
     ] = None,
     when_full: Annotated[
         Literal["evict", "refuse"],
-        _memory(help="What to do with a request that exceeds a quota: refuse it, or evict unused objects while it waits."),
+        _memory("What to do with a request that exceeds a quota: refuse it, or evict unused objects while it waits."),
     ] = _DEFAULTS.when_full,
     host_quota: Annotated[
-        str | None, _memory(metavar="AMOUNT", help="Memory of host copies of evicted objects. No limit by default.")
+        str | None, _memory("Memory of host copies of evicted objects. No limit by default.", "AMOUNT")
     ] = None,
     spill_dir: Annotated[
-        str | None, _memory(metavar="DIRECTORY", help="Directory for unnamed files with evicted objects; none by default.")
+        str | None, _memory("Directory for unnamed files with evicted objects; none by default.", "DIRECTORY")
     ] = None,
-    pool_initial: Annotated[
-        str | None, _memory(metavar="SIZE", help="Initial size of a session's pool for results: 4M by default.")
-    ] = None,
-    pool_limit: Annotated[
-        str | None, _memory(metavar="SIZE", help="Maximum size of the pool: 256M by default; 0 disables pools.")
-    ] = None,
-    max_tasks: Annotated[int, _clients(min=1, help="Tasks that may be pending or running.")] = _DEFAULTS.max_tasks,
+    pool_initial: Annotated[str | None, _memory("Initial size of a session's pool for results: 4M by default.", "SIZE")] = None,
+    pool_limit: Annotated[str | None, _memory("Maximum size of the pool: 256M by default; 0 disables pools.", "SIZE")] = None,
+    max_tasks: Annotated[int, _clients("Tasks that may be pending or running.", min=1)] = _DEFAULTS.max_tasks,
     result_ttl: Annotated[
-        float, _clients(min=0, metavar="SECONDS", help="How long a finished task and its result are kept.")
+        float, _clients("How long a finished task and its result are kept.", "SECONDS", min=0)
     ] = _DEFAULTS.result_ttl,
     max_connections: Annotated[
-        int, _clients(min=1, help="Further connections are refused with ServerBusy.")
+        int, _clients("Further connections are refused with ServerBusy.", min=1)
     ] = _DEFAULTS.max_connections,
     client_code: Annotated[
         ClientCode,
         _clients(
-            help="Which clients may send modules and records, whose code runs in workers and in other clients: all, those in "
+            "Which clients may send modules and records, whose code runs in workers and in other clients: all, those in "
             "the server's own pid namespace, or none."
         ),
     ] = _DEFAULTS.client_code,
     idle_exit: Annotated[
         float | None,
-        _clients(
-            min=0.001, metavar="SECONDS", help="Exit after this time without a client, lease, task or call; never by default."
-        ),
+        _clients("Exit after this time without a client, lease, task or call; never by default.", "SECONDS", min=0.001),
     ] = None,
     cluster: Annotated[
         str | None,
-        _cluster(
-            metavar="NAME", help="Share objects with the servers of this name on the hosts of a cluster; needs the extra 'ray'."
-        ),
+        _cluster("Share objects with the servers of this name on the hosts of a cluster; needs the extra 'ray'.", "NAME"),
     ] = None,
     cluster_program: Annotated[
-        str | None, _cluster(metavar="COMMAND", help="Start this program instead, which answers the server's misses.")
+        str | None, _cluster("Start this program instead, which answers the server's misses.", "COMMAND")
     ] = None,
     source_grace: Annotated[
         float,
-        _cluster(
-            min=0, metavar="SECONDS", help="How long calls wait for a cluster that does not answer, before they are built here."
-        ),
+        _cluster("How long calls wait for a cluster that does not answer, before they are built here.", "SECONDS", min=0),
     ] = _DEFAULTS.source_grace,
     metrics_port: Annotated[
         int | None,
-        _observability(
-            min=0, max=65535, help="Serve metrics for Prometheus there, 0 for any free port; needs the extra 'metrics'."
-        ),
+        _observability("Serve metrics for Prometheus there, 0 for any free port; needs the extra 'metrics'.", min=0, max=65535),
     ] = None,
     metrics_host: Annotated[
-        str, _observability(metavar="ADDRESS", help="Address of the metrics port; 0.0.0.0 for other hosts.")
+        str, _observability("Address of the metrics port; 0.0.0.0 for other hosts.", "ADDRESS")
     ] = _DEFAULTS.metrics_host,
-    log_format: Annotated[LogFormat | None, _observability(help="Log to standard error, one line for each event.")] = None,
+    log_format: Annotated[LogFormat | None, _observability("Log to standard error, one line for each event.")] = None,
     log_level: Annotated[
-        LogLevel | None, _observability(help="Minimum level of the log: info with --log-format, else warning, by default.")
+        LogLevel | None, _observability("Minimum level of the log: info with --log-format, else warning, by default.")
     ] = None,
     hook: Annotated[
         list[str] | None,
-        _observability(
-            metavar="MODULE:NAME", help="A function that the server imports and calls with every event. May be repeated."
-        ),
+        _observability("A function that the server imports and calls with every event. May be repeated.", "MODULE:NAME"),
     ] = None,
 ) -> None:
     """Serve the providers of an app until SIGINT or SIGTERM; SIGHUP reloads its code.
