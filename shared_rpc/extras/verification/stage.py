@@ -190,8 +190,10 @@ class Stage:
             self._start("clients", client_environment(), "shared_rpc.extras.verification.clients", words, [control.fileno()])
         try:
             self.ensure_server()
-            with self.connect():
-                pass
+            self.nbytes = true_size(0)
+            with self.connect() as client:  # a build gives the worker a context, without which a GPU's free memory is unknown
+                client.ask("attach", nbytes=self.nbytes, seed=0)
+                self.drop(0)
         except (SharedRPCError, ClientFailed) as error:
             raise CannotRun(f"{error}; {' | '.join(self.log('server', 3) + self.log('clients', 3))}") from error
         import torch
@@ -208,7 +210,7 @@ class Stage:
             "torch": torch.__version__,
             "cuda": torch.version.cuda if self.on_gpu else None,
         }
-        if self.nbytes * _MODELS > (free := self._memory()["free"] or 0):
+        if self.nbytes * _MODELS > (free := self._free_and_all()[0]):
             raise CannotRun(
                 f"a model of {size(self.nbytes)} needs up to {_MODELS} times as much, and {size(free)} are free on "
                 f"{self.device['name']}: choose a smaller --size"
@@ -313,11 +315,16 @@ class Stage:
     def _memory(self) -> DeviceInfo:
         return next(device for device in self.client.list_devices() if device["id"] == self.info()["device"])
 
+    def _free_and_all(self) -> tuple[int, int]:
+        memory = self._memory()
+        assert memory["free"] is not None, "it is known once the worker has built a model"
+        return memory["free"], memory["total"]
+
     def used(self) -> int:
         """Measure the bytes in use: by the verification's processes on the host, by all programs on a GPU."""
         if self.on_gpu:
-            memory = self._memory()
-            return memory["total"] - (memory["free"] or 0)
+            free, total = self._free_and_all()
+            return total - free
         # Without the worker's allocations: its allocator keeps memory of a build.
         return self.segments() + sum(private_bytes(pid) for pid in {*self.pids()} - {*self.server_pids()})
 
