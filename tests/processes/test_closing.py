@@ -52,25 +52,15 @@ def close(nbytes: int) -> int:
         return segment.fileno()
 
 
-def test_large_memory_is_closed_by_another_thread(spared: None, closes: Closes) -> None:
-    """Without blocking this one."""
-    with late_closings():
-        number = close(LARGE)
-        assert closes.threads(number) == []
-        assert len(CLOSER) == 1
-        assert CLOSER.left() == {"cpu": LARGE}
-    assert closes.threads(number) == ["shared-rpc-closer"]
-    assert len(CLOSER) == 0
-
-
 def test_the_last_owner_closes_the_memory(spared: None, closes: Closes) -> None:
-    """Memory still held by a reply is closed by another thread after that is sent."""
+    """In another thread: memory still held by a reply is closed after that is sent."""
     segment = HOST.create(LARGE)
     reply, number = segment.duplicate(), segment.fileno()
     segment.close()
     assert len(CLOSER) == 0
-    reply.close()
-    CLOSER.wait()
+    with late_closings():
+        reply.close()
+        assert (len(CLOSER), CLOSER.left()) == (1, {"cpu": LARGE})
     assert closes.threads(number) == ["shared-rpc-closer"]
 
 

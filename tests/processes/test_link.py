@@ -146,17 +146,6 @@ def test_half_a_frame_does_not_block(ask: Ask, raw: Raw) -> None:
     assert third.result(20).message == m.Pong()
 
 
-def test_posted_messages_are_sent_at_once(ask: Ask, raw: Raw, link: BlockingLink) -> None:
-    """While another thread reads, and without waiting for an answer."""
-    asked = ask()
-    assert isinstance(raw.hear(), m.Ping)
-    link.post(m.Release(["an id"]))
-    assert raw.hear() == m.Release(["an id"])
-    raw.say(m.Count(1), 2)
-    raw.say(m.Pong(), 1)
-    assert asked.result(20).message == m.Pong()
-
-
 def test_posts_to_a_slow_server_do_not_block(raw: Raw, link: BlockingLink) -> None:
     """They are sent when the server reads."""
     begin = time.monotonic()

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from shared_rpc import Client, Provider, Server
+from shared_rpc import Provider, Server
 from shared_rpc.errors import ConfigurationError
-from shared_rpc.memory.mapping import MAPPINGS
 from tests.kit.apps import Connect, Serve
 from tests.kit.attacker import STRANGER, as_uid, common_directory, needs_another_uid, needs_namespaces
 from tests.kit.processes import Child, Program, sigstop
@@ -160,24 +159,6 @@ def test_a_directory_of_another_user_is_refused(tmp_path: Path, serve: Serve) ->
 
 
 # The path.
-
-
-def test_a_socket_path_that_is_too_long_is_refused(provider: Provider, tmp_path: Path) -> None:
-    """The kernel's error is raised with the path."""
-    path = tmp_path / ("x" * 100)
-    with pytest.raises(ConfigurationError, match=f"cannot listen on {path}"):
-        Server(provider, socket_path=path).start()
-
-
-def test_a_relative_path_is_fixed_on_creation(provider: Provider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Relative to the working directory at that time."""
-    monkeypatch.chdir(tmp_path)
-    client = Client(socket_path="here.sock")
-    with Server(provider, socket_path="here.sock") as server, client:
-        monkeypatch.chdir("/")
-        client.ping()
-        assert server.info()["socket_path"] == server.socket_path == str(tmp_path / "here.sock")
-    assert server.socket_path not in MAPPINGS.homes
 
 
 # Other users.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 import torch
 
 from shared_rpc import Client, Provider, Server
-from shared_rpc.cli.discovery import live_servers
 from shared_rpc.client.starting import ServerStarter
 from shared_rpc.errors import ConfigurationError, ConnectError
 from shared_rpc.settings import ServeOptions
@@ -102,13 +100,6 @@ def client(**options: float) -> Client:
     return Client(device="cpu", **{"connect_timeout": 0.0, "timeout": 30.0, **options})
 
 
-def test_servers_work_in_a_sticky_directory(sticky: Path) -> None:
-    """Server and client connect; only the lock stays."""
-    with server(), client() as mine:
-        assert mine.call("ones", 3).tolist() == [1, 1, 1]
-    assert os.listdir(sticky) == ["s-cpu.sock.lock"]
-
-
 @needs_root
 def test_servers_work_in_roots_sticky_directory(path: str, stranger: Program) -> None:
     """Such as /tmp, for another user than root."""
@@ -193,31 +184,6 @@ def test_servers_name_the_squatter(path: str, squatter: Child) -> None:
     assert os.lstat(path).st_uid == NOBODY
 
 
-@needs_root
-def test_a_dead_socket_of_another_user_is_reported(path: str) -> None:
-    """Only that user may remove it: both sides say so."""
-    with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(path)
-    os.lchown(path, NOBODY, NOBODY)
-    with pytest.raises(ConfigurationError, match=f"{path} belongs to uid {NOBODY}"):
-        server().start()
-    with client() as mine, pytest.raises(ConnectError, match=f"no server listens there; the file belongs to uid {NOBODY}"):
-        mine.ping()
-
-
-@needs_root
-def test_other_users_sockets_are_not_listed(sticky: Path, path: str, stranger: Program) -> None:
-    """Except at the path of this user's server, where it is reported."""
-    elsewhere = LISTENING.format(backlog=5).replace("path", "path.replace('/s-', '/theirs-')")
-    for code in (elsewhere, LISTENING.format(backlog=5)):
-        stranger(code).expect("listening")
-    Path(f"{sticky}/theirs-cpu.sock.lock").touch()
-    warnings: list[str] = []
-    with live_servers(None, warnings.append) as found:
-        assert found == []
-    assert len(warnings) == 1 and f"the server at {path} belongs to uid {NOBODY}" in warnings[0]
-
-
 # Files that are in the way.
 
 
@@ -264,10 +230,3 @@ def test_links_of_another_user_are_refused(sticky: Path, path: str) -> None:
         mine.ping()
     with pytest.raises(ConfigurationError, match=f"{path} belongs to uid {NOBODY}"):
         server().start()
-
-
-def test_links_of_this_user_are_followed(sticky: Path, path: str) -> None:
-    """Their maker knows the target."""
-    os.symlink(f"{sticky}/other.sock", path)
-    with Server(Provider(device="cpu"), socket_path=f"{sticky}/other.sock"), client() as mine:
-        mine.ping()

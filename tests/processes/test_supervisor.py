@@ -145,18 +145,6 @@ async def test_a_failed_first_load_fails_the_start(stage: Stage, starting: async
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("workers", [2])
-async def test_workers_that_fail_after_another_has_loaded_are_restarted(stage: Stage, starting: asyncio.Task[None]) -> None:
-    """And the start succeeds; even if the loaded one has ended before."""
-    stage.workers[0].load()
-    stage.workers[0].kill("")
-    stage.workers[1].kill("")
-    await starting
-    await turns(lambda: len(stage.supervisor.workers) == 2)
-    assert (stage.supervisor.crashes, stage.supervisor.restarts) == (2, {0: 1, 1: 1})
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize("workers", [2])
 async def test_configuration_errors_fail_the_start(stage: Stage, starting: asyncio.Task[None]) -> None:
     """Even after another worker has loaded the app; without retries."""
     stage.workers[0].load()

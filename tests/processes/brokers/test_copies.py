@@ -14,14 +14,13 @@ from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import anyio
-import msgspec
 import pytest
 
 from shared_rpc.broker import memory as broker_memory
 from shared_rpc.broker import supervisor
 from shared_rpc.broker.broker import Broker
 from shared_rpc.broker.worker import BARE, WorkerCommand
-from shared_rpc.errors import CapabilityError, WorkerCrashed
+from shared_rpc.errors import WorkerCrashed
 from shared_rpc.memory.backends.choice import backend_for
 from shared_rpc.memory.segments import Segment
 from shared_rpc.memory.spill import SpillDirectory
@@ -304,18 +303,6 @@ def test_a_stalled_worker_times_out(
     with pytest.raises(WorkerCrashed, match=r"has copied nothing for 0\.3 s"):
         copier.memory.lower([segment], "host")
     held.unlink()
-
-
-def test_a_full_gpu_is_reported(copier: Copier, filled: Filled) -> None:
-    """With the worker's error, and the copy stays valid."""
-    segment = filled()
-    [copy] = copier.memory.lower([segment], "host")
-    large = msgspec.structs.replace(segment.info, id="0", nbytes=1 << 50)
-    with pytest.raises(CapabilityError, match=f"cannot allocate {1 << 50} bytes on GPU {segment.info.device}"):
-        copier.memory.raise_([copy], [large])
-    [again] = copier.memory.raise_([copy], [segment.info.incarnation(1)])
-    with closing(again), closing(copy):
-        assert bytes_of(again) == bytes_of(segment)
 
 
 # Copies and allocations by a worker without the app.

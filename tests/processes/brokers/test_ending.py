@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shared_rpc import AsyncClient, Provider, Server
-from shared_rpc.errors import DeadlineExceeded, ServerBusy
+from shared_rpc.errors import ServerBusy
 from tests.kit.brokers import BrokerApp, begun, is_running, worker_pids
 from tests.kit.processes import Child, eventually
 
@@ -53,17 +53,6 @@ def test_tasks_keep_a_broker_running(app: BrokerApp, tmp_path: Path) -> None:
     assert goes_on(broker)
     with app.connect() as client:
         assert client.get_task_result(kept)[0, 0] == 4
-    assert broker.close()[0] == 0
-
-
-def test_abandoned_calls_keep_a_broker_running(app: BrokerApp, tmp_path: Path) -> None:
-    """Until the run has ended, since its result is cached."""
-    broker = app.start("--idle-exit", IDLE)
-    with app.connect(timeout=0.3) as client, pytest.raises(DeadlineExceeded):
-        client.call("slow", str(tmp_path / "go"))
-    eventually(begun(tmp_path / "go"))
-    assert goes_on(broker)
-    (tmp_path / "go").touch()
     assert broker.close()[0] == 0
 
 

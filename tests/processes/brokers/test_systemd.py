@@ -144,20 +144,6 @@ async def test_handles_and_leases_survive_a_restart(
         assert client.get_server_info()["leases"] == 0
 
 
-def test_handles_of_unlisted_objects_do_not_survive(manager: ServiceManager, broker: Child, client: Client) -> None:
-    """Only objects listed by the cache are stored: the error of a handle of any other one says that it was dropped."""
-    handle = client.call("held")
-    manager.expect(lambda: len(manager.objects()) == 1)
-    client.invalidate_endpoint_cache("held")
-    assert not handle.is_stale()
-    manager.expect(lambda: not manager.objects() and not manager.names("segment-"))
-    restart(broker, manager)
-    with pytest.raises(errors.StaleHandleError) as stale:
-        client.ensure_handle_live(handle)
-    assert stale.value.reason == "object_gone"
-    assert handle.value.sum() == 28
-
-
 def test_dropped_objects_leave_the_store(app: BrokerApp, manager: ServiceManager) -> None:
     """By invalidation, and for the budget; exactly the others exist after a restart."""
     broker = manager.start("--max-bytes", "12K")
@@ -391,27 +377,6 @@ def test_a_socket_without_a_provider_is_an_error(app: BrokerApp, manager: Servic
     code, stderr = broker.close()
     assert code == 1
     assert f"the service manager listens at {manager.path}, but the app serves at {app.base_path}-other-cpu.sock" in stderr
-
-
-def test_removed_providers_are_not_recovered(app: BrokerApp, manager: ServiceManager) -> None:
-    """Results of a provider that the app lacks are dropped with it."""
-    app.write("""
-        second = Provider(os.environ["SHARED_TENSOR_BASE_PATH"] + "-2", device="cpu")
-
-        @second.share
-        def other():
-            return torch.ones(1)
-    """)
-    broker = manager.start()
-    client = app.connect(connect_timeout=20)
-    client.call("model")
-    with Client(f"{app.base_path}-2", device="cpu") as other:
-        other.call("other")
-    app.write()
-    restart(broker, manager, 2)
-    manager.expect(lambda: len(manager.state.services) == len(manager.objects()) == 1)
-    assert not os.path.exists(f"{app.base_path}-2-cpu.sock")
-    assert client.call("model").weight[0, 0] == 4
 
 
 #: An app on a GPU.
