@@ -25,6 +25,7 @@ import logging
 import os
 import stat
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
@@ -48,7 +49,7 @@ _log = logging.getLogger("shared_rpc.broker")
 #: The name of the state in the manager's store.
 STATE = "state"
 #: The first bytes of the state. The number is raised with every change of the format.
-_FORMAT = b"shared-rpc state 2\n"
+_FORMAT = b"shared-rpc state 3\n"
 #: The offsets of its halves; and the head of a half: the number of the write, the size, the digest.
 _HALVES = (1 << 12, 1 << 31)
 _HEAD = struct.Struct("<QQ16s")
@@ -89,8 +90,8 @@ class _Memory(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     digest: bytes
 
 
-class _Object(msgspec.Struct, array_like=True, forbid_unknown_fields=True, dict=True):
-    """An object. ``key`` is the provider's key, ``code`` the :func:`code_of` its endpoint.
+class StoredEntry(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """An object of the state. ``key`` is the provider's key, ``code`` the :func:`code_of` its endpoint.
 
     ``memory`` lists its segments in order, or their copies if it is cold; ``page`` is the name of its page.
     """
@@ -106,18 +107,19 @@ class _Object(msgspec.Struct, array_like=True, forbid_unknown_fields=True, dict=
     page: str | None
     terms: tuple[float | None, int | None, bool] | None
 
-    @functools.cached_property
     def names(self) -> set[str]:
-        """The names of all its descriptors."""
+        """Return the names of all its descriptors."""
         own = [f"object-{self.facts.object_id}", *([self.page] if self.page is not None else [])]
         return {*own, *(memory.name for memory in self.memory)}
 
 
 class StoredState(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """The whole state: providers by their keys, and objects by their ids."""
+    """The whole state: providers by their keys, and objects by their ids: each an :class:`StoredEntry` in MessagePack, which a
+    change of another one does not encode again.
+    """
 
     services: dict[str, _Service] = {}
-    objects: dict[str, _Object] = {}
+    objects: dict[str, msgspec.Raw] = {}
 
 
 def code_of(spec: EndpointSpec | None) -> str:
@@ -187,8 +189,12 @@ class FdStore:
         self._closed = not notifier.there
         self._file: StateFile | None = None
         self._state = StoredState()
-        #: The names of all stored descriptors except the state.
+        #: The names of all stored descriptors except the state, and those that the next write removes if no object has them.
         self._stored: set[str] = set()
+        self._unused: set[str] = set()
+        #: The names of each object's descriptors, and the number of objects that have a name.
+        self._names: dict[str, set[str]] = {}
+        self._uses: Counter[str] = Counter()
         #: True if the state was written in this turn of the loop; and True if it has changed since.
         self._turn = self._changed = False
 
@@ -239,21 +245,38 @@ class FdStore:
         if self._closed or any(segment.info.mechanism in EXPORTER_OWNED for segment in stored.record.segments):
             return
         try:
-            self._state.objects[stored.object_id] = self._describe(key, stored, code, terms, copies)
+            found = self._describe(key, stored, code, terms, copies)
         except Exception as error:
             _log.error("cannot store object %s for the next broker: %s", stored.object_id, error)
             self.remove(stored.object_id)
         else:
+            self._put(found)
             self._change()
 
     def remove(self, object_id: str) -> None:
         """Remove an object, if it is stored."""
-        if not self._closed and self._state.objects.pop(object_id, None) is not None:
+        if not self._closed and self._pop(object_id):
             self._change()
+
+    def _put(self, found: StoredEntry) -> None:
+        object_id = found.facts.object_id
+        self._pop(object_id)
+        self._state.objects[object_id] = msgspec.Raw(msgspec.msgpack.encode(found))
+        self._names[object_id] = found.names()
+        self._uses.update(self._names[object_id])
+
+    def _pop(self, object_id: str) -> bool:
+        """Remove an object from the state; return False if it is not there."""
+        if self._state.objects.pop(object_id, None) is None:
+            return False
+        names = self._names.pop(object_id)
+        self._uses.subtract(names)
+        self._unused |= names
+        return True
 
     def _describe(
         self, key: str, stored: StoredObject, code: str, terms: Terms | None, copies: Mapping[str, Sequence[LowerCopy]]
-    ) -> _Object:
+    ) -> StoredEntry:
         """Store the descriptors of an object; return its entry in the state."""
         record, memory = stored.record, []
         for number, segment in enumerate(record.segments):
@@ -265,7 +288,7 @@ class FdStore:
         if page is not None and stored.page is not None:
             self._store(page, stored.page.fileno())
         self._store_value(f"object-{stored.object_id}", record)
-        return _Object(
+        return StoredEntry(
             key,
             code,
             msgspec.convert(stored, _Facts, from_attributes=True),
@@ -290,6 +313,7 @@ class FdStore:
             return
         self._notifier.store(name, fd)
         self._stored.add(name)
+        self._unused.add(name)
         if self._capacity is not None and len(self._stored) >= self._capacity:  # the state is one more
             text = "the service manager keeps at most %d descriptors, and %d were sent: raise FileDescriptorStoreMax="
             _log.warning(text, self._capacity, len(self._stored) + 1)
@@ -318,10 +342,12 @@ class FdStore:
         except OSError as error:
             _log.error("cannot store the broker's state with the service manager: %s", error)
             return
-        named = {name for found in self._state.objects.values() for name in found.names}
-        for name in self._stored - named:
-            self._notifier.remove(name)
-        self._stored &= named
+        for name in self._unused:
+            if self._uses[name] == 0:
+                del self._uses[name]
+                self._stored.discard(name)
+                self._notifier.remove(name)
+        self._unused.clear()
 
     # Recovery.
 
@@ -334,17 +360,18 @@ class FdStore:
         for name, fd in passed:
             if fds.setdefault(name, fd) != fd:
                 os.close(fd)
-        self._recover_state(fds.pop(STATE, None))
-        self._stored = set(fds)
+        objects = self._recover_state(fds.pop(STATE, None))
+        self._stored, self._unused = set(fds), set(fds)
         cores = {key: serve(service.serve, service.server_id) for key, service in list(self._state.services.items())}
-        for found in sorted(self._state.objects.values(), key=lambda found: found.facts.created_at):
+        for found in sorted(objects, key=lambda found: found.facts.created_at):
+            self._put(found)
             try:
                 if found.key not in cores:
                     raise ValueError(f"its provider {found.key!r} is not stored")
                 cores[found.key].recover(*_recovered(found, self._state.services[found.key].serve.endpoints, fds))
             except (ValueError, OSError) as error:
                 _log.error("the stored object %s is unusable and is removed: %s", found.facts.object_id, error)
-                self._state.objects.pop(found.facts.object_id, None)
+                self._pop(found.facts.object_id)
         for core in cores.values():
             core.objects.settle()  # the budget may have changed
         for fd in fds.values():
@@ -352,19 +379,21 @@ class FdStore:
         if not self._closed:
             self._change()
 
-    def _recover_state(self, fd: int | None) -> None:
+    def _recover_state(self, fd: int | None) -> list[StoredEntry]:
+        """Take an earlier broker's state over; return its objects, which are not part of the state yet."""
         if fd is None:
-            return
+            return []
         try:
             file = StateFile(fd)
-            if file.data:
-                self._state = msgspec.msgpack.decode(file.data, type=StoredState)
+            state = msgspec.msgpack.decode(file.data, type=StoredState) if file.data else StoredState()
+            objects = [msgspec.msgpack.decode(encoded, type=StoredEntry) for encoded in state.objects.values()]
         except (ValueError, OSError) as error:
             _log.error("the stored state is unusable and is removed: %s", error)
             os.close(fd)
             self._notifier.remove(STATE)
-        else:
-            self._file = file
+            return []
+        self._file, self._state.services = file, state.services
+        return objects
 
 
 def _name_of(segment_id: str, part: LowerCopy) -> str:
@@ -374,14 +403,14 @@ def _name_of(segment_id: str, part: LowerCopy) -> str:
 
 
 def _recovered(
-    found: _Object, endpoints: Iterable[EndpointSpec], fds: Mapping[str, int]
+    found: StoredEntry, endpoints: Iterable[EndpointSpec], fds: Mapping[str, int]
 ) -> tuple[StoredObject, Terms | None, list[tuple[SegmentInfo, LowerCopy]]]:
     """Return an object with duplicates of its descriptors, a buffer's terms, and the copies of a cold one's segments.
 
     :raises ValueError: if one is missing or unusable.
     """
     facts = found.facts
-    missing = sorted(found.names - fds.keys())
+    missing = sorted(found.names() - fds.keys())
     if missing or {memory.segment for memory in found.memory} != set(range(len(found.segments))):
         raise ValueError(f"its {', '.join(missing) or 'copies'} are not stored")
     value = fds[f"object-{facts.object_id}"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from shared_rpc.broker.fd_store import STATE, StateFile, StoredState
+from shared_rpc.broker.fd_store import STATE, StateFile, StoredEntry, StoredState
 from tests.kit.brokers import BrokerApp, BrokerProgram
 from tests.kit.processes import Child, eventually
 
@@ -131,6 +131,10 @@ class ServiceManager:
         data = StateFile(fd).data
         os.close(fd)
         return msgspec.msgpack.decode(data, type=StoredState) if data else StoredState()
+
+    def entry(self, object_id: str) -> StoredEntry:
+        """The description of an object."""
+        return msgspec.msgpack.decode(self.state.objects[object_id], type=StoredEntry)
 
     def objects(self) -> list[str]:
         """The ids of the described objects."""

@@ -221,7 +221,7 @@ def test_an_unrecoverable_object_is_removed(manager: ServiceManager, how: str, b
     manager.expect(lambda: len(manager.objects()) == 2 and len(manager.names("page-")) == 1)
     broken = ids(client)["held(size=4)"]
     broker.kill()
-    found = manager.state.objects[broken]
+    found = manager.entry(broken)
     if how == "its value is cut off":
         data = os.pread(manager.fd(f"object-{broken}"), 1 << 20, 0)
         manager.replace(f"object-{broken}", _memfd(data[:-10]))
