@@ -33,7 +33,7 @@ from shared_rpc.memory.revisions import SLICE, Page
 from shared_rpc.memory.segments import Descriptor
 
 #: Maximum number of readers, for which the page has space, and the number of the creator's side.
-MOST_READERS, _MAKER = 60, 61
+MOST_READERS, _CREATOR = 60, 61
 _BEGIN, _STRIDE = 128, 64
 _ABSENT, _PRESENT, _CLOSED = range(3)
 #: Nanoseconds. Peers that are about to answer have done so by then; to sleep and to be woken takes as long.
@@ -90,14 +90,14 @@ class Ring:
         self._page = page
         self._what = what
         self._sides = [_Side(page, number) for number in range(readers + 1)]
-        self._maker = _Side(page, _MAKER)
+        self._creator = _Side(page, _CREATOR)
         #: The side by which this process sends or receives.
         self._own: _Side | None = None
         #: The sides of this process, and the locks that represent them.
         self._locks: dict[_Side, Descriptor] = {}
         self._over = False
 
-    def take(self, role: Literal["maker", "sender", "reader"]) -> None:
+    def take(self, role: Literal["creator", "sender", "reader"]) -> None:
         """Take a side of the ring: that of its creator, of its sender, or of a missing reader.
 
         In place of a reader that has closed its side, this one begins with the slots not acknowledged by that one.
@@ -109,7 +109,7 @@ class Ring:
             raise ConfigurationError(f"{self._what} was closed here: open it again")
         if any(holder.number < 0 for holder in self._locks.values()):
             raise ConfigurationError(f"{self._what} was opened by the parent of this process: open it here too")
-        sides = {"maker": [self._maker], "sender": self._sides[:1], "reader": self._sides[1:]}[role]
+        sides = {"creator": [self._creator], "sender": self._sides[:1], "reader": self._sides[1:]}[role]
         if self._own is not None:
             if self._own not in sides:
                 raise ConfigurationError(f"this object sends or receives in {self._what}, and not both: open the channel again")
@@ -124,7 +124,7 @@ class Ring:
             after_fork(holder.close)  # a child's copy would keep the lock of a killed parent
             self._locks[side] = holder
             side.become(_PRESENT)
-            self._own = side if role != "maker" else None
+            self._own = side if role != "creator" else None
             return
         raise ConfigurationError(
             f"{self._what} has a sender already, pid {self._sides[0].pid}"
@@ -218,8 +218,8 @@ class Ring:
             if side.count != seen:
                 return
         state = side.state
-        if state == _ABSENT and self._maker.state == _PRESENT and self._is_over(self._maker):
-            raise self._closed(self._maker, "ended")  # it may be the missing peer
+        if state == _ABSENT and self._creator.state == _PRESENT and self._is_over(self._creator):
+            raise self._closed(self._creator, "ended")  # it may be the missing peer
         if self._is_over(side):
             futex.fence()
             if side.count == seen:  # no progress before its end
@@ -232,7 +232,7 @@ class Ring:
         futex.wait(side.address, seen, min(left, SLICE))
 
     def _closed(self, side: _Side, reason: str) -> ChannelClosed:
-        role = {0: "the sender", _MAKER: "the maker"}.get(side.number, f"reader {side.number}")
+        role = {0: "the sender", _CREATOR: "the creator"}.get(side.number, f"reader {side.number}")
         how = "has closed its side" if reason == "closed" else "was killed, or ended without closing its side"
         return ChannelClosed(f"{role} of {self._what} (pid {side.pid}) {how}", reason=reason, pid=side.pid)
 

@@ -121,7 +121,7 @@ def create(
     page = yield from GenerationOperations.revision_page.body(ctx, control.object_id)
     settings = _Settings(data.object_id, nbytes, slots, readers)
     ring = Ring(page, slots, readers, f"channel {name!r}")
-    ring.take("maker")
+    ring.take("creator")
     _write(control.value.data_ptr(), _encode(settings))
     return Parts(name, settings, data, control, ring)
 
@@ -143,7 +143,7 @@ def _settings_of(control: torch.Tensor, name: str) -> _Settings:
     address = control.data_ptr()
     while not (text := _read(address, _SETTINGS)):
         if time.monotonic() > until:
-            raise ProtocolError(f"the maker of channel {name!r} has not written its settings within {_SOON:.0f} s")
+            raise ProtocolError(f"the creator of channel {name!r} has not written its settings within {_SOON:.0f} s")
         time.sleep(0.001)
     try:
         settings = msgspec.msgpack.decode(text, type=_Settings)
