@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from shared_rpc import Client, Provider, Server, SharedFunction
 from shared_rpc.provider.loopback import LoopbackRuntime
+from shared_rpc.server.core import Core
 from tests.kit.deep import deep
+
+T = TypeVar("T")
 
 ROLES = ("local", "server", "client")
 #: For fixtures: the code that a server's own process and the two others run.
@@ -44,11 +47,15 @@ class App:
 
         return decorate
 
-    def waiting(self) -> int:
-        """Return the number of calls that wait for a run, including those that started one."""
+    def ask(self, question: Callable[[Core], T]) -> T:
+        """Call ``question(core)`` with the core that runs the endpoints."""
         runtime = self.owner._runtime()
         assert isinstance(runtime, LoopbackRuntime)
-        return runtime._engine.ask(lambda core: sum(len(flight.waiters) for flight in core.runs.calls))
+        return runtime._engine.ask(question)
+
+    def waiting(self) -> int:
+        """Return the number of calls that wait for a run, including those that started one."""
+        return self.ask(lambda core: sum(len(flight.waiters) for flight in core.runs.calls))
 
     def close(self) -> None:
         """Close both."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -15,14 +14,12 @@ import pytest
 import torch
 
 import shared_rpc
-from shared_rpc import AsyncClient, AsyncHandle, Client, Provider, Server, TaskInfo
+from shared_rpc import AsyncClient, AsyncHandle, Provider, Server, TaskInfo
 from shared_rpc.errors import (
     ConnectError,
     ConnectionClosed,
     DeadlineExceeded,
-    EndpointNotFound,
     StaleHandleError,
-    TaskError,
 )
 from tests.kit.apps import Serve
 from tests.kit.processes import eventually
@@ -41,11 +38,6 @@ def server(provider: Provider, serve: Serve, go: threading.Event) -> Server:
         go.wait(30)
         return torch.full((1,), value)
 
-    @provider.share(cache=False, managed=True)
-    def hold_managed() -> torch.Tensor:
-        go.wait(30)
-        return torch.ones(1)
-
     provider.share("add", cache=False)(lambda x, y: x + y)
     provider.share("deep")(lambda layers: torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(layers)]))
 
@@ -58,7 +50,6 @@ def server(provider: Provider, serve: Serve, go: threading.Event) -> Server:
         for step in range(steps):
             shared_rpc.progress(step + 1, steps)
         go.wait(30)
-        shared_rpc.raise_if_cancelled()
         return torch.ones(steps)
 
     return serve()
@@ -97,32 +88,12 @@ async def test_handles_are_async_context_managers(client: AsyncClient, server: S
         assert isinstance(handle, AsyncHandle)
         assert handle.value.tolist() == [1, 1, 1]
         assert (await handle.get_object_info())["leases"] == 1
-        assert not await handle.is_stale()
     assert handle.released and server.info()["leases"] == 0
-    with pytest.raises(StaleHandleError, match="was released"):
-        handle.value  # noqa: B018
     with anyio.CancelScope() as scope:
         async with await client.call("load", 3):
             scope.cancel()
             await anyio.lowlevel.checkpoint()
     assert server.info()["leases"] == 0
-
-
-async def test_a_blocking_client_s_handle_as_an_async_context(server: Server) -> None:
-    """An ``async def`` endpoint in the client role returns such handles."""
-    with Client(socket_path=server.socket_path) as client:
-        async with await anyio.to_thread.run_sync(client.call, "load", 3) as handle:
-            assert handle.value.tolist() == [1, 1, 1]
-        assert server.info()["leases"] == 0
-
-
-async def test_collected_handles_are_released(client: AsyncClient, server: Server) -> None:
-    """Outside of the loop."""
-    handle = await client.call("load", 3)
-    del handle
-    gc.collect()
-    await until(lambda: server.info()["leases"] == 0)
-    assert await client.ping() < 5
 
 
 async def test_calls_are_concurrent_over_one_connection(client: AsyncClient, server: Server, go: threading.Event) -> None:
@@ -140,18 +111,6 @@ async def test_calls_are_concurrent_over_one_connection(client: AsyncClient, ser
         assert server.info()["connections"] == 1 and results == {}
         go.set()
     assert results == {value: value for value in range(5)}
-
-
-async def test_arguments_and_errors_arrive(client: AsyncClient) -> None:
-    """Tensors as arguments; an endpoint's exception with its own type, and the library's as such."""
-    assert (await client.call("add", torch.ones(3), y=2)).tolist() == [3, 3, 3]
-    with pytest.raises(KeyError, match="missing"):
-        await client.call("fail")
-    with pytest.raises(EndpointNotFound, match="did you mean 'load'"):
-        await client.call("loat")
-    with pytest.raises(TypeError, match="missing a required argument"):
-        await client.call("load")
-    assert await client.ping() < 5
 
 
 async def test_rebuilding_does_not_block_the_loop(client: AsyncClient) -> None:
@@ -185,40 +144,12 @@ async def test_tasks_work_in_coroutines(client: AsyncClient, go: threading.Event
             go.set()
 
     with pytest.raises(DeadlineExceeded):
-        await client.wait_for_task(task_id, 0)
-    with pytest.raises(DeadlineExceeded):
         await client.wait_for_task(task_id, 0.05)
-    with pytest.raises(TaskError, match="has no result yet"):
-        await client.get_task_result(task_id)
     async with await client.wait_for_task(task_id, callback=watch) as handle:
         assert handle.value.tolist() == [1, 1, 1]
     assert seen[-1] == ("completed", 3) and ("running", 3) in seen
     assert (await client.get_task_status(task_id)).status == "completed"
-    assert [info.task_id for info in await client.list_tasks("completed")] == [task_id]
     assert (await client.execute("build", 3)).value.tolist() == [1, 1, 1]
-
-
-async def test_a_slow_callback_does_not_block_others(client: AsyncClient, server: Server, go: threading.Event) -> None:
-    """Its coroutine is not the reader then: the others get their answers in the meantime."""
-    task_id = await client.submit("build", 2)
-    in_callback, others_done = anyio.Event(), anyio.Event()
-
-    async def wait(info: TaskInfo) -> None:
-        in_callback.set()
-        await others_done.wait()
-
-    async def call(value: int) -> None:
-        assert (await client.call("hold", value)).item() == value
-
-    async with anyio.create_task_group() as group:
-        group.start_soon(client.wait_for_task, task_id, None, wait)
-        await in_callback.wait()
-        async with anyio.create_task_group() as calls:
-            for value in range(3):
-                calls.start_soon(call, value)
-            await until(lambda: server.info()["running"] == 4)
-            go.set()
-        others_done.set()
 
 
 async def test_a_restarted_server_is_found(server: Server, client: AsyncClient) -> None:

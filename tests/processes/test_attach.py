@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,23 +30,6 @@ def provider(base_path: str, device: str) -> Provider:
 
 
 # One memory.
-
-
-def test_objects_that_share_memory_are_mapped_once(device: str, provider: Provider, serve: Serve, elsewhere: Elsewhere) -> None:
-    """A submodule from one endpoint and the whole module from another."""
-    model = nn.Sequential(nn.Linear(2, 2, device=device), nn.Linear(2, 2, device=device))
-    provider.share("whole")(lambda: model)
-    provider.share("part")(lambda: model[1])
-    serve()
-    answer = elsewhere(
-        """
-        from shared_rpc.memory.mapping import MAPPINGS
-        before = len(MAPPINGS)
-        whole, part = client.call("whole"), client.call("part")
-        answer = [whole[1].weight.data_ptr() == part.weight.data_ptr(), len(MAPPINGS) - before]
-        """
-    )
-    assert answer == [True, 1]
 
 
 def test_more_segments_than_a_message_carries_arrive(
@@ -90,23 +73,20 @@ def test_recurrent_layers_stay_in_shared_memory(device: str, get: Serve, elsewhe
 # Classes that a client cannot import.
 
 
-@pytest.fixture
-def private_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A module that only this process can import."""
+def test_modules_registered_by_value_are_not_needed(
+    device: str, get: Serve, elsewhere: Elsewhere, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those given to ``pickle_by_value`` need not exist in the client."""
     (tmp_path / "only_in_the_server.py").write_text("import torch\n\nclass Net(torch.nn.Linear):\n    answer = 42\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    yield importlib.import_module("only_in_the_server")
-    del sys.modules["only_in_the_server"]
-
-
-def test_modules_registered_by_value_are_not_needed(device: str, get: Serve, private_module: Any, elsewhere: Elsewhere) -> None:
-    """Those given to ``pickle_by_value`` need not exist in the client."""
-    pickle_by_value(private_module)
+    private = importlib.import_module("only_in_the_server")
+    pickle_by_value(private)
     try:
-        get(private_module.Net(2, 2, device=device))
+        get(private.Net(2, 2, device=device))
         assert elsewhere('answer = client.call("get").answer') == 42
     finally:
-        by_value._names.discard(private_module.__name__)
+        by_value._names.discard(private.__name__)
+        del sys.modules[private.__name__]
 
 
 @pytest.mark.gpu

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -11,14 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from shared_rpc import AsyncClient, AsyncHandle, Client, Handle, Provider, Server
-from shared_rpc.codec import results
+from shared_rpc import AsyncClient, AsyncHandle, Client, Provider, Server
 from shared_rpc.errors import (
     BufferNotFound,
     CapabilityError,
-    CodecError,
     ConfigurationError,
-    ServerBusy,
 )
 from shared_rpc.memory.backends.host import MemfdBackend
 from shared_rpc.memory.devices import device_id, facts_of
@@ -48,8 +44,6 @@ def shared(device: str, no_leaks: None, base_path: str) -> Provider:
     """A script with an endpoint that accepts memory."""
     provider = Provider(base_path, device=device)
 
-    provider.share("weights", managed=True)(lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8, device=device))
-
     @provider.share(cache=False)
     def add(target: torch.Tensor, number: float) -> None:
         target += number
@@ -76,20 +70,6 @@ def client(server: Server, device: str, connect: Connect) -> Client:
 
 
 @pytest.fixture
-def limited(shared: Provider, device: str, connect: Connect) -> Iterator[Connect]:
-    """``limited(quota)`` returns a client of a server with that quota on its device."""
-    servers = []
-
-    def start(quota: float) -> Client:
-        servers.append(Server(shared, quotas={device: quota}).start())
-        return connect(device=device)
-
-    yield start
-    for server in servers:
-        server.stop()
-
-
-@pytest.fixture
 def peer(server: Server, device: str, children: list[Child]) -> Child:
     """Another process with a client."""
     child = python(PEER.replace("DEVICE", repr(device)))
@@ -98,28 +78,12 @@ def peer(server: Server, device: str, children: list[Child]) -> Child:
     return child
 
 
-@pytest.fixture
-def slow(monkeypatch: pytest.MonkeyPatch, go: threading.Event, begun: threading.Event) -> list[int]:
-    """The sizes of requested host memory, whose allocation waits for ``go``."""
-    create = MemfdBackend.create
-    asked: list[int] = []
-
-    def wait(backend: MemfdBackend, nbytes: int) -> Segment:
-        asked.append(nbytes)
-        begun.set()
-        go.wait(30)
-        return create(backend, nbytes)
-
-    monkeypatch.setattr(MemfdBackend, "create", wait)
-    return asked
-
-
 def size(device: str) -> int:
     """Return the size in bytes of a device's smallest segment."""
     return facts_of(device_id(device)).granularity
 
 
-def reason(client: Client, buffer_id: str) -> str:
+def reason(client: Client | Provider, buffer_id: str) -> str:
     """Return the reason why a buffer is unavailable."""
     with pytest.raises(BufferNotFound) as caught:
         client.get_buffer(buffer_id)
@@ -176,16 +140,6 @@ def test_gpu_servers_create_host_buffers(client: Client, peer: Child, device: st
             client.free_buffer(buffer)
 
 
-# Who may get it, and for how long.
-
-
-def test_expired_buffers_are_freed(client: Client, device: str) -> None:
-    """By the server itself."""
-    client.create_buffer(100, ttl=0.1).release()
-    eventually(lambda: client.get_server_info()["objects"] == 0)
-    assert used(client, device) == 0
-
-
 def test_kept_buffers_outlive_their_creator(client: Client, peer: Child) -> None:
     """SIGKILL releases the lease and leaves the memory, until the buffer is freed."""
     made = peer.ask("b = client.create_buffer((4,), 'float32', keep=True); print('made', b.object_id)", "made")
@@ -196,42 +150,6 @@ def test_kept_buffers_outlive_their_creator(client: Client, peer: Child) -> None
         assert buffer.value.tolist() == [6.0] * 4
     assert client.free_buffer(made)
     assert client.get_server_info()["buffers"] == 0
-
-
-# How much.
-
-
-def test_quotas_limit_results_and_buffers(limited: Connect, device: str) -> None:
-    """The error names the device, the sizes, and the holders."""
-    step = size(device)
-    client = limited(4 * step)
-    with client.call("weights", step), client.create_buffer(2 * step) as buffer:
-        with pytest.raises(ServerBusy) as busy:
-            client.create_buffer(step + 1)
-        for part in (device_id(device), f"{2 * step} bytes", f"is {4 * step}", f"{3 * step} are in use", f"pid {os.getpid()} "):
-            assert part in str(busy.value)
-        with pytest.raises(CapabilityError, match="are more than"):
-            client.create_buffer(4 * step + 1)
-        client.create_buffer(step, keep=True).release()
-        assert used(client, device) == 4 * step
-        client.free_buffer(buffer)
-    client.create_buffer(2 * step).release()
-
-
-@on_the_host
-@pytest.mark.parametrize(
-    ("quotas", "text"),
-    [
-        ({"cpu": 1.5}, "quota cpu=1.5: use bytes as an int, or a fraction"),
-        ({"GPU-1": 5}, "use a device of this server: cpu"),
-        ({"disk": 5}, "device='disk'"),
-    ],
-    ids=str,
-)
-def test_impossible_quotas_are_refused(shared: Provider, quotas: Any, text: str) -> None:
-    """The server does not start, and names the quota."""
-    with pytest.raises(ConfigurationError, match=text):
-        Server(shared, quotas=quotas).start()
 
 
 @pytest.mark.gpu
@@ -269,12 +187,10 @@ def test_devices_are_listed(client: Client, device: str) -> None:
     [
         ((-1,), {}, "a buffer of -1 bytes"),
         ((1, "tensor"), {}, "dtype='tensor' is no dtype of a buffer"),
-        ((1,), {"device": "disk"}, "device='disk'"),
         ((1,), {"device": "GPU-1"}, "allocates no memory on GPU-1: use one of cpu"),
         ((1,), {"ttl": 0}, "ttl=0"),
         ((1,), {"ttl": 5.0, "keep": True}, "use one"),
         ((1,), {"ttl": float("nan")}, "ttl=nan"),
-        ((1,), {"ttl": 1e12}, "less than a century"),
         ((1,), {"max_accesses": 0}, "max_accesses=0"),
     ],
     ids=str,
@@ -286,14 +202,21 @@ def test_invalid_requests_are_refused(client: Client, arguments: tuple[Any, ...]
     assert client.get_server_info()["objects"] == 0
 
 
-# Giving up.
-
-
 @on_the_host
 def test_a_broken_connection_drops_its_requests(
-    client: Client, slow: list[int], go: threading.Event, begun: threading.Event
+    client: Client, monkeypatch: pytest.MonkeyPatch, go: threading.Event, begun: threading.Event
 ) -> None:
     """Active ones are undone, and the others are not begun."""
+    create = MemfdBackend.create
+    asked: list[int] = []
+
+    def slow(backend: MemfdBackend, nbytes: int) -> Segment:
+        asked.append(nbytes)
+        begun.set()
+        go.wait(30)
+        return create(backend, nbytes)
+
+    monkeypatch.setattr(MemfdBackend, "create", slow)
     with Raw(client.socket_path) as raw:
         for number in range(1, 20):
             raw.say(m.CreateBuffer(100), number)
@@ -301,21 +224,7 @@ def test_a_broken_connection_drops_its_requests(
     eventually(lambda: client.get_server_info()["connections"] == 1)
     go.set()
     eventually(lambda: used(client) == 0)
-    assert client.get_server_info()["buffers"] == 0 and len(slow) < 19
-
-
-@on_the_host
-def test_an_unmappable_buffer_is_freed(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its creator does not get it, and no other process could."""
-
-    def fail(*_: object) -> None:
-        raise CodecError("no room for it here")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(results, "decode_result", fail)
-        with pytest.raises(CodecError):
-            client.create_buffer(100)
-    assert client.get_server_info()["buffers"] == 0
+    assert client.get_server_info()["buffers"] == 0 and len(asked) < 19
 
 
 # Coroutines.
@@ -356,7 +265,6 @@ def provider(request: pytest.FixtureRequest, device: str, no_leaks: None, base_p
 def test_buffers_work_in_every_role(provider: Provider, device: str) -> None:
     """A tensor of the requested form, in a handle; each access by id returns the same one, up to the limit."""
     with provider.create_buffer((2, 3), torch.float32, zero=True, ttl=60, max_accesses=1) as buffer:
-        assert isinstance(buffer, Handle)
         assert (tuple(buffer.value.shape), buffer.value.dtype, buffer.value.device.type) == ((2, 3), torch.float32, device)
         assert not buffer.value.any()
         info = buffer.get_object_info()
@@ -364,22 +272,9 @@ def test_buffers_work_in_every_role(provider: Provider, device: str) -> None:
         assert used(provider, device) == size(device)
         with provider.get_buffer(buffer.object_id) as same:
             assert same.value is buffer.value
-        with pytest.raises(BufferNotFound) as caught:
-            provider.get_buffer(buffer.object_id)
-        assert caught.value.reason == "exhausted"
+        assert reason(provider, buffer.object_id) == "exhausted"
         assert not buffer.is_stale()
     eventually(lambda: used(provider, device) == 0)
-
-
-def test_collected_handles_release_their_buffer(provider: Provider, device: str) -> None:
-    """In every role; a tensor taken from the handle keeps the mapping."""
-    buffer = provider.create_buffer((4,), "float32", zero=True)
-    tensor = buffer.value
-    assert (provider.free_buffer(buffer), provider.free_buffer(buffer.object_id)) == (True, False)
-    del buffer
-    gc.collect()
-    eventually(lambda: used(provider, device) == 0)
-    assert tensor.sum().item() == 0
 
 
 def test_endpoints_use_buffers_of_their_server(server: Server, shared: Provider, client: Client, device: str) -> None:

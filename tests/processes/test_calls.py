@@ -5,89 +5,43 @@ from __future__ import annotations
 import asyncio
 import importlib
 import pickle
-import sys
 import textwrap
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from unittest.mock import Mock
 
-import anyio.to_thread
 import pytest
 import torch
 
-from shared_rpc import Provider, Server
-from shared_rpc.errors import CapabilityError, RemoteError
+from shared_rpc import Provider
+from shared_rpc.errors import RemoteError
 from shared_rpc.protocol import messages as m
 from tests.kit.apps import Connect, Serve
-from tests.kit.deep import deep
 from tests.kit.processes import Child, eventually, python
 from tests.kit.raw import Raw
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
-def together(count: int, call: Callable[[], object], server: Server, go: threading.Event) -> list[object]:
-    """Return the results of ``count`` callers of one run, exceptions included; the run continues once all wait for it."""
-    calls = server.info()["calls"]
-
-    def attempt() -> object:
-        try:
-            return call()
-        except BaseException as error:
-            return error
-
-    with ThreadPoolExecutor(count) as pool:
-        futures = [pool.submit(attempt) for _ in range(count)]
-        eventually(lambda: server.info()["calls"] == calls + count)
-        go.set()
-        return [future.result(timeout=20) for future in futures]
+# Exceptions.
 
 
-def test_invalidations_copy_no_memory(
-    provider: Provider, serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only the arguments in the key are sent, whatever the others are."""
-
-    provider.share("scaled", cache_format_key="{key}")(lambda x, model, key: x * 2)
-
-    serve()
-    client, arguments = connect(), (torch.ones(3), torch.nn.Linear(2, 2), "key")
-    client.call("scaled", *arguments)
-    copy = Mock(side_effect=AssertionError("memory is copied"))
-    monkeypatch.setattr("shared_rpc.codec.arguments.copy", copy)
-    assert client.invalidate_call_cache("scaled", *arguments) == 1
-
-
-# Singleflight.
-
-
-@pytest.mark.parametrize("kind", [SystemExit, *deep(KeyboardInterrupt, GeneratorExit)])
 @pytest.mark.parametrize("is_async", [False, True], ids=["def", "async def"])
-def test_a_leader_that_ends_badly_releases_its_followers(
-    provider: Provider, serve: Serve, connect: Connect, go: threading.Event, kind: type[BaseException], is_async: bool
-) -> None:
-    """SystemExit and its like reach all callers as a RemoteError, and the server survives."""
+def test_a_server_survives_exits_of_endpoints(provider: Provider, serve: Serve, connect: Connect, is_async: bool) -> None:
+    """SystemExit reaches the caller as a RemoteError, and later calls are answered."""
 
     def build() -> None:
-        go.wait(30)
-        raise kind("the end")
+        raise SystemExit("the end")
 
     async def build_async() -> None:
-        await anyio.to_thread.run_sync(go.wait)
-        raise kind("the end")
+        build()
 
     provider.share("build")(build_async if is_async else build)
     server, client = serve(), connect()
-    results = together(10, lambda: client.call("build"), server, go)
-    assert [type(result) for result in results] == [RemoteError] * 10
-    assert all(str(result).endswith(f"{kind.__name__}: the end") for result in results)
-    client.ping()
+    for _ in range(2):
+        with pytest.raises(RemoteError, match="SystemExit: the end"):
+            client.call("build")
     assert server.info()["running"] == 0
-
-
-# Exceptions.
 
 
 class Custom(Exception):
@@ -96,14 +50,6 @@ class Custom(Exception):
     def __init__(self, name: str, *, where: str) -> None:
         super().__init__(f"{name} in {where}")
         self.where = where
-
-
-class Locked(Exception):
-    """An exception that cannot be pickled."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.lock = threading.Lock()
 
 
 class Sticky(Exception):
@@ -145,11 +91,10 @@ def test_exceptions_keep_their_type(provider: Provider, serve: Serve, connect: C
     ("error", "message"),
     [
         (lambda: Custom("weights", where="model.bin"), "weights in model.bin"),
-        (lambda: Locked("no way"), "no way"),
         (lambda: Sticky("glue"), "glue"),
         (lambda: ValueError("x" * 10_000_000), "characters left out"),
     ],
-    ids=["needs arguments", "holds a lock", "ends its pickler", "is too long"],
+    ids=["needs arguments", "ends its pickler", "is too long"],
 )
 def test_unpicklable_exceptions_become_remote_errors(
     provider: Provider, serve: Serve, connect: Connect, error: Callable[[], Exception], message: str
@@ -159,8 +104,7 @@ def test_unpicklable_exceptions_become_remote_errors(
     serve()
     with pytest.raises(RemoteError) as caught:
         connect().call("fail")
-    kind = type(error())
-    assert caught.value.type_name in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
+    assert caught.value.type_name.endswith(type(error()).__name__)
     assert message in caught.value.message
     assert "raise error()" in caught.value.traceback
     assert len(str(caught.value)) < 100_000
@@ -199,26 +143,6 @@ def test_exceptions_of_a_script_keep_their_type(base_path: str, tmp_path: Path, 
 
 
 # Concurrency.
-
-
-def test_a_lack_of_threads_is_reported(
-    provider: Provider, serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If there is no thread at all; later calls get one."""
-    provider.share("double", cache=False)(lambda x: x * 2)
-    serve()
-    client, start = connect(), threading.Thread.start
-
-    def fail(thread: threading.Thread) -> None:
-        if thread.name.startswith("shared-rpc-worker"):
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", fail)
-        with pytest.raises(CapabilityError, match="can't start new thread"):
-            client.call("double", torch.ones(1))
-    assert client.call("double", torch.ones(1)) == 2
 
 
 def test_an_abandoned_inner_call_continues(provider: Provider, serve: Serve, connect: Connect) -> None:
@@ -281,9 +205,6 @@ def test_queued_work_without_waiters_never_runs(
     assert connect().call("job", 2) == 2
 
 
-# Endpoints and arguments.
-
-
 def test_fingerprints_are_equal_in_all_processes() -> None:
     """Sets have a different order in each: two workers must agree."""
     code = """
@@ -340,5 +261,4 @@ def test_shared_functions_are_pickled_by_name(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "models_to_pickle.py").write_text(textwrap.dedent(MODULE))
     monkeypatch.syspath_prepend(str(tmp_path))
     module = importlib.import_module("models_to_pickle")
-    monkeypatch.setitem(sys.modules, "models_to_pickle", module)
     assert pickle.loads(pickle.dumps(module.load)) is module.load

@@ -10,7 +10,7 @@ import pytest
 
 from shared_rpc import Client, Handle, errors
 from tests.kit.brokers import BrokerApp, another_worker, worker_pids
-from tests.kit.processes import Child, eventually
+from tests.kit.processes import Child
 
 #: Descriptors that a server may have in these tests, and the number of open ones at which no object gets another.
 LIMIT, FULL = 256, 192
@@ -75,17 +75,6 @@ def test_held_results_exhaust_descriptors(client: Client) -> None:
     assert f"pid {os.getpid()} holds the most, {len(handles)}" in str(error)
     client.release_many(handles[:10])
     assert [float(client.call("kept", n).value[0]) for n in range(9)] == [float(n) for n in range(9)]
-
-
-def test_unfetched_results_exhaust_descriptors(client: Client) -> None:
-    """The task fails with the reason, until some are fetched."""
-    tasks = [client.submit("kept", n) for n in range(LIMIT)]
-    eventually(lambda: client.get_server_info()["tasks"]["failed"] > 0, 30.0)
-    with pytest.raises(errors.ServerBusy, match=r"\d+ by unfetched results of tasks"):
-        client.wait_for_task(client.submit("kept", 0))
-    for task in tasks[:5]:
-        client.release(client.get_task_result(task))
-    assert client.wait_for_task(client.submit("kept", 5)).value[0] == 5
 
 
 def test_cached_results_are_evicted_for_held_objects(client: Client) -> None:

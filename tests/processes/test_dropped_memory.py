@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,52 +13,18 @@ from shared_rpc import Client, Provider, Server
 from shared_rpc.errors import ServerBusy
 from shared_rpc.execution import device_memory
 from shared_rpc.memory.closing import CLOSER
+from tests.kit.brokers import BrokerApp
 from tests.kit.closings import FILE, LARGE, late_closings
-from tests.kit.processes import Child, eventually
-
-APP = f"""
-import torch
-from shared_rpc import Provider
-
-provider = Provider(device="cpu")
-
-@provider.share
-def weights(number):
-    return torch.full(({LARGE},), number, dtype=torch.uint8)
-"""
+from tests.kit.processes import eventually
 
 
-def invalidate(client: Client) -> None:
-    """Drop an object from the cache."""
-    client.call("weights", 1)
-    client.invalidate_endpoint_cache("weights")
-
-
-def end_session(client: Client) -> None:
-    """End the last holder of a buffer."""
-    buffer = client.create_buffer(LARGE)
-    client.close()
-    del buffer
-
-
-@pytest.mark.parametrize("drop", [invalidate, end_session])
-def test_a_broker_s_loop_closes_no_large_memory(
-    drop: Callable[[Client], None],
-    base_path: str,
-    tmp_path: Path,
-    children: list[Child],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """However an object is dropped, another thread closes its last descriptor."""
-    (tmp_path / "app.py").write_text(APP)
+def test_a_broker_s_loop_closes_no_large_memory(broker_app: BrokerApp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread closes an object's last descriptor."""
     closings = tmp_path / "closings"
     monkeypatch.setenv(FILE, str(closings))
-    serve = ("-m", "shared_rpc.cli", "serve", "app.py", "--hook", "tests.kit.closings:hook")
-    child = Child(*serve, cwd=tmp_path)
-    children.append(child)
-    child.expect("serving")
-    with Client(device="cpu", timeout=30.0) as client:
-        drop(client)
+    broker_app.start("--hook", "tests.kit.closings:hook")
+    with broker_app.connect() as client:
+        client.create_buffer(LARGE).release()
         eventually(lambda: closings.exists() and closings.read_text().endswith("\n"), what="memory is closed")
     assert set(closings.read_text().split()) == {"shared-rpc-closer"}
 
@@ -134,20 +99,3 @@ def test_builds_wait_for_pending_frees(
         monkeypatch.setattr(device_memory, "free_bytes", lambda device: 0)
         client.call("weights")
     assert left == [0]
-
-
-def test_a_stopped_server_has_closed_all_memory(serve: Callable[..., Server], connect: Callable[..., Client]) -> None:
-    """Both pending frees and the objects at its end."""
-    before = memory()
-    server = serve()
-    client = connect()
-    with late_closings() as go:
-        client.create_buffer(LARGE).release()
-        eventually(lambda: len(CLOSER) == 1)
-        client.create_buffer(LARGE, keep=True).release()
-        stopping = threading.Thread(target=server.stop)
-        stopping.start()
-        eventually(lambda: len(CLOSER) == 2)
-        go.set()
-        stopping.join()
-        assert memory() == before

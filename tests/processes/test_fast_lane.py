@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -16,7 +15,6 @@ import pytest
 import torch
 
 from shared_rpc import AsyncClient, Client, Provider, Server
-from shared_rpc.context import CURRENT_RUN
 from shared_rpc.errors import CapabilityError
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.pool import PoolOptions
@@ -35,15 +33,7 @@ SMALL = PoolOptions(initial=MIB, limit=8 * MIB)
 
 
 @pytest.fixture
-def kept() -> list[Any]:
-    """The arguments that endpoints keep, empty at first."""
-    return []
-
-
-@pytest.fixture
-def server(
-    device: str, no_leaks: None, base_path: str, kept: list[Any], go: threading.Event, begun: threading.Event
-) -> Iterator[Server]:
+def server(device: str, no_leaks: None, base_path: str, go: threading.Event, begun: threading.Event) -> Iterator[Server]:
     """Endpoints that take and return memory, with small pools."""
     provider = Provider(base_path, device=device)
     share = functools.partial(provider.share, cache=False)
@@ -67,19 +57,6 @@ def server(
         return x.sum()
 
     @share()
-    async def full_on_the_loop(value: float, size: int = 64) -> torch.Tensor:
-        return torch.full((size,), value, device=device)
-
-    @share()
-    async def where() -> torch.Tensor:
-        kept.append((threading.current_thread().name, CURRENT_RUN.get(), asyncio.current_task()))
-        return torch.ones(1, device=device)
-
-    @share()
-    async def echo_on_the_loop(x: torch.Tensor) -> torch.Tensor:
-        return x
-
-    @share()
     def many(count: int) -> list[torch.Tensor]:
         return [torch.zeros(4) for _ in range(count)]
 
@@ -93,8 +70,6 @@ def server(
 
     with Server(provider, pool=SMALL) as server:
         yield server
-    kept.clear()
-    gc.collect()
 
 
 @pytest.fixture
@@ -110,7 +85,7 @@ def pools(server: Server) -> dict[str, int]:
     return facts
 
 
-# Results.
+# Calls.
 
 
 def test_pool_memory_is_reused(server: Server, client: Client) -> None:
@@ -125,81 +100,6 @@ def test_pool_memory_is_reused(server: Server, client: Client) -> None:
     fds, *memory = open_fds(), pools(server)["nbytes"], len(MAPPINGS)
     assert tuple(memory) == before[1:]
     assert fds <= before[0] + 2  # returning chunks in the background may need a separate connection
-
-
-def test_an_unmappable_result_returns_its_chunk(server: Server, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even if it was the first of its arena."""
-
-    def fail(*_: object, **__: object) -> None:
-        raise CapabilityError("no address is left")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(MAPPINGS, "attach", fail)
-        with pytest.raises(CapabilityError, match="no address is left"):
-            client.call("full", 1.0)
-    eventually(lambda: pools(server)["chunks"] == 0)
-    assert client.call("full", 2.0)[0] == 2
-
-
-def test_a_small_part_of_a_large_tensor(client: Client, device: str) -> None:
-    """A row of a matrix: unused bytes of the tensor are not copied."""
-    matrix = torch.arange(8.0 * MIB, device=device).view(1024, -1)
-    assert torch.equal(client.call("doubled", matrix[3]), matrix[3] * 2)
-    assert torch.equal(client.call("doubled", matrix[:, 5:9:3][::100].T), matrix[:, 5:9:3][::100].T * 2)
-    transfer = client._link.transfer
-    assert transfer.arguments.nbytes <= 8 * MIB
-
-
-def test_a_large_tensor_has_its_own_segment(server: Server, client: Client, device: str) -> None:
-    """Above a quarter of the pool, which it does not exhaust."""
-    x = torch.arange(float(MIB), device=device)
-    results = [client.call("doubled", x) for _ in range(4)]
-    assert all(torch.equal(result, x * 2) for result in results)
-    assert pools(server)["chunks"] == 0
-
-
-# Pools that are full.
-
-
-@on_the_host
-def test_results_that_a_full_pool_does_not_hold_arrive(server: Server, client: Client) -> None:
-    """They have segments of their own, of which nothing is left when the client has dropped them."""
-    kept = [client.call("full", float(value), MIB // 4) for value in range(8)]
-    before = open_fds(), len(MAPPINGS)
-    for endpoint in ("full", "full_on_the_loop"):
-        more = [client.call(endpoint, float(value), MIB // 4) for value in range(8, 16)]
-        assert [result.unique().tolist() for result in kept + more] == [[value] for value in range(16)]
-    assert pools(server)["chunks"] == 8
-    more.clear()
-    MAPPINGS.drain()
-    eventually(lambda: (open_fds(), len(MAPPINGS)) == before)
-
-
-def test_calls_do_not_wait_for_a_full_pool_of_arguments(client: Client, go: threading.Event, device: str) -> None:
-    """The other calls that fill it continue."""
-    x = torch.ones(MIB // 2, device=device)
-    sums: list[float] = []
-    client.ping()
-    calls = [threading.Thread(target=lambda: sums.append(client.call("slow", x).item())) for _ in range(4)]
-    for call in calls:
-        call.start()
-    transfer = client._link.transfer
-    eventually(lambda: transfer.arguments.used == 4)
-    assert torch.equal(client.call("doubled", x), x * 2)
-    go.set()
-    for call in calls:
-        call.join(20)
-    assert sums == [MIB // 2] * 4
-
-
-@on_the_host
-def test_failing_calls_return_their_arguments(client: Client) -> None:
-    """With the next call: neither errors nor other answers return chunks."""
-    for _ in range(20):
-        with pytest.raises(ValueError, match="no"):
-            client.call("refuse", torch.ones(MIB // 2))
-        client.get_server_info()
-    assert client.call("full", 3.0)[0] == 3
 
 
 @on_the_host
@@ -266,31 +166,6 @@ def test_a_client_killed_while_its_argument_is_read_leaves_nothing(
     assert pools(server) == {"nbytes": 0, "chunks": 0}
 
 
-def test_results_outlive_a_killed_server(device: str, base_path: str, children: list[Child]) -> None:
-    """The client's next server has its own pools."""
-    code = f"""
-        import torch
-        from shared_rpc import Provider, Server
-        provider = Provider({base_path!r}, device={device!r})
-        provider.share("doubled", cache=False)(lambda x: x * 2)
-        with Server(provider) as server:
-            print("ready")
-            input()
-    """
-    first = python(code)
-    children.append(first)
-    first.expect("ready")
-    with Client(base_path, device=device, connect_timeout=20) as client:
-        x = torch.arange(1000.0, device=device)
-        result = client.call("doubled", x)
-        first.kill()
-        children.append(python(code))
-        children[-1].expect("ready")
-        again = client.call("doubled", result)
-        assert torch.equal(result, x * 2)
-        assert torch.equal(again, x * 4)
-
-
 # By hand.
 
 
@@ -323,8 +198,8 @@ def arena() -> Iterator[int]:
 class TestHostile:
     """Lies harm only the session that sends them."""
 
-    def test_returning_other_chunks_frees_nothing(self, server: Server, client: Client) -> None:
-        """Neither unknown ones nor those of another session, whose numbers are no secret; and it is not answered."""
+    def test_returning_other_chunks_frees_nothing(self, server: Server) -> None:
+        """Neither unknown ones nor those of another session, whose numbers are no secret."""
         with Raw(server.socket_path) as victim, Raw(server.socket_path) as raw:
             result = victim.ask(m.Call("full", [1.0], pooled=True))
             assert isinstance(result, m.Result)
@@ -334,27 +209,19 @@ class TestHostile:
             assert isinstance(raw.ask(m.Call("full", [1.0], freed=numbers)), m.Result)
             assert pools(server)["chunks"] == 1
 
-    def test_arenas_are_sent_once(self, server: Server, client: Client, arena: int) -> None:
-        """Later messages of the session name them by id, which is valid only there."""
-        with Raw(server.socket_path) as raw:
-            first = raw.ask(chunk_call(chunks=[1]), fds=[arena])
-            again = raw.ask(chunk_call(kept=[0], chunks=[1]))
-            assert returned(raw, 2, first, again) == [1, 1]
-            with Raw(server.socket_path) as stranger:
-                error = stranger.ask(chunk_call(kept=[0], chunks=[1]))
-                assert isinstance(error, m.Error)
-                assert error.code == "segment-not-found"
-
-    def test_arenas_are_limited(self, server: Server, client: Client, arena: int) -> None:
-        """A client cannot fill the server's table of descriptors with them."""
+    def test_arenas_are_limited(self, server: Server, arena: int) -> None:
+        """A client cannot fill the server's table of descriptors with them; their ids are valid only in its session."""
         fds = open_fds()
         with Raw(server.socket_path) as raw:
             calls = [chunk_call(arena=f"arena-{number}", chunks=[number]) for number in range(80)]
             answers = [raw.ask(call, fds=[arena]) for call in calls]
             assert [type(answer) for answer in answers] == [m.Result] * 64 + [m.Error] * 16
+            with Raw(server.socket_path) as stranger:
+                error = stranger.ask(chunk_call(arena="arena-0", kept=[0], chunks=[1]))
+                assert isinstance(error, m.Error) and error.code == "segment-not-found"
         eventually(lambda: open_fds() <= fds + 1)
 
-    def test_refused_calls_return_their_chunks(self, server: Server, client: Client, arena: int) -> None:
+    def test_refused_calls_return_their_chunks(self, server: Server, arena: int) -> None:
         """Whatever the reason."""
         with Raw(server.socket_path) as raw:
             message = chunk_call("nothing_of_that_name", chunks=[41, 42])
@@ -390,24 +257,22 @@ def spin() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
 class TestStreamOrder:
-    """Earlier work is complete; nothing waits for the whole device."""
+    """Earlier work is complete; nothing waits for the whole device, and the loop for no stream."""
 
     @pytest.fixture
     def late(self, server: Server) -> None:
         """An endpoint whose result is written late."""
 
         @server._provider.share(cache=False)
-        def late(value: float, aside: bool) -> torch.Tensor:
-            if aside:
-                torch.cuda.set_stream(torch.cuda.Stream())
+        def late(value: float) -> torch.Tensor:
+            torch.cuda.set_stream(torch.cuda.Stream())
             result = torch.zeros(1000, device="cuda")
             spin()
             return result.fill_(value)
 
-    @pytest.mark.parametrize("aside", [False, True], ids=["default stream", "side stream"])
-    def test_of_the_caller(self, client: Client, aside: bool) -> None:
-        """An argument that is written late, on any current stream, arrives complete."""
-        stream = torch.cuda.Stream() if aside else torch.cuda.current_stream()
+    def test_late_arguments_arrive_complete(self, client: Client) -> None:
+        """Written on any current stream."""
+        stream = torch.cuda.Stream()
         x = torch.zeros(1000, device="cuda")
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
@@ -416,12 +281,11 @@ class TestStreamOrder:
                 x.fill_(value + 1.0)
                 assert client.call("doubled", x).unique().tolist() == [2 * (value + 1.0)]
 
-    @pytest.mark.parametrize("aside", [False, True], ids=["default stream", "side stream"])
-    def test_of_the_endpoint(self, client: Client, late: None, aside: bool) -> None:
-        """A result that is written late, on any current stream, is complete when the caller has it."""
+    def test_late_results_arrive_complete(self, client: Client, late: None) -> None:
+        """Written on any current stream of the endpoint's thread."""
         reader = torch.cuda.Stream()
         for value in range(5):
-            result = client.call("late", float(value), aside)
+            result = client.call("late", float(value))
             with torch.cuda.stream(reader):
                 assert result.unique().tolist() == [float(value)]
 
@@ -454,85 +318,38 @@ class TestStreamOrder:
         torch.cuda.synchronize()
         assert y.unique().tolist() == [1.0]
 
-    def test_calls_cannot_be_captured(self, client: Client) -> None:
-        """The error says so."""
-        x = torch.ones(10, device="cuda")
-        client.call("doubled", x)
-        graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream()
-        torch.cuda.synchronize()
-        with torch.cuda.stream(stream):
-            graph.capture_begin()
-            x += 1
-            try:
-                with pytest.raises(CapabilityError, match="captured into a CUDA graph"):
-                    client.call("doubled", x)
-            finally:
-                graph.capture_end()
-
-
-# On the loop.
-
-
-def test_async_endpoints_run_on_the_loop(client: Client, kept: list[Any]) -> None:
-    """Each call in its own task, with its run as the current one."""
-    for _ in range(3):
-        client.call("where")
-    names, runs, tasks = zip(*kept, strict=True)
-    assert set(names) == {"shared-rpc-server"} and None not in runs
-    assert len(set(map(id, runs))) == len(set(tasks)) == 3
-
-
-# Arguments that are returned.
-
-
-@pytest.mark.parametrize("endpoint", ["echo", "echo_on_the_loop"])
-def test_returned_arguments_are_copied(client: Client, device: str, endpoint: str) -> None:
-    """The result is a value: it shares no memory with the other tensors of either side."""
-    x = torch.arange(float(LARGE), device=device)
-    result = client.call(endpoint, x)
-    x.zero_()
-    assert torch.equal(result, torch.arange(float(LARGE), device=device))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("device", ["cuda"], indirect=True)
-class TestOnTheGpu:
-    """The loop is never blocked, and streams are joined."""
-
-    @pytest.fixture
-    def busy(self, server: Server, kept: list[Any]) -> None:
-        """Endpoints whose work takes some 50 ms."""
+    def test_slow_results_do_not_block_others(self, server: Server, client: Client) -> None:
+        """The loop waits for a hundred microseconds, and a thread for the rest."""
 
         @server._provider.share(cache=False)
-        async def late(value: float, size: int) -> torch.Tensor:
-            result = torch.zeros(size, device="cuda")
-            torch.cuda._sleep(100_000_000)
-            return result.fill_(value)
+        async def late_on_the_loop() -> torch.Tensor:
+            result = torch.zeros(10, device="cuda")
+            spin()
+            return result.fill_(1)
+
+        client.call("late_on_the_loop")
+        with Client(socket_path=server.socket_path) as other:
+            other.ping()
+            call = threading.Thread(target=lambda: [client.call("late_on_the_loop") for _ in range(20)])
+            call.start()
+            times = [other.ping() for _ in range(200)]
+            call.join()
+        assert sorted(times)[100] < 0.01
+
+    def test_arguments_read_by_another_stream_are_not_overwritten(self, server: Server, client: Client) -> None:
+        """Even if the caller has dropped its result."""
+        kept: list[torch.Tensor] = []
 
         @server._provider.share(cache=False)
         def aside(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                torch.cuda._sleep(100_000_000)
+                spin()
                 y.copy_(x, non_blocking=True)
             kept.append(y)
             return x
 
-    def test_slow_results_do_not_block_others(self, server: Server, client: Client, busy: None) -> None:
-        """The loop waits for a hundred microseconds, and a thread for the rest."""
-        client.call("late", 1.0, 10)
-        with Client(socket_path=server.socket_path) as other:
-            other.ping()
-            call = threading.Thread(target=lambda: [client.call("late", 1.0, 10) for _ in range(20)])
-            call.start()
-            times = [other.ping() for _ in range(200)]
-            call.join()
-        assert sorted(times)[100] < 0.01
-
-    def test_arguments_read_by_another_stream_are_not_overwritten(self, client: Client, busy: None, kept: list[Any]) -> None:
-        """Even if the caller has dropped its result."""
         y = torch.zeros(LARGE, device="cuda")
         for value in range(1, 4):
             x = torch.full((LARGE,), float(value), device="cuda")
@@ -541,6 +358,7 @@ class TestOnTheGpu:
                 client.call("echo", torch.zeros_like(x))
         torch.cuda.synchronize()
         assert [y.unique().tolist() for y in kept] == [[1.0], [2.0], [3.0]]
+        kept.clear()
 
 
 # Small results that are kept share segments where nothing counts or moves them one by one.

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from shared_rpc import AsyncClient, Provider, Server
+from shared_rpc import Provider, Server
 from shared_rpc.errors import CodecError
 from shared_rpc.memory.mapping import MAPPINGS
 from tests.kit.apps import Connect, Serve
@@ -89,11 +89,6 @@ def server(provider: Provider, serve: Serve) -> Server:
         collect()
         return torch.ones(size)
 
-    @provider.share(managed=True, cache=False)
-    async def collecting_soon(size: int) -> torch.Tensor:
-        collect()
-        return torch.ones(size)
-
     @provider.share(cache=False)
     def weigh(module: torch.nn.Module) -> torch.Tensor:
         return torch.ones(1)
@@ -115,15 +110,6 @@ def test_released_objects_are_unmapped(server: Server, connect: Connect, nothing
     eventually(nothing_is_kept)
 
 
-@pytest.mark.anyio
-async def test_released_objects_of_coroutines_are_unmapped(server: Server, base_path: str, nothing_is_kept: Check) -> None:
-    """Like those of other callers."""
-    async with AsyncClient(base_path, device="cpu", connect_timeout=0) as client:
-        await (await client.call("module")).release()
-    assert COLLECTED
-    eventually(nothing_is_kept)
-
-
 def test_objects_that_cannot_be_rebuilt_are_unmapped(server: Server, connect: Connect, nothing_is_kept: Check) -> None:
     """A retained error, such as a notebook's ``sys.last_value``, keeps no memory."""
     with pytest.raises(CodecError, match="another release of something") as caught:
@@ -132,10 +118,9 @@ def test_objects_that_cannot_be_rebuilt_are_unmapped(server: Server, connect: Co
     assert isinstance(caught.value.__cause__, ImportError)
 
 
-@pytest.mark.parametrize("endpoint", ["collecting", "collecting_soon"])
-def test_results_of_an_endpoint_are_freed(server: Server, connect: Connect, nothing_is_kept: Check, endpoint: str) -> None:
+def test_results_of_an_endpoint_are_freed(server: Server, connect: Connect, nothing_is_kept: Check) -> None:
     """The server's own frames are below those of an endpoint whose errors are retained."""
-    connect().call(endpoint, 1 << 20).release()
+    connect().call("collecting", 1 << 20).release()
     assert COLLECTED
     eventually(nothing_is_kept)
 

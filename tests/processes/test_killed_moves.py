@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -367,30 +366,3 @@ def test_killed_brokers_of_a_service_manager_keep_the_object(
     eventually(lambda: subject.workers() != [], 60.0, "a worker")
     check_subject(subject, move)
     manager.expect(lambda: kinds(manager) == ["object", "segment"])
-
-
-#: The kernel frees all resources of a broker, whatever it did: one step of each move is enough.
-KILLED_BROKERS = [(*move, steps[-1]) for move, steps in BROKERING.items()]
-OTHER_BROKERS = [(*move, step) for move, steps in BROKERING.items() for step in steps[:-1]]
-
-
-@pytest.mark.parametrize(("device", "move", "step"), [*KILLED_BROKERS, *deep(*OTHER_BROKERS)])
-def test_killed_brokers_leave_nothing(
-    broker_app: BrokerApp, killing: Killing, spill: Path, device: str, move: str, step: str
-) -> None:
-    """No process keeps its memory or its files; the next broker works."""
-    subject = end_broker(broker_app.start_program, broker_app, killing, spill, device, move, step)
-
-    def is_open() -> bool:
-        for link in Path("/proc").glob("[0-9]*/fd/*"):
-            with suppress(OSError):
-                target = str(link.readlink())
-                if target.startswith(f"{spill}/") or (target.startswith("/memfd:") and link.stat().st_ino == subject.inode):
-                    return True
-        return False
-
-    eventually(lambda: not is_open())
-    broker_app.start("--spill-dir", str(spill), WITHOUT_ZYGOTE)
-    assert subject.is_dropped()
-    assert memory_of(subject.pid) == 0
-    check_subject(MovedBuffer(broker_app, device), move)

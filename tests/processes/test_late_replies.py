@@ -19,18 +19,10 @@ from shared_rpc.client.transfer import ClientTransfer
 from shared_rpc.codec import arguments
 from shared_rpc.errors import DeadlineExceeded
 from shared_rpc.memory.pool import PoolOptions
-from tests.kit.deep import deep
 from tests.kit.processes import eventually
 
 MIB = 1 << 20
 SMALL = PoolOptions(initial=MIB, limit=8 * MIB)
-
-
-@pytest.fixture(params=["asyncio", *deep("trio")])
-def anyio_backend(request: pytest.FixtureRequest) -> str:
-    """Each event loop."""
-    name: str = request.param
-    return name
 
 
 @pytest.fixture
@@ -116,29 +108,6 @@ def test_late_replies_release_their_memory(
         eventually(lambda: client.call("doubled", torch.ones(4)).sum() == 8 and transfer.arguments.used <= 1)
         assert client._link is link
         assert server.info()["connections"] == 1
-
-
-@pytest.mark.anyio
-async def test_late_replies_to_coroutines_are_recognised(
-    server: Server, begun: threading.Event, go: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """When they are read with the next answer."""
-    async with AsyncClient(socket_path=server.socket_path, timeout=30.0, pool=SMALL) as client:
-        await client.call("doubled", torch.ones(4))
-        monkeypatch.setattr(link_module, "BRIEFLY", 0.1)
-        with deaf_from(server, begun, go):
-            client._timeout = 0.2
-            with pytest.raises(DeadlineExceeded):
-                await client.call("owned", torch.ones(100))
-            client._timeout = 30.0
-        monkeypatch.undo()
-        transfer, channel = transfer_of(client), client._link
-        await client.ping()
-        assert channel is not None and channel._exchanges.owed == {}
-        await anyio.to_thread.run_sync(eventually, lambda: chunks(server) == 0 and server.info()["leases"] == 0)
-        while transfer.arguments.used > 1:  # chunks that were in use then return with the next call
-            assert (await client.call("doubled", torch.ones(4))).sum() == 8
-        assert client._link is channel
 
 
 # Requests that were not sent.

@@ -43,20 +43,6 @@ def test_fork_keeps_mappings_with_their_descriptors(program: Program) -> None:
     assert child.expect("parent reads:") == "parent reads: b'other' 1 1 1"
 
 
-def test_devices_without_a_visible_gpu(program: Program) -> None:
-    """``auto`` is the host, and CUDA is an error with the remedy."""
-    child = program(
-        """
-        from shared_rpc.memory.devices import device_id
-        print("auto:", device_id("auto"))
-        device_id("cuda:1")
-        """,
-        environ={"CUDA_VISIBLE_DEVICES": ""},
-    )
-    assert child.expect("auto:") == "auto: cpu"
-    assert "use device='cpu'" in child.expect_error("CapabilityError: device='cuda:1'")
-
-
 #: ``shared(tensor)`` returns a client's mapping of the tensor.
 SHARED = """
 import os, torch

@@ -6,8 +6,10 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -21,9 +23,7 @@ from shared_rpc.errors import (
     ConfigurationError,
     EndpointNotFound,
     RecordError,
-    ServerBusy,
     StaleHandleError,
-    UpdateInterrupted,
 )
 from shared_rpc.extras import record_file
 from shared_rpc.extras.record_file import FileRecord, save
@@ -35,6 +35,8 @@ from tests.kit.models import Tied
 from tests.kit.payloads import PAYLOADS
 from tests.kit.processes import eventually
 
+on_the_host = pytest.mark.parametrize("device", ["cpu"], indirect=True)
+
 
 class Site:
     """A server with the endpoints common to all sites, a client of it, and its builds."""
@@ -43,8 +45,7 @@ class Site:
         self.base_path = base_path
         self.built: list[str] = []
         self.provider = Provider(base_path, device=device)
-        for name in ("all", "parameters"):
-            self.provider.share(name, tensors=name)(self.named)
+        self.provider.share("all", tensors="all")(self.named)
         self.provider.share("read", access="read")(self.named)
         self.provider.share("load", managed=True)(self.load)
         self.provider.share("other", managed=True)(self.other)
@@ -131,46 +132,26 @@ def adopted(here: Site, there: Site, endpoint: str, *args: Any) -> Generation:
 # Adopted objects.
 
 
-def test_bytes_can_be_written_at_an_offset(here: Site, there: Site) -> None:
-    """Within writable host memory; an export is read-only."""
-    with here.client.export(here.client.call("load", 4)) as record, there.client.allocate(record.header) as allocated:
-        [segment, *_], [source, *_] = allocated.segments, record.segments
-        if here.device != "cpu":
-            with pytest.raises(CapabilityError, match=r"use tensor\(\)"):
-                segment.write(0, b"abc")
-            return
-        segment.write(5, b"abc")
-        segment.write(segment.nbytes - 1, memoryview(bytearray(b"z")))
-        assert bytes(segment.buffer()[4:9]) == b"\0abc\0" and segment.buffer()[-1] == ord("z")
-        for offset in (-1, segment.nbytes - 2):
-            with pytest.raises(ValueError, match="are not within"):
-                segment.write(offset, b"abc")
-        with pytest.raises(TypeError):
-            source.write(0, b"abc")
-
-
-@pytest.mark.parametrize("endpoint", ["all", *deep("parameters", "read")])
 @pytest.mark.parametrize("name", PAYLOADS)
-def test_records_round_trip(here: Site, there: Site, name: str, endpoint: str) -> None:
-    """Every bit, flag, stride and tie, for any sharing options; and nothing was built."""
-    made = adopted(here, there, endpoint, name)
-    original, arrived = here.client.call(endpoint, name), there.client.call(endpoint, name)
+def test_records_round_trip(here: Site, there: Site, name: str) -> None:
+    """Every bit, flag, stride and tie; and nothing was built."""
+    made = adopted(here, there, "all", name)
+    original, arrived = here.client.call("all", name), there.client.call("all", name)
     assert describe(arrived) == describe(original)
-    assert (there.built, made.endpoint, made.generation) == ([], endpoint, 1)
+    assert (there.built, made.endpoint, made.generation) == ([], "all", 1)
     one, other = (site.client.get_object_info(site.client.list_objects()[0]["object_id"]) for site in (here, there))
     assert all(one[fact] == other[fact] for fact in ("nbytes", "private_nbytes", "cache_key"))  # type: ignore[literal-required]
 
 
-def test_read_only_records_are_sealed(here: Site, there: Site, device: str) -> None:
+@on_the_host
+def test_read_only_records_are_sealed(here: Site, there: Site) -> None:
     """The kernel refuses a writable mapping of an adopted object's host memory."""
     adopted(here, there, "read", "views")
     (stored,) = there.server.engine.ask(lambda core: list(core.objects))
     for segment in stored.record.segments:
-        assert segment.info.access == "read"
-        if segment.info.device == "cpu":
-            with pytest.raises(CapabilityError, match="shared read-only"):
-                HOST.map(segment.fileno(), segment.info.nbytes, "read_write")
-    assert device == "cuda" or stored.record.segments
+        with pytest.raises(CapabilityError, match="shared read-only"):
+            HOST.map(segment.fileno(), segment.info.nbytes, "read_write")
+    assert stored.record.segments
 
 
 # The record.
@@ -211,7 +192,7 @@ def test_buffers_are_exported_on_their_terms(here: Site, there: Site) -> None:
 
 
 def test_allocated_records_consist_of_buffers(here: Site, there: Site) -> None:
-    """They are listed, counted and held until the record is adopted or closed, and then removed."""
+    """They are listed, counted and held until the record is closed or adopted; the object is their memory, not a copy."""
     handle = here.client.call("load", 300)
     with here.client.export(handle) as record:
         allocated = there.client.allocate(record.header)
@@ -220,6 +201,7 @@ def test_allocated_records_consist_of_buffers(here: Site, there: Site) -> None:
         allocated.close()
         eventually(lambda: there.client.list_objects() == [])
         allocated = carried(there.client, record)
+        kept = allocated.segments[0].tensor()
         there.client.adopt(allocated)
         assert allocated.closed
         with pytest.raises(RecordError, match="adopted already"):
@@ -228,6 +210,8 @@ def test_allocated_records_consist_of_buffers(here: Site, there: Site) -> None:
             allocated.segments[0].tensor()
     (listed,) = there.client.list_objects()
     assert (listed["kind"], listed["holders"]) == ("result", [])
+    there.client.call("load", 300).value.weight.data.fill_(5)
+    assert int((kept.view(torch.float32) == 5).sum()) == 300 * 300
 
 
 def test_adopted_buffers_lose_their_names(here: Site, there: Site) -> None:
@@ -243,50 +227,9 @@ def test_adopted_buffers_lose_their_names(here: Site, there: Site) -> None:
                 there.client.get_buffer(name)
 
 
-def test_an_allocated_record_is_taken_over_without_a_copy(here: Site, there: Site) -> None:
-    """The writer's mappings and the object share memory."""
-    handle = here.client.call("load", 300)
-    with here.client.export(handle) as record:
-        allocated = carried(there.client, record)
-        kept = allocated.segments[0].tensor()
-        there.client.adopt(allocated)
-    attached = there.client.call("load", 300)
-    attached.value.weight.data.fill_(5)
-    assert int((kept.view(torch.float32) == 5).sum()) == 300 * 300
-
-
-def test_allocated_records_count_against_the_quota(here: Site, sites: Callable[..., Site], device: str) -> None:
-    """An excess over the free memory is ServerBusy, over the total CapabilityError; nothing is left."""
-    full = sites(quotas={device: 10 << 20})
-    with here.client.export(here.client.call("load", 1200)) as record:  # 5.8 MB
-        with full.client.allocate(record.header):
-            for refused in (lambda: full.client.allocate(record.header), lambda: full.client.adopt(record)):
-                with pytest.raises(ServerBusy, match="quota"):
-                    refused()
-        with (
-            here.client.export(here.client.call("load", 2000)) as large,
-            pytest.raises(CapabilityError, match="quota"),
-        ):
-            full.client.allocate(large.header)
-        eventually(lambda: full.client.list_objects() == [])
-        full.client.adopt(record)
-        full.client.adopt(record)  # the earlier generation is dropped for it
-    assert len(full.client.list_objects()) == 1
-
-
-def test_records_without_buffers_are_not_adopted(here: Site, there: Site) -> None:
-    """Neither a result, whose memory has other users, nor a buffer of no bytes."""
-    kept = there.client.call("load", 3)
-    with here.client.export(here.client.call("load", 3)) as record:
-        for lease, error in ((kept, BufferNotFound), (there.client.create_buffer(0), RecordError)):
-            allocated = ExportedRecord(record.header, carried(there.client, record).segments, [lease], allocated=True)
-            with pytest.raises(error):
-                there.client.adopt(allocated)
-    assert (kept.value.weight == 1).all() and kept.is_current()
-
-
 def test_mismatched_buffers_are_refused(here: Site, there: Site) -> None:
-    """Too small or too few: the allocated record is unchanged."""
+    """Too small or too few, or a result, whose memory has other users: the allocated record is unchanged."""
+    kept = there.client.call("load", 3)
     with (
         here.client.export(here.client.call("load", 3)) as one,
         here.client.export(here.client.call("load", 900)) as other,
@@ -295,11 +238,12 @@ def test_mismatched_buffers_are_refused(here: Site, there: Site) -> None:
         twice = msgspec.structs.replace(one.header, segments=one.header.segments * 2)
         for header, text in ((other.header, "is not for segment 0"), (twice, "2 segments, and 1 buffers")):
             allocated.header = header
-            with pytest.raises(RecordError, match=text) as caught:
+            with pytest.raises(RecordError, match=text):
                 there.client.adopt(allocated)
-            assert caught.value.reason == "buffers"
+        with pytest.raises(BufferNotFound):
+            there.client.adopt(ExportedRecord(one.header, allocated.segments, [kept], allocated=True))
         allocated.header = one.header
-        assert there.client.adopt(allocated).generation == 1
+        assert there.client.adopt(allocated).generation == 2
 
 
 # Generations.
@@ -348,10 +292,9 @@ def test_uncached_objects_need_a_call(here: Site, there: Site) -> None:
 # Every class.
 
 
-def test_every_role_adopts(here: Site, app: App, device: str) -> None:
+@on_the_host
+def test_every_role_adopts(here: Site, app: App) -> None:
     """Including providers; the process of the endpoints attaches to adopted objects like any other."""
-    if device == "cuda":
-        pytest.skip("the apps of the kit are on the host")
     built: list[int] = []
     app.share("mine")(lambda size: built.append(size) or nn.Linear(size, size))
     with here.client.export(here.client.call("load", 3)) as record:
@@ -367,13 +310,14 @@ def test_every_role_adopts(here: Site, app: App, device: str) -> None:
     assert built == [3]
 
 
-def test_the_local_role_cannot_export(base_path: str) -> None:
+def test_the_local_role_has_neither_records_nor_tiers(base_path: str) -> None:
     """Its results are not in shared memory, as the error explains."""
-    provider = Provider(base_path, execution_mode="local", device="cpu")
-    provider.share("load", managed=True)(lambda: torch.ones(3))
-    with provider.call("load") as handle, pytest.raises(CapabilityError, match=r"local role.*SHARED_TENSOR_ROLE=server"):
-        provider.export(handle)
-    provider.close()
+    with closing(Provider(base_path, execution_mode="local", device="cpu")) as provider:
+        provider.share("load", managed=True)(lambda: torch.ones(3))
+        with provider.call("load") as handle, pytest.raises(CapabilityError, match=r"local role.*SHARED_TENSOR_ROLE=server"):
+            provider.export(handle)
+        with pytest.raises(CapabilityError, match="local role"):
+            provider.evict("load")
 
 
 # Files of records: an object is on disk, and a server imports it without building it.
@@ -405,24 +349,7 @@ def test_saved_objects_are_restored(here: Site, there: Site, path: Path) -> None
     assert list(path.parent.glob("*.part")) == []
 
 
-def read(path: Path) -> tuple[RecordHeader, Any]:
-    """Return the contents of a file."""
-    with FileRecord(path) as record:
-        return record.header, record._layout
-
-
 # Files that are damaged.
-
-
-@pytest.mark.parametrize("left", [0, 20, 60, 0.9, -1])
-def test_truncated_files_are_refused(there: Site, path: Path, left: float) -> None:
-    """Wherever they end, before any memory is allocated."""
-    size = path.stat().st_size
-    os.truncate(path, size - 1 if left < 0 else int(left * size) if isinstance(left, float) else int(left))
-    with pytest.raises(RecordError) as caught:
-        FileRecord(path)
-    assert caught.value.reason == ("damaged" if left else "malformed")
-    assert there.client.list_objects() == []
 
 
 def test_files_truncated_while_read_are_refused(there: Site, path: Path) -> None:
@@ -437,8 +364,9 @@ def test_files_truncated_while_read_are_refused(there: Site, path: Path) -> None
 
 def test_any_damaged_byte_is_detected(there: Site, path: Path) -> None:
     """In the header, in a digest, at the beginning and the end of parts; but not in the padding."""
-    header, layout = read(path)
     data = path.read_bytes()
+    with FileRecord(path) as whole:
+        layout = whole._layout
     inside = [part.offset for part in layout.parts] + [part.offset + part.nbytes - 1 for part in layout.parts]
     for place in (25, 40, 60, layout.head // 2, layout.head - 1, *inside):
         path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
@@ -446,112 +374,64 @@ def test_any_damaged_byte_is_detected(there: Site, path: Path) -> None:
             there.client.adopt(record)
         assert caught.value.reason == "damaged", place
     eventually(lambda: there.client.list_objects() == [])
-    assert header.nbytes > 0
 
 
-def test_invalid_files_are_refused(tmp_path: Path) -> None:
-    """A missing file, a directory, a pipe, and other content."""
-    other = tmp_path / "notes.txt"
-    other.write_text("not a record, but long enough to be read as one, were its beginning what it is not")
-    other.chmod(0o600)
-    os.mkfifo(tmp_path / "pipe")
-    for name, reason, message in (
-        ("missing", "unreadable", "No such file"),
-        (".", "unreadable", "no regular file"),
-        ("pipe", "unreadable", "no regular file"),
-        ("notes.txt", "malformed", "is no record: it begins with b'not a record"),
-    ):
-        with pytest.raises(RecordError, match=message) as caught:
-            FileRecord(tmp_path / name)
-        assert caught.value.reason == reason
-
-
-def test_files_writable_by_others_are_refused(path: Path) -> None:
-    """They contain a pickle. The error names the mode."""
-    path.chmod(0o620)
-    with pytest.raises(RecordError, match="has mode 0620") as caught:
+@pytest.mark.parametrize(
+    ("change", "reason", "message"),
+    [
+        (Path.unlink, "unreadable", "No such file"),
+        (lambda path: (path.unlink(), os.mkfifo(path)), "unreadable", "no regular file"),
+        (lambda path: path.write_text("not a record, but " * 9), "malformed", "is no record: it begins with b'not a record"),
+        (lambda path: os.truncate(path, 0), "malformed", "is no record"),
+        (lambda path: os.truncate(path, 60), "damaged", "model.record"),
+        (lambda path: os.truncate(path, path.stat().st_size - 1), "damaged", "model.record"),
+        (lambda path: path.chmod(0o620), "untrusted", "has mode 0620"),
+        (
+            lambda path: path.write_bytes((data := path.read_bytes())[:18] + b"2\n" + data[20:]),
+            "version",
+            "has format 2, and this release of shared-rpc reads format 1",
+        ),
+    ],
+    ids=[
+        "missing",
+        "a pipe",
+        "another file",
+        "empty",
+        "without its header",
+        "without its end",
+        "writable by others",
+        "version",
+    ],
+)
+def test_invalid_files_are_refused(path: Path, change: Callable[[Path], Any], reason: str, message: str) -> None:
+    """Before any memory is allocated, with the reason: they contain a pickle."""
+    change(path)
+    with pytest.raises(RecordError, match=message) as caught:
         FileRecord(path)
-    assert caught.value.reason == "untrusted"
-
-
-def test_other_versions_are_refused(path: Path) -> None:
-    """Of the file's format: both are named."""
-    data = path.read_bytes()
-    path.write_bytes(data[:18] + b"2\n" + data[20:])
-    with pytest.raises(RecordError, match="has format 2, and this release of shared-rpc reads format 1") as caught:
-        FileRecord(path)
-    assert caught.value.reason == "version"
+    assert caught.value.reason == reason
 
 
 # Files that cannot be written.
 
 
-def test_unknown_objects_are_not_saved(here: Site, tmp_path: Path) -> None:
-    """Nor half-written ones. No file is created."""
-    with pytest.raises(StaleHandleError):
-        save(here.client, "0" * 24, tmp_path / "model.record")
-    handle = here.client.call("model")
-    with pytest.raises(ZeroDivisionError), here.client.update(handle):
-        raise ZeroDivisionError
-    with pytest.raises(UpdateInterrupted):
-        save(here.client, handle.object_id, tmp_path / "model.record")
-    assert list(tmp_path.glob("*.record*")) == []
-
-
-def test_missing_folders_are_reported(here: Site, tmp_path: Path) -> None:
-    """The error names the file."""
-    with here.client.call("model") as handle, pytest.raises(RecordError, match=r"record .*/no/model\.record: No such file"):
-        save(here.client, handle.object_id, tmp_path / "no" / "model.record")
-
-
-@pytest.mark.parametrize("step", ["pwrite", "fsync", "link", *deep("posix_fallocate", "replace")])
-def test_failing_disks_leave_the_earlier_file(here: Site, path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
-    """At any time, and no other one."""
-    before = path.read_bytes()
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patched, here.client.call("model", 300) as handle:
-        patched.setattr(os, step, fail)
-        with pytest.raises(RecordError, match=r"No space left on device: it needs \d+ bytes") as caught:
-            save(here.client, handle.object_id, path)
-    assert caught.value.reason == "unreadable"
-    assert (path.read_bytes(), sorted(one.name for one in path.parent.glob("model*"))) == (before, ["model.record"])
-
-
-@pytest.mark.parametrize("step", ["fsync", "open", "fstat"])
-def test_alarms_interrupt_files_with_their_own_exception(
-    here: Site, path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+@pytest.mark.parametrize(
+    ("step", "raised", "reported"),
+    [
+        *((step, (errno.ENOSPC, "full"), RecordError) for step in ("pwrite", "fsync", "link")),
+        *deep(*((step, (errno.ENOSPC, "full"), RecordError) for step in ("posix_fallocate", "replace"))),
+        ("fsync", ("full",), OSError),
+    ],
+)
+def test_failing_disks_leave_the_earlier_file(
+    here: Site, path: Path, monkeypatch: pytest.MonkeyPatch, step: str, raised: tuple[Any, ...], reported: type[Exception]
 ) -> None:
-    """A handler's TimeoutError, which is an OSError, is not converted to the error of a disk."""
-
-    def interrupt(*_: Any, **__: Any) -> None:
-        raise TimeoutError("the alarm")
-
+    """At any time, and no other one. An OSError without a number, such as that of a signal's handler, is raised as it is."""
     before = path.read_bytes()
     with monkeypatch.context() as patched, here.client.call("model", 300) as handle:
-        patched.setattr(os, step, interrupt)
-        with pytest.raises(TimeoutError, match="the alarm"):
-            save(here.client, handle.object_id, path) if step == "fsync" else FileRecord(path)
+        patched.setattr(os, step, Mock(side_effect=OSError(*raised)))
+        with pytest.raises(reported, match="full", check=lambda error: type(error) is reported):
+            save(here.client, handle.object_id, path)
     assert (path.read_bytes(), sorted(one.name for one in path.parent.glob("model*"))) == (before, ["model.record"])
-
-
-def test_file_systems_without_nameless_files_work(here: Site, there: Site, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A draft is next to the file until it is complete."""
-    original = os.open
-
-    def refuse(name: Any, flags: int, *rest: Any, **more: Any) -> int:
-        if flags & os.O_TMPFILE == os.O_TMPFILE:
-            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-        return original(name, flags, *rest, **more)
-
-    monkeypatch.setattr(os, "open", refuse)
-    with here.client.call("model", 300) as handle:
-        save(here.client, handle.object_id, path)
-    with FileRecord(path) as record:
-        assert there.client.adopt(record).cache_key == "model(size=300)"
-    assert sorted(one.name for one in path.parent.glob("model*")) == ["model.record"]
 
 
 def test_saved_objects_are_of_one_revision(here: Site, there: Site, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

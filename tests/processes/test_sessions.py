@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from anyio import current_time, move_on_after
 
-from shared_rpc import AsyncClient, Client, Handle, Provider, Server
+from shared_rpc import Client, Handle, Provider, Server
 from shared_rpc.errors import ConnectionClosed, DeadlineExceeded, StaleHandleError
 from tests.kit.apps import Connect, Serve
 from tests.kit.processes import Program, eventually
@@ -73,31 +70,13 @@ def test_closing_the_client_releases_all_leases(server: Server, client: Client) 
     client.close()
 
 
-ENDS = {"exit": "", "SIGKILL": "os.kill(os.getpid(), signal.SIGKILL)"}
-
-
-@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
-def test_ended_processes_release_their_leases(server: Server, program: Program, end: str) -> None:
-    """Within a second, however they end."""
-    child = program(f"{HOLDER}\nhold()\nprint('held')\nsys.stdin.readline()\n{end}")
+def test_killed_processes_release_their_leases(server: Server, program: Program) -> None:
+    """Within a second."""
+    child = program(f"{HOLDER}\nhold()\nprint('held')\nsys.stdin.readline()")
     child.expect("held")
     assert leases(server) == 1
-    child.tell("end")
-    child.process.wait()
-    eventually(lambda: leases(server) == server.info()["sessions"] == 0, seconds=1)
-
-
-def test_a_process_killed_during_a_call_leaves_a_cached_result(
-    server: Server, program: Program, go: threading.Event, begun: threading.Event
-) -> None:
-    """The run continues, and its result has no lease."""
-    child = program(f"{HOLDER}\nhold('slow')")
-    begun.wait(10)
     child.kill()
-    eventually(lambda: server.info()["sessions"] == 0, seconds=1)
-    go.set()
-    eventually(lambda: server.info()["objects"] == 1)
-    assert leases(server) == 0
+    eventually(lambda: leases(server) == server.info()["sessions"] == 0, seconds=1)
 
 
 # Threads.
@@ -168,19 +147,6 @@ def test_threads_with_timeouts_get_their_own_answers(server: Server, client: Cli
     assert server.info()["connections"] == 1
 
 
-@pytest.mark.anyio
-async def test_cancelled_coroutines_do_not_wait(server: Server) -> None:
-    """Not even for a stuck server."""
-    async with AsyncClient(socket_path=server.socket_path) as client:
-        await client.ping()
-        engine = server.engine
-        engine.post(lambda: time.sleep(1.0))
-        begin = current_time()
-        with move_on_after(0.1):
-            await client.ping()
-        assert current_time() - begin < 0.6
-
-
 def test_a_timeout_keeps_the_session(
     server: Server, client: Client, go: threading.Event, begun: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,12 +204,9 @@ def test_a_restarted_server_is_found(server: Server, client: Client) -> None:
     assert caught.value.reason == "server_changed"
     assert handle.is_stale()
     assert handle.value.sum() == 3
-    again = client.call("kept", 3)
-    assert not again.is_stale()
-    handle.release()
-    del handle
-    gc.collect()
-    assert leases(server) == 1
+    with client.call("kept", 3) as again:
+        handle.release()
+        assert not again.is_stale() and leases(server) == 1
 
 
 def test_an_ended_server_is_reported(server: Server, client: Client) -> None:
@@ -253,18 +216,5 @@ def test_an_ended_server_is_reported(server: Server, client: Client) -> None:
     with pytest.raises(StaleHandleError, match=f"cannot reach the server.*{server.socket_path}") as caught:
         client.ensure_handle_live(handle)
     assert caught.value.reason == "server_unreachable"
-    assert handle.is_stale()
     assert handle.value.sum() == 3
     handle.release()
-
-
-def test_a_dropped_object_is_reported(client: Client) -> None:
-    """The lease was released by id, without the handle."""
-    handle = client.call("own", 3)
-    assert client.release(handle.object_id)
-    with pytest.raises(StaleHandleError, match=f"has no object {handle.object_id}") as caught:
-        client.ensure_handle_live(handle)
-    assert caught.value.reason == "object_gone"
-    with pytest.raises(StaleHandleError):
-        handle.get_object_info()
-    assert handle.is_stale()

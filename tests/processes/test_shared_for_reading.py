@@ -9,7 +9,6 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from shared_rpc import Client, Provider, Server
 from shared_rpc.codec.storages import whole_tensor
 from shared_rpc.errors import CapabilityError
 from shared_rpc.memory.backends.host import HOST
@@ -17,7 +16,6 @@ from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.records import Record
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.records import Access
-from tests.kit.apps import Serve
 
 NBYTES = 8192
 
@@ -69,21 +67,6 @@ def test_other_memory_is_not_copied(
     segment, tensor = received(access, owner)
     (shared,) = published(tensor, shared_as).segments
     assert os.path.samestat(os.fstat(shared.fileno()), os.fstat(segment.fileno()))
-
-
-@pytest.fixture
-def server(provider: Provider, serve: Serve) -> Server:
-    """A server that returns its arguments."""
-    provider.share("given", access="read", cache=False)(lambda tensor: tensor)
-    return serve()
-
-
-def test_the_holder_of_a_buffer_cannot_change_the_result(server: Server, client: Client) -> None:
-    """A result made from a buffer does not change with it."""
-    with client.create_buffer(NBYTES) as buffer:
-        given = client.call("given", buffer.value)
-        buffer.value.fill_(7)
-        assert not given.any()
 
 
 def test_clients_cannot_seal_writable_memory(published: Callable[..., Record]) -> None:

@@ -22,14 +22,9 @@ from tests.kit.processes import eventually, python, rights
 from tests.kit.suspending import APP, SIZE, has_numbers
 
 
-def rights_of(tensor: torch.Tensor) -> str:
-    """Return the kernel's access flags of a tensor's mapping."""
-    return rights(tensor.untyped_storage().data_ptr())
-
-
 def is_mapped(tensor: torch.Tensor) -> bool:
     """Return whether a tensor's memory can be read."""
-    return rights_of(tensor).startswith("r")
+    return rights(tensor.untyped_storage().data_ptr()).startswith("r")
 
 
 @pytest.fixture
@@ -98,12 +93,12 @@ def test_released_handles_can_be_neither_suspended_nor_resumed(load: Callable[[]
 
 
 def test_a_block_restores_the_handles_state(load: Callable[[], Handle[torch.Tensor]]) -> None:
-    """Active within, however it ends, and nested too."""
+    """Active within, however it ends, and nested too; a suspension within takes effect at its end."""
     handle = load()
     with handle.active() as value:
+        handle.suspend()
         assert has_numbers(value)
-    assert not handle.suspended
-    handle.suspend()
+    assert handle.suspended
     with pytest.raises(ZeroDivisionError), handle.active() as value:
         with handle.active() as same:
             assert same is value and has_numbers(value)
@@ -112,66 +107,24 @@ def test_a_block_restores_the_handles_state(load: Callable[[], Handle[torch.Tens
     assert (handle.suspended, active(handle)) == (True, 0)
 
 
-def test_suspending_in_a_block_takes_effect_at_its_end(load: Callable[[], Handle[torch.Tensor]]) -> None:
-    """Memory in use stays; resuming in a block outlasts it."""
-    handle = load()
-    with handle.active() as value:
-        handle.suspend()
-        assert has_numbers(value)
-    assert handle.suspended
-    with handle.active():
-        handle.resume()
-    assert not handle.suspended
-
-
 def test_an_object_is_active_until_its_last_handle_is_suspended(load: Callable[[], Handle[torch.Tensor]]) -> None:
-    """Suspending one of two handles unmaps nothing; the value of the other one remains usable."""
+    """Or has ended. Suspending one of two handles unmaps nothing; the value of the other one remains usable."""
     one, other = load(), load()
+    value = one.value
     one.suspend()
-    assert (active(one), has_numbers(other.value), one.suspended) == (1, True, True)
+    assert (active(one), has_numbers(value), one.suspended) == (1, True, True)
     other.suspend()
     assert active(one) == 0
-    one.resume()
-    assert (active(one), has_numbers(one.value), other.suspended) == (1, True, True)
-
-
-@pytest.mark.parametrize("way", ["release", "collection"])
-def test_the_end_of_the_last_active_handle_suspends_the_object(load: Callable[[], Handle[torch.Tensor]], way: str) -> None:
-    """If only suspended handles are left, the object is no longer active."""
-    one, other = load(), load()
-    one.suspend()
-    if way == "release":
-        other.release()
-    del other
+    third = load()
+    assert (active(one), third.value is value, one.suspended) == (1, True, True)
+    del third
     gc.collect()
     eventually(lambda: active(one) == 0)
     one.resume()
     assert (active(one), has_numbers(one.value)) == (1, True)
 
 
-def test_another_call_resumes_the_object(load: Callable[[], Handle[torch.Tensor]]) -> None:
-    """Its handle is active, with the same value; the suspended one stays suspended."""
-    handle = load()
-    value = handle.value
-    handle.suspend()
-    again = load()
-    assert again.value is value
-    assert (has_numbers(value), active(handle), handle.suspended, again.suspended) == (True, 1, True, False)
-
-
 # Memory of a client.
-
-
-@pytest.mark.parametrize("endpoint", ["load", "load_read_only"])
-def test_memory_returns_at_its_address(client: Client, endpoint: str) -> None:
-    """Earlier tensors are valid again."""
-    handle = client.call(endpoint)
-    part, address, before = handle.value[7:], handle.value.data_ptr(), rights_of(handle.value)
-    handle.suspend()
-    assert rights_of(part) == "---p"
-    handle.resume()
-    assert (rights_of(part), handle.value.data_ptr(), has_numbers(handle.value)) == (before, address, True)
-    assert torch.equal(part, torch.arange(7, SIZE))
 
 
 def test_another_client_of_the_process_keeps_the_memory(broker: BrokerApp, client: Client) -> None:
@@ -305,22 +258,6 @@ def test_writes_survive_an_eviction(broker: BrokerApp, client: Client) -> None:
     handle.value.add_(1)
     other.resume()
     assert torch.equal(other.value, torch.arange(SIZE) * 3 + 1)
-
-
-def test_private_tensors_survive_a_suspension(client: Client) -> None:
-    """Parameters are shared and unmapped; statistics of each process stay."""
-    handle = client.call("load_module")
-    module = handle.value
-    norm = module[1]
-    with torch.no_grad():
-        before = module.train()(torch.ones(4, 300))
-    mean = norm.running_mean.clone()
-    handle.suspend()
-    evict(client, handle.object_id)
-    assert torch.equal(norm.running_mean, mean)
-    handle.resume()
-    with torch.no_grad():
-        assert torch.equal(module(torch.ones(4, 300)), before)
 
 
 def test_values_without_a_handle_keep_the_evicted_memory(client: Client) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import resource
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from shared_rpc import Client, Provider, Server
 from shared_rpc.client.steps import Request, ask
 from shared_rpc.errors import (
     CapabilityError,
-    ConfigurationError,
     EndpointNotFound,
     ServerBusy,
     StaleHandleError,
@@ -29,7 +27,6 @@ from shared_rpc.execution.device_memory import DeviceMemory
 from shared_rpc.protocol import generations as g
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import tiers as t
-from shared_rpc.protocol.catalogue import decode_message
 from shared_rpc.server.core import Core
 from tests.kit.apps import Connect, Serve
 from tests.kit.closings import late_closings
@@ -53,13 +50,6 @@ def shared(provider: Provider) -> Provider:
         provider.share(name, managed=True, **more)(lambda size: torch.arange(size, dtype=torch.float32))
     provider.share("total", cache=False)(lambda x: x.sum())
     return provider
-
-
-def suspended(raw: Raw, client: Client) -> str:
-    """Return an object on which only the raw session has a lease, which is suspended."""
-    object_id = held(raw, client)
-    assert raw.ask(t.Suspend([object_id])) == m.Count(1)
-    return object_id
 
 
 @pytest.fixture
@@ -106,12 +96,16 @@ def test_only_holders_can_resume(raw: Raw, client: Client) -> None:
 
 
 class Gate:
-    """Blocks copies of bytes, and counts them."""
+    """Blocks copies to a lower tier and back, and counts them."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls = 0
         self.begun, self.open = threading.Event(), threading.Event()
-        real = getattr(DeviceMemory, name)
+        for name in ("lower", "raise_"):
+            monkeypatch.setattr(DeviceMemory, name, self.blocking(getattr(DeviceMemory, name)))
+
+    def blocking(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function of the memory that begins when the gate is open."""
 
         async def copying(memory: DeviceMemory, *args: Any) -> Any:
             self.calls += 1
@@ -119,21 +113,13 @@ class Gate:
             assert await memory._threads.run(lambda: self.open.wait(30))
             return await real(memory, *args)
 
-        monkeypatch.setattr(DeviceMemory, name, copying)
+        return copying
 
 
 @pytest.fixture
-def lowering(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    """Blocks copies to a lower tier."""
-    gate = Gate(monkeypatch, "lower")
-    yield gate
-    gate.open.set()
-
-
-@pytest.fixture
-def raising(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    """Blocks restores."""
-    gate = Gate(monkeypatch, "raise_")
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """Blocks copies until it is opened."""
+    gate = Gate(monkeypatch)
     yield gate
     gate.open.set()
 
@@ -171,7 +157,6 @@ def test_objects_are_evicted_and_restored_by_endpoint(client: Client) -> None:
     assert {move["object_id"] for move in moves} == ids
     assert {move["tier"] for move in moves} == {"device"}
     assert client.restore("model") == []
-    assert {move["object_id"] for move in client.evict("model", to="file")} == ids
     with pytest.raises(EndpointNotFound):
         client.evict("modle")
     with pytest.raises(StaleHandleError):
@@ -232,20 +217,14 @@ def test_unevictable_objects_are_refused(client: Client, endpoint: str, to: Any,
     assert client.list_objects()[0]["tier"] == "device"
 
 
-def test_a_missing_directory_fails_the_start(shared: Provider, serve: Serve, tmp_path: Path) -> None:
-    """Rather than the first eviction."""
-    with pytest.raises(ConfigurationError, match=r"cannot spill objects to .*missing"):
-        serve(spill_dir=tmp_path / "missing")
-
-
-def test_a_call_during_an_eviction_cancels_it(client: Client, lowering: Gate, threads: ThreadPoolExecutor) -> None:
+def test_a_call_during_an_eviction_cancels_it(client: Client, gate: Gate, threads: ThreadPoolExecutor) -> None:
     """Even if its handle is released before the copy is complete: the process may have written in the meantime."""
     client.call("model", 4).release()
     evicted = threads.submit(client.evict, "model")
-    assert lowering.begun.wait(30)
+    assert gate.begun.wait(30)
     with client.call("model", 4) as handle:
         handle.value.fill_(9)
-    lowering.open.set()
+    gate.open.set()
     with pytest.raises(ServerBusy, match="requested during the move"):
         evicted.result()
     client.evict("model")
@@ -253,25 +232,25 @@ def test_a_call_during_an_eviction_cancels_it(client: Client, lowering: Gate, th
         assert handle.value.tolist() == [9] * 4
 
 
-def test_writes_during_a_copy_cause_another_copy(client: Client, raw: Raw, lowering: Gate, threads: ThreadPoolExecutor) -> None:
+def test_writes_during_a_copy_cause_another_copy(client: Client, raw: Raw, gate: Gate, threads: ThreadPoolExecutor) -> None:
     """A page outlives the lease of a process that has it mapped."""
     object_id = held(raw, client)
     raw.say(g.GetRevision(object_id), 5)
     with contextlib.closing(raw.hear_frame()) as frame:
         raw.ask(t.Suspend([object_id]))
         evicted = threads.submit(client.evict, object_id)
-        assert lowering.begun.wait(30)
+        assert gate.begun.wait(30)
         os.pwrite(frame.fds[0], (2).to_bytes(8, sys.byteorder), 0)
-        lowering.open.set()
+        gate.open.set()
         (moved,) = evicted.result()
-    assert lowering.calls == 2
+    assert gate.calls == 2
     assert moved["copied"] == 2 * moved["nbytes"]
 
 
-def test_copies_can_be_made_at_the_build(client: Client, lowering: Gate) -> None:
+def test_copies_can_be_made_at_the_build(client: Client, gate: Gate) -> None:
     """In the background, after the object is available. Its eviction copies nothing, until an update makes the copy old."""
     client.call("ahead", 4).release()
-    lowering.open.set()
+    gate.open.set()
     eventually(lambda: list(client.list_objects()[0]["copies"]) == ["file"])
     assert client.evict("ahead")[0]["copied"] == 0
     with client.call("ahead", 4) as handle:
@@ -281,37 +260,6 @@ def test_copies_can_be_made_at_the_build(client: Client, lowering: Gate) -> None
     assert client.evict("ahead")[0]["copied"] > 0
     with client.call("ahead", 4) as handle:
         assert handle.value.tolist() == [5] * 4
-
-
-def buffer_of_two(client: Client, raw: Raw) -> tuple[str, str]:
-    """Return the ids of a buffer of sevens, also held by the raw session, and of its segment."""
-    with client.create_buffer(4096, keep=True) as handle:
-        handle.value.fill_(7)
-        object_id = handle.object_id
-    raw.say(m.GetBuffer(object_id), 3)
-    with contextlib.closing(raw.hear_frame()) as frame:
-        result = decode_message(frame)
-    assert isinstance(result, m.Result)
-    return object_id, result.segments[0].id
-
-
-def test_objects_that_share_memory_move_together(client: Client, raw: Raw) -> None:
-    """One in use keeps the others, and the error names it; they are restored together, over one memory again."""
-    first, segment = buffer_of_two(client, raw)
-    kept = raw.ask(m.KeepSegments([segment]))
-    assert isinstance(kept, m.Result)
-    raw.ask(t.Suspend([first]))
-    with pytest.raises(ServerBusy, match=f"object {kept.object_id} .*object {first} .* shares"):
-        client.evict(first)
-    raw.ask(t.Suspend([kept.object_id]))
-    assert {move["object_id"] for move in client.evict(first)} == {first, kept.object_id}
-    assert client.get_object_info(kept.object_id)["tier"] == "file"
-    with client.get_buffer(kept.object_id) as one, client.get_buffer(first) as other:
-        assert client.get_object_info(first)["tier"] == "device"
-        assert int(other.value.sum()) == 7 * 4096
-        other.value.fill_(1)
-        assert int(one.value[0].sum()) == 4096
-    client.free_buffer(first)
 
 
 def test_cold_objects_can_be_invalidated(client: Client) -> None:
@@ -335,7 +283,8 @@ def test_damaged_files_cause_a_rebuild(client: Client, server: Server, caplog: p
 
 def test_damaged_files_fail_a_resumption(client: Client, server: Server, raw: Raw) -> None:
     """The object is dropped, since its bytes are lost."""
-    object_id = suspended(raw, client)
+    object_id = held(raw, client)
+    assert raw.ask(t.Suspend([object_id])) == m.Count(1)
     client.evict(object_id)
     damage(server, object_id)
     answer = raw.ask(t.Resume(object_id))
@@ -354,20 +303,6 @@ def damage(server: Server, object_id: str) -> None:
     server.engine.ask(change)
 
 
-def test_a_full_disk_keeps_the_object_in_place(client: Client) -> None:
-    """The eviction fails, and names the lack."""
-    client.call("model", 100_000).release()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (65536, hard))
-    try:
-        with pytest.raises(CapabilityError, match="spill directory"):
-            client.evict("model")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert client.list_objects()[0]["tier"] == "device"
-    assert len(client.evict("model")) == 1
-
-
 def test_restored_objects_are_arguments_by_reference(client: Client) -> None:
     """The endpoint maps the clients' present memory."""
     cold(client, 10, "frozen")
@@ -375,45 +310,38 @@ def test_restored_objects_are_arguments_by_reference(client: Client) -> None:
         assert client.call("total", handle.value).item() == 45
 
 
-def test_the_local_role_has_no_tiers(base_path: str) -> None:
-    """Its results are not in shared memory."""
-    with contextlib.closing(Provider(base_path, execution_mode="local", device="cpu")) as provider:
-        provider.share("model", managed=True)(lambda: torch.ones(4))
-        provider.call("model").release()
-        with pytest.raises(CapabilityError, match="local role"):
-            provider.evict("model")
-        assert provider.restore("model") == []
-
-
 def test_objects_dropped_during_an_eviction_are_not_moved(
-    client: Client, server: Server, lowering: Gate, threads: ThreadPoolExecutor
+    client: Client, server: Server, gate: Gate, threads: ThreadPoolExecutor
 ) -> None:
     """Nothing is left of the copy. Others that wait for the move get the same error."""
     client.call("model", 4).release()
     first = threads.submit(client.evict, "model")
-    assert lowering.begun.wait(30)
+    assert gate.begun.wait(30)
     others = [
         threads.submit(client.restore, client.list_objects()[0]["object_id"]),
         threads.submit(client.evict, "model"),
     ]
     eventually(lambda: server.engine.ask(lambda core: len(core.state.waits)) == 2)
     assert client.invalidate_endpoint_cache("model") == 1
-    lowering.open.set()
+    gate.open.set()
     assert [request.result() for request in (first, *others)] == [[], [], []]
     info = client.get_server_info()
-    assert (info["copies"], lowering.calls) == ({}, 1)
+    assert (info["copies"], gate.calls) == ({}, 1)
 
 
 def test_objects_dropped_during_a_restore_are_built_again(
-    client: Client, connect: Connect, raising: Gate, threads: ThreadPoolExecutor
+    client: Client, connect: Connect, gate: Gate, threads: ThreadPoolExecutor
 ) -> None:
     """The caller gets a new one; nothing is left of the earlier one."""
+    gate.open.set()
     object_id = cold(client, 10)
+    gate.begun.clear()
+    gate.open.clear()
     called = threads.submit(client.call, "model", 10)
-    assert raising.begun.wait(30)
+    assert gate.begun.wait(30)
     restored = threads.submit(connect().restore, object_id)
     assert client.invalidate_call_cache("model", 10) == 1
-    raising.open.set()
+    gate.open.set()
     with called.result() as handle:
         assert handle.object_id != object_id
         assert handle.value.sum() == 45
