@@ -6,7 +6,6 @@ import os
 from contextlib import closing
 from typing import NamedTuple
 
-from shared_rpc.errors import StaleHandleError
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import tiers as t
 from shared_rpc.protocol.catalogue import decode_message
@@ -50,7 +49,6 @@ class MovedBuffer:
             self.object_id = made.message.object_id
             [fd] = made.fds
             assert os.pwrite(fd, self._bytes, 0) == len(self._bytes)
-            self.inode = os.fstat(fd).st_ino
             made.close()
         eventually(lambda: memory_of(self.pid) <= before + 1)  # others may have been evicted
 
@@ -118,11 +116,6 @@ class MovedBuffer:
             assert isinstance(found.message, m.Result), found.message
             with closing(found):
                 return [os.pread(fd, len(self._bytes) + 1, 0) for fd in found.fds] == [self._bytes]
-
-    def is_dropped(self) -> bool:
-        """Return whether the broker has dropped it."""
-        reply = self.ask(m.GetObjectInfo(self.object_id))
-        return isinstance(reply, m.Error) and reply.code == StaleHandleError.code
 
     def workers(self) -> list[int]:
         """Return the process ids of the workers that are ready."""

@@ -96,23 +96,6 @@ async def test_handles_are_async_context_managers(client: AsyncClient, server: S
     assert server.info()["leases"] == 0
 
 
-async def test_calls_are_concurrent_over_one_connection(client: AsyncClient, server: Server, go: threading.Event) -> None:
-    """None waits for another; a ping overtakes pending ones."""
-    results: dict[int, float] = {}
-
-    async def one(value: int) -> None:
-        results[value] = (await client.call("hold", value)).item()
-
-    async with anyio.create_task_group() as group:
-        for value in range(5):
-            group.start_soon(one, value)
-        await until(lambda: server.info()["running"] == 5)
-        assert await client.ping() < 5
-        assert server.info()["connections"] == 1 and results == {}
-        go.set()
-    assert results == {value: value for value in range(5)}
-
-
 async def test_rebuilding_does_not_block_the_loop(client: AsyncClient) -> None:
     """A large module is rebuilt in a thread; an existing one is returned at once."""
     ticks = 0

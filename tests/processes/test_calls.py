@@ -110,38 +110,6 @@ def test_unpicklable_exceptions_become_remote_errors(
     assert len(str(caught.value)) < 100_000
 
 
-SCRIPT = """
-import sys
-from shared_rpc import Provider
-
-print("running as", __name__, file=sys.stderr)
-provider = Provider(device="cpu")
-
-class Outer:
-    class Missing(LookupError):
-        pass
-
-@provider.share(cache=False)
-def find(name: str) -> None:
-    raise Outer.Missing(name)
-
-if provider.execution_mode == "client":
-    try:
-        find("weights")
-    except Outer.Missing as error:
-        print("caught", error, type(error) is Outer.Missing)
-"""
-
-
-def test_exceptions_of_a_script_keep_their_type(base_path: str, tmp_path: Path, children: list[Child]) -> None:
-    """With the same source in both roles its own exception classes can be caught, and it is not run a second time."""
-    (tmp_path / "app.py").write_text(SCRIPT)
-    for role in ("server", "client"):
-        children.append(Child("app.py", cwd=tmp_path, environ={"SHARED_TENSOR_ROLE": role}))
-    assert children[1].expect("caught") == "caught weights True"
-    assert children[1].close() == (0, "running as __main__\n")
-
-
 # Concurrency.
 
 

@@ -259,24 +259,6 @@ def test_memory_of_an_earlier_copy_is_reused(memory: BlockingMemory, filled: Fil
 
 
 @on_gpus
-def test_segments_of_several_devices_are_copied(
-    devices: tuple[str, ...], memory: BlockingMemory, filled: Filled, spill: SpillDirectory
-) -> None:
-    """Of two GPUs and of the host, as in an object that spans devices."""
-    if len(devices) < 2:
-        pytest.skip("needs two GPUs")
-    with closing(backend_for("cpu").create(4096)) as on_host:
-        write(on_host, b"host")
-        segments = [filled(2 * MIB), on_host, filled(4 * MIB, number=1)]
-        for to in ("host", "file"):
-            copies = memory.lower(segments, to, spill)
-            again = memory.raise_(copies, [segment.info.incarnation(1) for segment in segments])
-            assert [bytes_of(one) for one in again] == [bytes_of(one) for one in segments]
-            for one in (*copies, *again):
-                one.close()
-
-
-@on_gpus
 def test_copies_of_another_process_are_mapped(memory: BlockingMemory, filled: Filled) -> None:
     """As after a restart: on demand, and unmapped with the copy."""
     segment = filled(2 * MIB)

@@ -77,19 +77,6 @@ def test_held_results_exhaust_descriptors(client: Client) -> None:
     assert [float(client.call("kept", n).value[0]) for n in range(9)] == [float(n) for n in range(9)]
 
 
-def test_cached_results_are_evicted_for_held_objects(client: Client) -> None:
-    """For results as for buffers, each of which uses a descriptor."""
-    for n in range(LIMIT):
-        client.call("cached", n)
-    handles = [client.call("kept", n) for n in range(LIMIT // 4)]
-    assert [float(handle.value[0]) for handle in handles] == [float(n) for n in range(LIMIT // 4)]
-    buffers = []
-    with pytest.raises(errors.ServerBusy, match="holds the most"):
-        while len(buffers) < LIMIT:
-            buffers.append(client.create_buffer((8,)))
-    assert len(buffers) > LIMIT // 4
-
-
 def test_a_dead_worker_is_replaced_at_the_limit(client: Client) -> None:
     """The broker reserves some descriptors for that."""
     for n in range(2 * LIMIT):

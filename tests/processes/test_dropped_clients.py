@@ -71,15 +71,6 @@ def test_a_dropped_client_ends_its_session(server: Server, make: Callable[[], Cl
     assert server.info()["pools"] == {"nbytes": 0, "chunks": 0}
 
 
-def test_a_handle_keeps_its_client(server: Server, make: Callable[[], Client]) -> None:
-    """Its methods work while it exists, and then the session ends."""
-    handle = make().call("kept")
-    assert handle.get_object_info()["leases"] == 1
-    assert not handle.is_stale()
-    del handle
-    await_end(server)
-
-
 def test_threads_do_not_keep_a_client(server: Server, make: Callable[[], Client]) -> None:
     """The thread of a subscription ends with the client."""
     client = make()
@@ -92,14 +83,6 @@ def test_threads_do_not_keep_a_client(server: Server, make: Callable[[], Client]
     assert not thread.is_alive()
     assert not subscription.active
     await_end(server)
-
-
-def test_a_failed_constructor_leaves_no_warning() -> None:
-    """In its finaliser, with warnings as errors."""
-    with pytest.raises(TypeError):
-        Client(socket_path=3)
-    with pytest.raises(TypeError):
-        AsyncClient(socket_path=3)
 
 
 def test_an_async_client_dropped_on_its_loop_ends_its_session(

@@ -42,20 +42,6 @@ def memory() -> set[str]:
     return links
 
 
-def test_a_server_answers_while_memory_is_being_freed(serve: Callable[..., Server], connect: Callable[..., Client]) -> None:
-    """The object is dropped for all clients before its memory is free."""
-    before = memory()
-    serve()
-    client = connect()
-    with late_closings():
-        client.create_buffer(LARGE).release()
-        eventually(lambda: len(CLOSER) == 1)
-        assert client.list_objects() == []
-        client.ping()
-        assert len(CLOSER) == 1
-    assert memory() == before
-
-
 def test_quotas_count_dropped_memory_as_free(
     device: str, base_path: str, connect: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from shared_rpc import AsyncClient, Client, Provider, Server
+from shared_rpc.codec import arguments
 from shared_rpc.errors import CapabilityError
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.pool import PoolOptions
@@ -121,6 +122,37 @@ async def test_cancelled_calls_leave_no_chunks(server: Server) -> None:
             if pools(server)["chunks"] <= 2:
                 break
         assert pools(server)["chunks"] <= 2
+
+
+@on_the_host
+@pytest.mark.asyncio
+async def test_calls_cancelled_while_arguments_are_written_wait(
+    server: Server, monkeypatch: pytest.MonkeyPatch, go: threading.Event, begun: threading.Event
+) -> None:
+    """However often: until the end of the thread, which has chunks and descriptors."""
+    encode = arguments.encode_arguments
+
+    def slowly(*values: Any, **options: Any) -> Any:
+        encoded = encode(*values, **options)
+        begun.set()
+        assert go.wait(30)
+        return encoded
+
+    async with AsyncClient(socket_path=server.socket_path, timeout=30.0, pool=SMALL) as client:
+        await client.call("doubled", torch.ones(4))
+        with monkeypatch.context() as patch:
+            patch.setattr(arguments, "encode_arguments", slowly)
+            task = asyncio.create_task(client.call("doubled", torch.ones(100)))
+            await asyncio.to_thread(begun.wait, 30)
+            for _ in range(3):
+                task.cancel()
+                await asyncio.sleep(0)
+            assert not task.done()  # it has the thread's memory to see to
+            go.set()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        while client._link.transfer.arguments.used > 1:
+            assert (await client.call("doubled", torch.ones(4))).sum() == 8
 
 
 # Deaths.

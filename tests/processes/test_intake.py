@@ -118,30 +118,6 @@ async def test_frames_without_their_descriptors_end_the_reading(caplog: Any) -> 
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("at_once", [False, True])
-async def test_messages_are_written_together_unless_at_once(at_once: bool) -> None:
-    """Messages sent while a frame is handled are one write, except those sent at once, which have left on return."""
-    ours, theirs = socket.socketpair()
-    theirs.setblocking(False)
-    arrived: list[bool] = []
-
-    def handle(_: object) -> None:
-        stream.send(w.RunStarted(), 1, at_once=at_once)
-        try:
-            arrived.append(bool(theirs.recv(1 << 16)))
-        except BlockingIOError:
-            arrived.append(False)
-
-    stream = FramedStream(ours, handle, lambda error: None)
-    with theirs:
-        kind, body = encode_message(w.Loaded())
-        theirs.sendall(b"".join(encode_frame(kind, 0, body)))
-        stream.drain()
-        stream.close()
-    assert arrived == [at_once]
-
-
-@pytest.mark.asyncio
 async def test_queued_answers_use_no_descriptor() -> None:
     """A queued message references the owner of its descriptor until it is written, however often it is queued."""
     ours, theirs = socket.socketpair()

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from shared_rpc import Provider, Server
-from shared_rpc.errors import CodecError
 from shared_rpc.memory.mapping import MAPPINGS
 from tests.kit.apps import Connect, Serve
 from tests.kit.processes import eventually
@@ -67,13 +66,6 @@ def module() -> torch.nn.Module:
     return module
 
 
-class Broken(torch.nn.Linear):
-    """A module that cannot be rebuilt."""
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        raise ImportError("it needs another release of something")
-
-
 @pytest.fixture
 def server(provider: Provider, serve: Serve) -> Server:
     """A server of models whose classes collect garbage."""
@@ -81,17 +73,9 @@ def server(provider: Provider, serve: Serve) -> Server:
     provider.share("module", managed=True, cache=False)(module)
 
     @provider.share(managed=True, cache=False)
-    def broken() -> torch.nn.Module:
-        return Broken(4, 4)
-
-    @provider.share(managed=True, cache=False)
     def collecting(size: int) -> torch.Tensor:
         collect()
         return torch.ones(size)
-
-    @provider.share(cache=False)
-    def weigh(module: torch.nn.Module) -> torch.Tensor:
-        return torch.ones(1)
 
     return serve()
 
@@ -110,25 +94,8 @@ def test_released_objects_are_unmapped(server: Server, connect: Connect, nothing
     eventually(nothing_is_kept)
 
 
-def test_objects_that_cannot_be_rebuilt_are_unmapped(server: Server, connect: Connect, nothing_is_kept: Check) -> None:
-    """A retained error, such as a notebook's ``sys.last_value``, keeps no memory."""
-    with pytest.raises(CodecError, match="another release of something") as caught:
-        connect().call("broken")
-    eventually(nothing_is_kept)
-    assert isinstance(caught.value.__cause__, ImportError)
-
-
 def test_results_of_an_endpoint_are_freed(server: Server, connect: Connect, nothing_is_kept: Check) -> None:
     """The server's own frames are below those of an endpoint whose errors are retained."""
     connect().call("collecting", 1 << 20).release()
     assert COLLECTED
-    eventually(nothing_is_kept)
-
-
-def test_arguments_are_unmapped(server: Server, connect: Connect, nothing_is_kept: Check) -> None:
-    """When the client is closed."""
-    client = connect()
-    client.call("weigh", module())
-    assert COLLECTED
-    client.close()
     eventually(nothing_is_kept)

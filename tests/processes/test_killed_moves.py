@@ -14,7 +14,7 @@ import pytest
 
 from shared_rpc import Client
 from shared_rpc.protocol import messages as m
-from tests.kit.brokers import BrokerApp, BrokerProgram, is_running, memory_of
+from tests.kit.brokers import BrokerApp, is_running, memory_of
 from tests.kit.deep import deep
 from tests.kit.fake_driver import GPUS
 from tests.kit.forks import DRIVER
@@ -332,22 +332,6 @@ def kinds(manager: ServiceManager) -> list[str]:
     return sorted(name.partition("-")[0] for name in manager.names() if name != "state")
 
 
-def end_broker(
-    start: Callable[[BrokerProgram], Child], app: BrokerApp, killing: Killing, spill: Path, device: str, move: str, step: str
-) -> MovedBuffer:
-    """Kill a broker at a step of a move; its workers exit."""
-    app.file.write_text(APP.format(watching=""))
-    broker = start(app.program(killing.code(OF_BROKERS), spill_dir=str(spill), preload=False))
-    subject = MovedBuffer(app, device, nbytes_for(step))
-    workers = subject.workers()
-    subject.prepare(move)
-    killing.arm(step)
-    with subject.move(move):
-        assert died(killing, step) == broker.pid
-    eventually(lambda: not any(map(is_running, workers)), 60.0, "the end of the workers")
-    return subject
-
-
 @pytest.mark.parametrize(
     ("device", "move", "step"),
     [(*move, step) for move, steps in BROKERING.items() for step in (*steps, *(STORING if move[0] == "cpu" else ()))],
@@ -357,10 +341,15 @@ def test_killed_brokers_of_a_service_manager_keep_the_object(
 ) -> None:
     """The next one has it in the source or the target tier; the manager stores nothing else."""
 
-    def start(program: BrokerProgram) -> Child:
-        return manager.start(program=program)
-
-    subject = end_broker(start, broker_app, killing, spill, device, move, step)
+    broker_app.file.write_text(APP.format(watching=""))
+    broker = manager.start(program=broker_app.program(killing.code(OF_BROKERS), spill_dir=str(spill), preload=False))
+    subject = MovedBuffer(broker_app, device, nbytes_for(step))
+    workers = subject.workers()
+    subject.prepare(move)
+    killing.arm(step)
+    with subject.move(move):
+        assert died(killing, step) == broker.pid
+    eventually(lambda: not any(map(is_running, workers)), 60.0, "the end of the workers")
     manager.start("--spill-dir", str(spill), WITHOUT_ZYGOTE)
     assert subject.tier in ("device", to_of(move))
     eventually(lambda: subject.workers() != [], 60.0, "a worker")

@@ -41,20 +41,17 @@ on_the_host = pytest.mark.parametrize("device", ["cpu"], indirect=True)
 class Site:
     """A server with the endpoints common to all sites, a client of it, and its builds."""
 
-    def __init__(self, base_path: str, device: str, **options: Any) -> None:
-        self.base_path = base_path
+    def __init__(self, base_path: str, device: str) -> None:
         self.built: list[str] = []
-        self.provider = Provider(base_path, device=device)
-        self.provider.share("all", tensors="all")(self.named)
-        self.provider.share("read", access="read")(self.named)
-        self.provider.share("load", managed=True)(self.load)
-        self.provider.share("other", managed=True)(self.other)
-        self.provider.share("template", managed=True, cache_format_key="{size}")(self.load)
-        self.provider.share("uncached", managed=True, cache=False)(self.load)
-        self.provider.share("model", managed=True)(self.model)
-        self.server = Server(self.provider, **options)
         self.device = device
-        self.server.start()
+        provider = Provider(base_path, device=device)
+        provider.share("all", tensors="all")(self.named)
+        provider.share("read", access="read")(self.named)
+        provider.share("load", managed=True)(self.load)
+        provider.share("other", managed=True)(self.other)
+        provider.share("uncached", managed=True, cache=False)(self.load)
+        provider.share("model", managed=True)(self.model)
+        self.server = Server(provider).start()
         self.client = Client(base_path, device=device, timeout=30, connect_timeout=0)
 
     def named(self, name: str) -> Any:
@@ -85,29 +82,17 @@ class Site:
 
 
 @pytest.fixture
-def sites(base_path: str, device: str, no_leaks: None) -> Iterator[Callable[..., Site]]:
-    """Makes servers with the same endpoints, like those of several hosts."""
-    made: list[Site] = []
-
-    def make(**options: Any) -> Site:
-        made.append(Site(f"{base_path}-{len(made)}", device, **options))
-        return made[-1]
-
-    yield make
-    for site in made:
-        site.close()
-
-
-@pytest.fixture
-def here(sites: Callable[..., Site]) -> Site:
+def here(base_path: str, device: str, no_leaks: None) -> Iterator[Site]:
     """The site that builds objects."""
-    return sites()
+    with closing(Site(base_path, device)) as site:
+        yield site
 
 
 @pytest.fixture
-def there(sites: Callable[..., Site], here: Site) -> Site:
+def there(here: Site, base_path: str, device: str) -> Iterator[Site]:
     """The site that adopts objects."""
-    return sites()
+    with closing(Site(f"{base_path}-there", device)) as site:
+        yield site
 
 
 def carried(client: Client, record: ExportedRecord) -> ExportedRecord:
@@ -162,8 +147,6 @@ def test_a_record_is_the_object_s_own_memory(here: Site) -> None:
     handle = here.client.call("load", 3)
     with here.client.export(handle) as record:
         flat = record.segments[0].tensor()
-        assert (flat.dtype, flat.ndim, flat.numel()) == (torch.uint8, 1, record.segments[0].nbytes)
-        assert flat.device.type == handle.value.weight.device.type
         handle.value.weight.data.fill_(-1)
         handle.release()
         here.client.invalidate_endpoint_cache("load")
@@ -267,7 +250,7 @@ def test_an_adopted_object_is_the_next_generation(here: Site, there: Site) -> No
 def test_records_are_adopted_under_a_given_call(here: Site, there: Site) -> None:
     """Of their own endpoint or of another one; the key is made from the arguments as for a call."""
     with here.client.export(here.client.call("load", 3)) as record:
-        for endpoint, key in (("load", "load(size=7)"), ("other", "other(size=7)"), ("template", "template:7")):
+        for endpoint, key in (("load", "load(size=7)"), ("other", "other(size=7)")):
             assert there.client.adopt(record, endpoint, 7).cache_key == key
     assert (there.client.call("other", 7).value.weight == 1).all()
     assert there.built == []
@@ -280,13 +263,11 @@ def test_uncached_objects_need_a_call(here: Site, there: Site) -> None:
             (ConfigurationError, "'uncached' are not cached", ()),
             (ConfigurationError, "not cached", ("uncached", 3)),
             (ConfigurationError, "tensor or a module among its arguments", ("load", torch.ones(1, device=there.device))),
-            (EndpointNotFound, "lod", ("lod", 3)),
             (TypeError, "load", ("load", 3, 4)),
         ):
             with pytest.raises(error, match=match):
                 there.client.adopt(record, *call)
         assert there.client.adopt(record, "load", 3).generation == 1
-    eventually(lambda: there.client.get_server_info()["buffers"] == 0)
 
 
 # Every class.
@@ -305,9 +286,6 @@ def test_every_role_adopts(here: Site, app: App) -> None:
     value = app.provider.call("mine", 3)
     assert (type(value), built, bool((value.weight == 1).all())) == (nn.Linear, [], True)
     assert app.provider.call("mine", 3) is value
-    with app.provider.prepare("mine", 3) as candidate:
-        assert app.provider.promote(candidate).object_id == candidate.object_id
-    assert built == [3]
 
 
 def test_the_local_role_has_neither_records_nor_tiers(base_path: str) -> None:

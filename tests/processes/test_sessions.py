@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from shared_rpc import Client, Handle, Provider, Server
+from shared_rpc import Client, Provider, Server
 from shared_rpc.errors import ConnectionClosed, DeadlineExceeded, StaleHandleError
 from tests.kit.apps import Connect, Serve
 from tests.kit.processes import Program, eventually
@@ -80,22 +80,6 @@ def test_killed_processes_release_their_leases(server: Server, program: Program)
 
 
 # Threads.
-
-
-def test_threads_share_one_session(server: Server, client: Client) -> None:
-    """Even if all use the client for the first time at once: any of them may release a handle."""
-    start = threading.Barrier(8)
-
-    def call() -> Handle[torch.Tensor]:
-        start.wait()
-        return client.call("own", 3)
-
-    with ThreadPoolExecutor(8) as pool:
-        handles = [future.result() for future in [pool.submit(call) for _ in range(8)]]
-    assert (server.info()["sessions"], leases(server)) == (1, 8)
-    for handle in handles:
-        handle.release()
-    assert leases(server) == 0
 
 
 def test_closing_a_client_that_many_threads_use(server: Server, connect: Connect) -> None:
@@ -207,14 +191,3 @@ def test_a_restarted_server_is_found(server: Server, client: Client) -> None:
     with client.call("kept", 3) as again:
         handle.release()
         assert not again.is_stale() and leases(server) == 1
-
-
-def test_an_ended_server_is_reported(server: Server, client: Client) -> None:
-    """Distinct from a changed one."""
-    handle = client.call("kept", 3)
-    server.stop()
-    with pytest.raises(StaleHandleError, match=f"cannot reach the server.*{server.socket_path}") as caught:
-        client.ensure_handle_live(handle)
-    assert caught.value.reason == "server_unreachable"
-    assert handle.value.sum() == 3
-    handle.release()

@@ -5,9 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from typing import Any
 
 import anyio
@@ -25,7 +23,6 @@ from shared_rpc.errors import (
     TaskError,
 )
 from shared_rpc.protocol import messages as m
-from shared_rpc.protocol.catalogue import NUMBERS
 from shared_rpc.protocol.tasks import Progress, TaskInfo, TaskStatus
 from shared_rpc.server.core import Core
 from tests.kit.apps import App, Connect, Serve, shares_memory
@@ -404,17 +401,6 @@ def test_tasks_behind_calls_are_not_kept(app: App) -> None:
     assert caught.value.reason == "released"
 
 
-def test_task_lists_are_paged(app: App) -> None:
-    """All tasks are listed, without duplicates, in order of submission, or those of one status."""
-    ones = app.share("ones")(lambda: torch.ones(1))
-    ones()
-    ids = [app.provider.submit("ones") for _ in range(1001)]
-    assert [info.task_id for info in app.provider.list_tasks()] == ids
-    assert [info.task_id for info in app.provider.list_tasks("completed")] == ids
-    with pytest.raises(ValueError, match="'RUNNING' is not a valid TaskStatus"):
-        app.provider.list_tasks("RUNNING")
-
-
 # Processes around a task.
 
 
@@ -504,40 +490,3 @@ def test_killed_submitters_do_not_stop_their_task(
         assert handle.value.tolist() == [7] * 4
         assert handle.get_object_info()["leases"] == 1
     eventually(lambda: kept(client) == (0, 0))
-
-
-def test_slow_readers_miss_progress_only(provider: Provider, serve: Serve, connect: Connect, begun: threading.Event) -> None:
-    """Others get every report; a slow one gets the end, and its unread messages are bounded."""
-    count, waits, heard = 60, 200, threading.Semaphore(0)
-
-    @provider.share(cache=False)
-    def talk() -> torch.Tensor:
-        begun.wait(10)
-        for number in range(count):
-            progress(number, count, "x" * 400)
-            heard.acquire(timeout=10)
-        return torch.ones(1)
-
-    server, client = serve(), connect()
-    task_id = client.submit("talk")
-    with Raw(server.socket_path) as silent:
-        silent.sock.settimeout(5)
-        for number in range(waits):
-            silent.say(m.WaitTask(task_id, events=True), number + 1)
-        eventually(lambda: server.engine.ask(watchers) == waits)
-        done: list[float] = []
-
-        def callback(info: TaskInfo) -> None:
-            begun.set()
-            if info.progress is not None and info.status is TaskStatus.RUNNING:
-                done.append(info.progress.done)
-                heard.release()
-
-        assert client.wait_for_task(task_id, 20, callback) == 1
-        assert done == list(range(count))
-        kinds = Counter[int]()
-        while kinds[NUMBERS[m.Result]] < waits:
-            with closing(silent.hear_frame()) as frame:
-                kinds[frame.kind] += 1
-        # About a megabyte in the server, and what the kernel takes: half a kilobyte for each.
-        assert waits < kinds[NUMBERS[m.TaskUpdate]] < count * waits // 2

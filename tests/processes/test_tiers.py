@@ -19,7 +19,6 @@ from shared_rpc import Client, Provider, Server
 from shared_rpc.client.steps import Request, ask
 from shared_rpc.errors import (
     CapabilityError,
-    EndpointNotFound,
     ServerBusy,
     StaleHandleError,
 )
@@ -149,20 +148,6 @@ def test_evicted_objects_are_restored_by_the_next_call(client: Client) -> None:
     assert client.get_object_info(object_id)["tier"] == "device"
 
 
-def test_objects_are_evicted_and_restored_by_endpoint(client: Client) -> None:
-    """All of them; those already in the tier are not moved."""
-    ids = {cold(client, size) for size in (10, 20)}
-    assert client.evict("model") == []
-    moves = client.restore("model")
-    assert {move["object_id"] for move in moves} == ids
-    assert {move["tier"] for move in moves} == {"device"}
-    assert client.restore("model") == []
-    with pytest.raises(EndpointNotFound):
-        client.evict("modle")
-    with pytest.raises(StaleHandleError):
-        client.restore("0" * 24)
-
-
 def suspend(client: Client, object_id: str) -> None:
     """Make the client's lease inactive; its memory stays mapped."""
     assert client._run(ask(Request(t.Suspend([object_id]), "suspend"), m.Count)) == m.Count(1)
@@ -262,15 +247,6 @@ def test_copies_can_be_made_at_the_build(client: Client, gate: Gate) -> None:
         assert handle.value.tolist() == [5] * 4
 
 
-def test_cold_objects_can_be_invalidated(client: Client) -> None:
-    """The file is closed with its descriptors; the next call builds the object again."""
-    object_id = cold(client)
-    assert client.invalidate_call_cache("model", 1000) == 1
-    assert client.list_objects() == []
-    with client.call("model", 1000) as handle:
-        assert handle.object_id != object_id
-
-
 def test_damaged_files_cause_a_rebuild(client: Client, server: Server, caplog: pytest.LogCaptureFixture) -> None:
     """Their bytes are not used. A call gets a new object, and the log has the reason."""
     object_id = cold(client)
@@ -301,13 +277,6 @@ def damage(server: Server, object_id: str) -> None:
         os.pwrite(copy.segment.fileno(), b"\xff", 1)
 
     server.engine.ask(change)
-
-
-def test_restored_objects_are_arguments_by_reference(client: Client) -> None:
-    """The endpoint maps the clients' present memory."""
-    cold(client, 10, "frozen")
-    with client.call("frozen", 10) as handle:
-        assert client.call("total", handle.value).item() == 45
 
 
 def test_objects_dropped_during_an_eviction_are_not_moved(

@@ -116,18 +116,6 @@ def test_the_error_of_a_deadline_names_who_holds_what(full: Full, unit: int) -> 
         assert full.waiting() == 0 and full.used() == 2 * unit and len(holder.list_objects()) == 1
 
 
-def test_rebuilds_reserve_the_last_size(full: Full, builds: list[int], unit: int) -> None:
-    """Before the endpoint runs."""
-    holder, client = full.start(1, 2)
-    client.call("dropped", 1, unit).release()
-    first = holder.call("dropped", 2, unit)
-    answer = full.ask(client.call, "dropped", 1, unit)
-    assert builds == [1, 2]
-    first.release()
-    with answer.result(30):
-        assert builds == [1, 2, 1]
-
-
 def test_builds_that_wait_for_capacity_can_be_abandoned(full: Full, unit: int) -> None:
     """The endpoint does not run; the next run of a serialized endpoint begins."""
     [holder], client = full.start(2), full.client(timeout=SHORTLY)
@@ -138,18 +126,6 @@ def test_builds_that_wait_for_capacity_can_be_abandoned(full: Full, unit: int) -
         with client.call("line", 3, unit) as handle:
             assert handle.value[0].item() == 3
     assert full.waiting() == 0
-
-
-def test_failing_builds_release_their_reservation(full: Full, shared: Provider, unit: int) -> None:
-    """The reserved memory is available again."""
-    results = [torch.zeros(unit, dtype=torch.uint8, device=shared.device)]
-    shared.share("once", managed=True)(results.pop)
-    [client] = full.start(1)
-    client.call("once").release()
-    client.invalidate_endpoint_cache("once")
-    with pytest.raises(IndexError):
-        client.call("once")
-    assert full.used() == 0
 
 
 def test_waiting_tasks_report_the_capacity(full: Full, unit: int) -> None:
