@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from shared_rpc import AsyncClient, AsyncHandle, Client, Provider, Server
+from shared_rpc import Client, Provider, Server
 from shared_rpc.errors import (
     BufferNotFound,
     CapabilityError,
     ConfigurationError,
 )
-from shared_rpc.memory.backends.host import MemfdBackend
 from shared_rpc.memory.devices import device_id, facts_of
-from shared_rpc.memory.segments import Segment
-from shared_rpc.protocol import messages as m
 from tests.kit.apps import EACH_ROLE, Connect
 from tests.kit.processes import Child, eventually, python
-from tests.kit.raw import Raw
 
 on_the_host = pytest.mark.parametrize("device", ["cpu"], indirect=True)
 
@@ -165,9 +160,6 @@ def test_devices_are_listed(client: Client, device: str) -> None:
         assert used(client, device) == size(device)
 
 
-# Refused requests.
-
-
 @on_the_host
 @pytest.mark.parametrize(
     ("arguments", "options", "text"),
@@ -187,51 +179,6 @@ def test_invalid_requests_are_refused(client: Client, arguments: tuple[Any, ...]
     with pytest.raises((ConfigurationError, CapabilityError), match=text):
         client.create_buffer(*arguments, **options)
     assert client.get_server_info()["objects"] == 0
-
-
-@on_the_host
-def test_a_broken_connection_drops_its_requests(
-    client: Client, monkeypatch: pytest.MonkeyPatch, go: threading.Event, begun: threading.Event
-) -> None:
-    """Active ones are undone, and the others are not begun."""
-    create = MemfdBackend.create
-    asked: list[int] = []
-
-    def slow(backend: MemfdBackend, nbytes: int) -> Segment:
-        asked.append(nbytes)
-        begun.set()
-        go.wait(30)
-        return create(backend, nbytes)
-
-    monkeypatch.setattr(MemfdBackend, "create", slow)
-    with Raw(client.socket_path) as raw:
-        for number in range(1, 20):
-            raw.say(m.CreateBuffer(100), number)
-        begun.wait(10)
-    eventually(lambda: client.get_server_info()["connections"] == 1)
-    go.set()
-    eventually(lambda: used(client) == 0)
-    assert client.get_server_info()["buffers"] == 0 and len(asked) < 19
-
-
-# Coroutines.
-
-
-@pytest.mark.anyio
-async def test_coroutines_can_use_buffers(client: Client, device: str) -> None:
-    """Next to a blocking client."""
-    async with (
-        AsyncClient(device=device, connect_timeout=0) as other,
-        await other.create_buffer((2, 3), torch.int32, device, zero=True, ttl=60, max_accesses=5) as buffer,
-    ):
-        assert isinstance(buffer, AsyncHandle)
-        with client.get_buffer(buffer.object_id) as same:
-            same.value[0] = 9
-        assert buffer.value.sum().item() == 27
-        async with await other.get_buffer(buffer.object_id) as again:
-            assert again.value is buffer.value
-        assert [entry["used"] for entry in await other.list_devices() if entry["used"]] == [size(device)]
-        assert [await other.free_buffer(buffer), await other.free_buffer(buffer.object_id)] == [True, False]
 
 
 # By way of a provider: the same in every role.

@@ -3,37 +3,26 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from shared_rpc import Provider, Server
+from shared_rpc import Provider
 from shared_rpc.memory.mapping import MAPPINGS
 from tests.kit.apps import Connect, Serve
 from tests.kit.processes import eventually
-
-pytestmark = pytest.mark.usefixtures("no_leaks")
 
 #: The contents of a log collector.
 COLLECTED: list[BaseException] = []
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_kept(no_leaks: None) -> Iterator[Callable[[], bool]]:
-    """``nothing_is_kept()`` returns whether no memory of this test is mapped; the collector is empty before and after."""
+def empty_collector(no_leaks: None) -> Iterator[None]:
+    """The collector is empty before and after."""
     COLLECTED.clear()
-    gc.collect()
-    MAPPINGS.drain()
-    before = len(MAPPINGS)
-
-    def check() -> bool:
-        gc.collect()
-        MAPPINGS.drain()
-        return len(MAPPINGS) <= before
-
-    yield check
+    yield
     COLLECTED.clear()
 
 
@@ -66,36 +55,30 @@ def module() -> torch.nn.Module:
     return module
 
 
-@pytest.fixture
-def server(provider: Provider, serve: Serve) -> Server:
-    """A server of models whose classes collect garbage."""
-
-    provider.share("module", managed=True, cache=False)(module)
-
-    @provider.share(managed=True, cache=False)
-    def collecting(size: int) -> torch.Tensor:
-        collect()
-        return torch.ones(size)
-
-    return serve()
+def tensor() -> torch.Tensor:
+    """Return memory of an endpoint that collects garbage itself, above the frames of the server."""
+    collect()
+    return torch.ones(1 << 20)
 
 
-Check = Callable[[], bool]
-
-
-def test_released_objects_are_unmapped(server: Server, connect: Connect, nothing_is_kept: Check) -> None:
-    """Despite a retained error that was caught during the rebuild, with the frames around it."""
+@pytest.mark.parametrize("endpoint", [module, tensor])
+def test_released_objects_are_unmapped(provider: Provider, serve: Serve, connect: Connect, endpoint: Any) -> None:
+    """Despite retained errors that were caught when the object was made, published or rebuilt, with the frames around them."""
+    gc.collect()
+    MAPPINGS.drain()
+    before = len(MAPPINGS)
+    provider.share("made", managed=True, cache=False)(endpoint)
+    serve()
     client = connect()
-    with client.call("module") as first:
-        connect().open_ticket(first.ticket()).release()
-        del first
-    client.execute("module").release()
-    assert len(COLLECTED) > 2 and all(error.__traceback__ is not None for error in COLLECTED)
-    eventually(nothing_is_kept)
+    with client.call("made") as handle:
+        connect().open_ticket(handle.ticket()).release()
+    client.execute("made").release()
+    del handle
+    assert COLLECTED and all(error.__traceback__ is not None for error in COLLECTED)
 
+    def are_unmapped() -> bool:
+        gc.collect()
+        MAPPINGS.drain()
+        return len(MAPPINGS) <= before
 
-def test_results_of_an_endpoint_are_freed(server: Server, connect: Connect, nothing_is_kept: Check) -> None:
-    """The server's own frames are below those of an endpoint whose errors are retained."""
-    connect().call("collecting", 1 << 20).release()
-    assert COLLECTED
-    eventually(nothing_is_kept)
+    eventually(are_unmapped)

@@ -84,7 +84,7 @@ class Site:
 @pytest.fixture
 def here(base_path: str, device: str, no_leaks: None) -> Iterator[Site]:
     """The site that builds objects."""
-    with closing(Site(base_path, device)) as site:
+    with closing(Site(f"{base_path}-here", device)) as site:
         yield site
 
 

@@ -1,19 +1,29 @@
-"""Resources of a client process, all of which are returned however the process ends."""
+"""Clients and their sessions: shared by threads and coroutines, returned however the process or the client ends."""
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
+import time
+import weakref
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
+import anyio
+import anyio.lowlevel
 import pytest
 import torch
 
-from shared_rpc import Client, Provider, Server
-from shared_rpc.errors import ConnectionClosed, DeadlineExceeded, StaleHandleError
+import shared_rpc
+from shared_rpc import AsyncClient, AsyncHandle, Client, Provider, Server, TaskInfo
+from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, StaleHandleError
+from shared_rpc.memory.mapping import MAPPINGS
 from tests.kit.apps import Connect, Serve
-from tests.kit.processes import Program, eventually
+from tests.kit.processes import Program, eventually, open_fds
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -25,8 +35,8 @@ from shared_rpc.protocol import messages as m
 
 client = Client(device="cpu")
 
-def hold(endpoint="kept"):
-    reply, _ = client._run(client._sent(m.Call, endpoint, (3,), {}, endpoint))
+def hold():
+    reply, _ = client._run(client._sent(m.Call, "kept", (3,), {}, "kept"))
     reply.frame.close()
 """
 
@@ -36,10 +46,13 @@ def server(provider: Provider, serve: Serve, go: threading.Event, begun: threadi
     """A server in this process."""
     provider.share("kept", managed=True)(lambda size: torch.ones((size,)))
     provider.share("own", managed=True, cache=False)(lambda size: torch.ones((size,)))
+    provider.share("doubled", cache=False)(lambda x: x * 2)
+    provider.share("deep")(lambda layers: torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(layers)]))
 
     @provider.share(managed=True)
     def slow(size: int) -> torch.Tensor:
         begun.set()
+        shared_rpc.progress(1, 2)
         go.wait(30)
         return torch.ones(size)
 
@@ -70,16 +83,45 @@ def test_closing_the_client_releases_all_leases(server: Server, client: Client) 
     client.close()
 
 
-def test_killed_processes_release_their_leases(server: Server, program: Program) -> None:
-    """Within a second."""
-    child = program(f"{HOLDER}\nhold()\nprint('held')\nsys.stdin.readline()")
-    child.expect("held")
-    assert leases(server) == 1
-    child.kill()
-    eventually(lambda: leases(server) == server.info()["sessions"] == 0, seconds=1)
+def test_forked_children_have_their_own_sessions(server: Server, client: Client, program: Program) -> None:
+    """And leases; they do not keep those of their parent, which end when it is killed."""
+    parent = program(
+        HOLDER
+        + """
+hold()
+if os.fork() == 0:
+    hold()
+    print("child holds", os.getpid())
+    sys.stdin.readline()
+    os._exit(0)
+signal.pause()
+"""
+    )
+    child = int(parent.expect("child holds").split()[-1])
+    assert holders(client) == sorted([parent.pid, child])
+    os.kill(parent.pid, signal.SIGKILL)
+    eventually(lambda: holders(client) == [child], seconds=1)
+    parent.tell("end, child")
+    eventually(lambda: holders(client) == [], seconds=1)
 
 
-# Threads.
+def test_a_restarted_server_is_found(server: Server, client: Client) -> None:
+    """Handles of the earlier one report it, and their tensors stay valid."""
+    handle = client.call("kept", 3)
+    server.stop()
+    server.start()
+    assert client.get_server_info()["server_id"] != handle.server_id
+    with pytest.raises(StaleHandleError, match=f"issued by server {handle.server_id}.*call the endpoint again") as caught:
+        client.ensure_handle_live(handle)
+    assert caught.value.reason == "server_changed"
+    assert handle.is_stale()
+    assert handle.value.sum() == 3
+    with client.call("kept", 3) as again:
+        handle.release()
+        assert not again.is_stale() and leases(server) == 1
+
+
+# Threads, and calls that end early.
 
 
 def test_closing_a_client_that_many_threads_use(server: Server, connect: Connect) -> None:
@@ -103,9 +145,6 @@ def test_closing_a_client_that_many_threads_use(server: Server, connect: Connect
                     future.result(timeout=5)
         eventually(lambda: server.info()["connections"] == 0)
         eventually(lambda: server.info()["objects"] == 0)
-
-
-# Calls that end early.
 
 
 def test_threads_with_timeouts_get_their_own_answers(server: Server, client: Client, go: threading.Event) -> None:
@@ -149,45 +188,180 @@ def test_a_timeout_keeps_the_session(
     assert server.info()["builds"] == 2
 
 
-# Forks.
+# Clients that are dropped without a close: the last reference ends the session, without the cyclic collector.
 
 
-def test_forked_children_have_their_own_sessions(server: Server, client: Client, program: Program) -> None:
-    """And leases; they do not keep those of their parent, which end when it is killed."""
-    parent = program(
-        HOLDER
-        + """
-hold()
-if os.fork() == 0:
-    hold()
-    print("child holds", os.getpid())
-    sys.stdin.readline()
-    os._exit(0)
-signal.pause()
-"""
-    )
-    child = int(parent.expect("child holds").split()[-1])
-    assert holders(client) == sorted([parent.pid, child])
-    os.kill(parent.pid, signal.SIGKILL)
-    eventually(lambda: holders(client) == [child], seconds=1)
-    parent.tell("end, child")
-    eventually(lambda: holders(client) == [], seconds=1)
+@pytest.fixture
+def no_collector(no_leaks: None) -> Iterator[None]:
+    """Only reference counts free objects."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
-# Another server.
+def await_end(server: Server) -> None:
+    """Wait until the server has no session, and nothing that belonged to one."""
+    eventually(lambda: not server.info()["sessions"], what="the session's end")
+    assert server.info()["leases"] == 0
 
 
-def test_a_restarted_server_is_found(server: Server, client: Client) -> None:
-    """Handles of the earlier one report it, and their tensors stay valid."""
-    handle = client.call("kept", 3)
-    server.stop()
-    server.start()
-    assert client.get_server_info()["server_id"] != handle.server_id
-    with pytest.raises(StaleHandleError, match=f"issued by server {handle.server_id}.*call the endpoint again") as caught:
-        client.ensure_handle_live(handle)
-    assert caught.value.reason == "server_changed"
-    assert handle.is_stale()
-    assert handle.value.sum() == 3
-    with client.call("kept", 3) as again:
-        handle.release()
-        assert not again.is_stale() and leases(server) == 1
+def test_a_dropped_client_ends_its_session(server: Server, base_path: str, no_collector: None) -> None:
+    """At once; a result stays valid, and then descriptors, mappings and pools of both sides are freed."""
+    MAPPINGS.drain()
+    descriptors, mappings = open_fds(), len(MAPPINGS)
+    client = Client(base_path, device="cpu", timeout=30.0)
+    result = client.call("doubled", torch.arange(1000))
+    dropped = weakref.ref(client)
+    del client
+    assert dropped() is None
+    await_end(server)
+    assert result.sum() == 999000
+    del result
+    MAPPINGS.drain()
+    eventually(lambda: (open_fds(), len(MAPPINGS)) == (descriptors, mappings))
+    assert server.info()["pools"] == {"nbytes": 0, "chunks": 0}
+
+
+def test_threads_do_not_keep_a_client(server: Server, base_path: str, no_collector: None) -> None:
+    """The thread of a subscription ends with the client."""
+    client = Client(base_path, device="cpu", timeout=30.0)
+    subscription = client.on_refresh(lambda generation: None)
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "shared-rpc-refreshes")
+    dropped = weakref.ref(client)
+    del client
+    assert dropped() is None
+    thread.join(30)
+    assert not thread.is_alive()
+    assert not subscription.active
+    await_end(server)
+
+
+def test_an_async_client_dropped_on_its_loop_ends_its_session(
+    server: Server, base_path: str, anyio_backend: str, no_collector: None
+) -> None:
+    """Without blocking the loop."""
+
+    async def main() -> None:
+        client = AsyncClient(base_path, device="cpu", timeout=30.0)
+        assert (await client.call("doubled", torch.arange(1000))).sum() == 999000
+        handle = await client.call("kept", 3)
+        dropped = weakref.ref(client)
+        del client
+        assert not await handle.is_stale()  # which keeps it
+        del handle
+        await anyio.to_thread.run_sync(await_end, server)
+        assert dropped() is None
+
+    anyio.run(main, backend=anyio_backend)
+
+
+def test_an_async_client_dropped_after_its_loop_ends_its_session(
+    server: Server, base_path: str, anyio_backend: str, no_collector: None
+) -> None:
+    """The end needs no loop."""
+    client = AsyncClient(base_path, device="cpu", timeout=30.0)
+    anyio.run(client.ping, backend=anyio_backend)
+    dropped = weakref.ref(client)
+    del client
+    assert dropped() is None
+    await_end(server)
+
+
+# Coroutines.
+
+
+@pytest.fixture
+async def async_client(server: Server) -> AsyncIterator[AsyncClient]:
+    """A client of that server."""
+    async with AsyncClient(socket_path=server.socket_path, connect_timeout=0) as client:
+        yield client
+
+
+@pytest.mark.anyio
+async def test_the_timeout_includes_connecting(tmp_path: Path) -> None:
+    """Also for a coroutine that waits until another one has connected."""
+    begin = time.monotonic()
+    async with AsyncClient(socket_path=tmp_path / "none", timeout=0.3, connect_timeout=60) as client:
+
+        async def refused() -> None:
+            with pytest.raises(ConnectError):
+                await client.ping()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(refused)
+            tasks.start_soon(refused)
+    assert time.monotonic() - begin < 30
+
+
+@pytest.mark.anyio
+async def test_handles_are_async_context_managers(async_client: AsyncClient, server: Server) -> None:
+    """The lease is released at the end of the block, however it ends."""
+    async with await async_client.call("kept", 3) as handle:
+        assert isinstance(handle, AsyncHandle)
+        assert handle.value.tolist() == [1, 1, 1]
+        assert (await handle.get_object_info())["leases"] == 1
+    assert handle.released and server.info()["leases"] == 0
+    with anyio.CancelScope() as scope:
+        async with await async_client.call("kept", 3):
+            scope.cancel()
+            await anyio.lowlevel.checkpoint()
+    assert server.info()["leases"] == 0
+
+
+@pytest.mark.anyio
+async def test_rebuilding_does_not_block_the_loop(async_client: AsyncClient) -> None:
+    """A large module is rebuilt in a thread; an existing one is returned at once."""
+    ticks = []
+
+    async def tick() -> None:
+        while True:
+            ticks.append(time.monotonic())
+            await anyio.sleep(0.001)
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(tick)
+        model = await async_client.call("deep", 1500)
+        group.cancel_scope.cancel()
+    assert len(ticks) > 5
+    assert await async_client.call("deep", 1500) is model
+
+
+@pytest.mark.anyio
+async def test_tasks_work_in_coroutines(async_client: AsyncClient, go: threading.Event) -> None:
+    """Submitted, watched by a callback that may be a coroutine function, and fetched."""
+    task_id = await async_client.execute("slow", 3, wait=False)
+    seen: list[Any] = []
+
+    async def watch(info: TaskInfo) -> None:
+        await anyio.lowlevel.checkpoint()
+        seen.append((info.status.value, info.progress.done if info.progress else None))
+        if seen[-1] == ("running", 1):
+            go.set()
+
+    with pytest.raises(DeadlineExceeded):
+        await async_client.wait_for_task(task_id, 0.05)
+    async with await async_client.wait_for_task(task_id, callback=watch) as handle:
+        assert handle.value.tolist() == [1, 1, 1]
+    assert seen[-1] == ("completed", 1)
+    assert (await async_client.get_task_status(task_id)).status == "completed"
+    assert (await async_client.execute("slow", 3)).value.tolist() == [1, 1, 1]
+
+
+@pytest.mark.anyio
+async def test_closing_a_client_ends_its_waits(server: Server, begun: threading.Event) -> None:
+    """Waiters get an error, every later operation fails, and the leases are released."""
+    client = AsyncClient(socket_path=server.socket_path)
+    handle = await client.call("kept", 2)
+    async with anyio.create_task_group() as group:
+
+        async def wait() -> None:
+            with pytest.raises(ConnectionClosed, match="this client was closed"):
+                await client.call("slow", 1)
+
+        group.start_soon(wait)
+        await anyio.to_thread.run_sync(begun.wait, 10)
+        await client.close()
+    with pytest.raises(ConnectionClosed, match="this client is closed"):
+        await client.ping()
+    await anyio.to_thread.run_sync(await_end, server)
+    await handle.release()

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from shared_rpc import Client, Provider, Server
-from shared_rpc.client.steps import Request, ask
 from shared_rpc.errors import (
     CapabilityError,
     ServerBusy,
@@ -148,17 +147,12 @@ def test_evicted_objects_are_restored_by_the_next_call(client: Client) -> None:
     assert client.get_object_info(object_id)["tier"] == "device"
 
 
-def suspend(client: Client, object_id: str) -> None:
-    """Make the client's lease inactive; its memory stays mapped."""
-    assert client._run(ask(Request(t.Suspend([object_id]), "suspend"), m.Count)) == m.Count(1)
-
-
 @pytest.mark.parametrize("way", ["call", "task", "latest", "ticket", "export"])
 def test_every_access_restores_the_object(client: Client, way: str) -> None:
     """The bytes are the same, in memory that later accesses share."""
     with client.call("model", 10) as first:
         ticket = first.ticket()
-        suspend(client, first.object_id)
+        first.suspend()
         client.evict(first)
         assert client.get_object_info(first)["tier"] == "file"
         if way == "export":
