@@ -28,9 +28,6 @@ def provider(base_path: str, device: str) -> Provider:
     return Provider(base_path, device=device)
 
 
-# One memory.
-
-
 def test_more_segments_than_a_message_carries_arrive(
     device: str, get: Serve, elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -41,15 +38,11 @@ def test_more_segments_than_a_message_carries_arrive(
     assert answer == [[number] for number in range(260)]
 
 
-# The same results.
-
-
 @pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
 def test_recurrent_layers_stay_in_shared_memory(device: str, get: Serve, elsewhere: Elsewhere) -> None:
     """On a GPU torch would move their weights into one block, on either side."""
     model = nn.LSTM(4, 4, device=device)
     get(model)
-    inputs = torch.ones(1, 1, 4, device=device)
     for number in (2, 3):
         elsewhere(
             """
@@ -66,10 +59,6 @@ def test_recurrent_layers_stay_in_shared_memory(device: str, get: Serve, elsewhe
         )
         assert model.weight_ih_l0.unique().tolist() == [number]
         model.flatten_parameters()
-        model.to(device)(inputs)
-
-
-# Classes that a client cannot import.
 
 
 def test_modules_registered_by_value_are_not_needed(

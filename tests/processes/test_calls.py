@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib
 import pickle
 import textwrap
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from shared_rpc import Provider
-from shared_rpc.errors import RemoteError
+from shared_rpc.errors import CodecError, RemoteError
+from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.protocol import messages as m
 from tests.kit.apps import Connect, Serve
 from tests.kit.processes import Child, eventually, python
@@ -108,6 +111,30 @@ def test_unpicklable_exceptions_become_remote_errors(
     assert message in caught.value.message
     assert "raise error()" in caught.value.traceback
     assert len(str(caught.value)) < 100_000
+
+
+class Broken(torch.nn.Linear):
+    """A module that cannot be rebuilt."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        raise ImportError("it needs another release of something")
+
+
+def test_retained_exceptions_keep_no_memory(provider: Provider, serve: Serve, connect: Connect) -> None:
+    """Such as a notebook's ``sys.last_value``: an object that cannot be rebuilt is unmapped."""
+    before = len(MAPPINGS)
+    provider.share("broken", managed=True, cache=False)(lambda: Broken(4, 4))
+    server = serve()
+    with pytest.raises(CodecError, match="another release of something") as caught:
+        connect().call("broken")
+    assert isinstance(caught.value.__cause__, ImportError)
+
+    def is_unmapped() -> bool:
+        gc.collect()
+        MAPPINGS.drain()
+        return len(MAPPINGS) <= before and server.info()["leases"] == 0
+
+    eventually(is_unmapped)
 
 
 # Concurrency.

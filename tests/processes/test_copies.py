@@ -37,8 +37,8 @@ MIB = 1 << 20
 #: Bytes of a part and of a step of it, in place of 64 and 4 MiB.
 PART, STEP = 16 * MIB, MIB
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
-on_host = pytest.mark.parametrize("devices", ["cpu"], indirect=True)
-on_gpus = pytest.mark.parametrize("devices", ["fake", CUDA], indirect=True)
+on_host = pytest.mark.parametrize("device", ["cpu"], indirect=True)
+on_gpus = pytest.mark.parametrize("device", ["fake", CUDA], indirect=True)
 
 
 @pytest.fixture(autouse=True)
@@ -56,15 +56,15 @@ def fake() -> Iterator[fake_driver.Driver]:
 
 
 @pytest.fixture(params=["cpu", "fake", CUDA])
-def devices(request: pytest.FixtureRequest) -> tuple[str, ...]:
-    """The host, or the GPUs of a driver."""
+def device(request: pytest.FixtureRequest) -> str:
+    """The host, or a GPU of a driver."""
     if request.param == "cpu":
-        return ("cpu",)
+        return "cpu"
     if request.param == "fake":
         request.getfixturevalue("fake")
     from shared_rpc.memory.backends.cuda import visible_gpus
 
-    return visible_gpus()
+    return visible_gpus()[0]
 
 
 @pytest.fixture
@@ -74,21 +74,20 @@ def spill(tmp_path: Path) -> SpillDirectory:
 
 
 def create(device: str, nbytes: int) -> Segment:
-    """Make memory of a device whose memory can be copied."""
+    """Make memory of a device that can be copied."""
     return backend_for(device, *(["vmm"] if device != "cpu" else [])).create(nbytes)
 
 
 @pytest.fixture
-def memory(devices: tuple[str, ...], spill: SpillDirectory) -> BlockingMemory:
-    """The memory of a server of the first device."""
-    made = BlockingMemory(DeviceMemory(devices[0]))
+def memory(device: str, spill: SpillDirectory) -> BlockingMemory:
+    """The memory of a server of the device."""
+    made = BlockingMemory(DeviceMemory(device))
     # Resources that a driver keeps from the first copy on must exist before a test counts.
-    for device in devices[:2]:
-        with closing(create(device, 1)) as segment:
-            for to in ("host", "file") if device != "cpu" else ("file",):
-                [copy] = made.lower([segment], to, spill)
-                made.raise_([copy], [segment.info])[0].close()
-                copy.close()
+    with closing(create(device, 1)) as segment:
+        for to in ("host", "file") if device != "cpu" else ("file",):
+            [copy] = made.lower([segment], to, spill)
+            made.raise_([copy], [segment.info])[0].close()
+            copy.close()
     settle()
     return made
 
@@ -109,18 +108,14 @@ def nothing_left(memory: BlockingMemory) -> Iterator[None]:
 
 
 @pytest.fixture
-def filled(devices: tuple[str, ...], nothing_left: None) -> Iterator[Filled]:
-    """``filled(nbytes, access, number)`` makes memory of a device with unique bytes."""
+def filled(device: str, nothing_left: None) -> Iterator[Filled]:
+    """``filled(nbytes)`` makes memory of the device with unique bytes."""
     with ExitStack() as stack:
 
-        def filled(nbytes: int, access: str = "read_write", number: int = 0) -> Segment:
-            segment = create(devices[number], nbytes)
-            stack.callback(segment.close)
+        def filled(nbytes: int) -> Segment:
+            segment = stack.enter_context(closing(create(device, nbytes)))
             write(segment, os.urandom(nbytes))
-            if access == "read_write":
-                return segment
-            HOST.seal(segment.fileno())
-            return stack.enter_context(closing(segment.duplicate(access)))
+            return segment
 
         yield filled
 
@@ -129,7 +124,7 @@ WAYS = [("cpu", "file"), ("fake", "host"), ("fake", "file")]
 WAYS += [pytest.param("cuda", to, marks=pytest.mark.gpu) for to in ("host", "file")]
 
 
-@pytest.mark.parametrize(("devices", "to"), WAYS, indirect=["devices"])
+@pytest.mark.parametrize(("device", "to"), WAYS, indirect=["device"])
 def test_copies_round_trip(memory: BlockingMemory, filled: Filled, spill: SpillDirectory, to: str) -> None:
     """From host memory and from a file, to separate memory, repeatedly: the copies are unchanged. Progress counts all bytes."""
     progress: list[tuple[int, int]] = []
@@ -154,7 +149,7 @@ def test_copies_round_trip(memory: BlockingMemory, filled: Filled, spill: SpillD
         copy.close()
 
 
-@pytest.mark.parametrize(("devices", "to"), WAYS, indirect=["devices"])
+@pytest.mark.parametrize(("device", "to"), WAYS, indirect=["device"])
 def test_cancelled_copies_stop(memory: BlockingMemory, filled: Filled, spill: SpillDirectory, to: str) -> None:
     """Between two steps, and nothing is left or mapped."""
     segments = [filled(2 * MIB) for _ in range(4)]
@@ -189,10 +184,12 @@ def test_damage_is_detected(memory: BlockingMemory, filled: Filled, spill: Spill
 @on_host
 def test_restored_memory_is_sealed(memory: BlockingMemory, filled: Filled, spill: SpillDirectory) -> None:
     """Memory that is shared for reading cannot be mapped for writing after its restore either."""
-    segment = filled(PAGE, "read")
+    made = filled(PAGE)
+    HOST.seal(made.fileno())
+    segment = made.duplicate("read")
     [copy] = memory.lower([segment], "file", spill)
     [again] = memory.raise_([copy], [segment.info.incarnation(1)])
-    with closing(again), closing(copy), pytest.raises(CapabilityError, match="shared read-only"):
+    with closing(segment), closing(again), closing(copy), pytest.raises(CapabilityError, match="shared read-only"):
         HOST.map(again.fileno(), PAGE, "read_write")
 
 
@@ -242,10 +239,28 @@ def mapped(memory: BlockingMemory, count: int) -> None:
     assert len(memory.gpu_copies) == count
 
 
+@pytest.fixture(params=["driver", "kernel"])
+def host_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host memory of a driver, and of the kernel, if the driver neither has nor pins any."""
+    if request.param == "driver":
+        return
+    from cuda.bindings import driver
+
+    create = driver.cuMemCreate
+
+    def refuse(size: int, allocation: Any, flags: int) -> tuple[Any, ...]:
+        if allocation.location.type == driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_HOST_NUMA:
+            return driver.CUresult.CUDA_ERROR_NOT_SUPPORTED, None
+        return create(size, allocation, flags)
+
+    monkeypatch.setattr(driver, "cuMemCreate", refuse)
+    monkeypatch.setattr(driver, "cuMemHostRegister", lambda *_: (driver.CUresult.CUDA_ERROR_NOT_SUPPORTED,))
+
+
 @on_gpus
-def test_memory_of_an_earlier_copy_is_reused(memory: BlockingMemory, filled: Filled) -> None:
+def test_memory_of_an_earlier_copy_is_reused(memory: BlockingMemory, filled: Filled, host_memory: None) -> None:
     """In place: the second copy allocates nothing."""
-    segment = filled(2 * MIB)
+    segment = filled(PART + 2 * MIB)
     [copy] = memory.lower([segment], "host")
     write(segment, os.urandom(2 * MIB))
     mapped(memory, 1)
@@ -272,35 +287,7 @@ def test_copies_of_another_process_are_mapped(memory: BlockingMemory, filled: Fi
     mapped(memory, 0)
 
 
-@on_gpus
-def test_kernel_memory_replaces_missing_driver_memory(
-    memory: BlockingMemory, filled: Filled, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It works like any other, even if the driver does not pin it."""
-    from cuda.bindings import driver
-
-    create = driver.cuMemCreate
-
-    def refuse(size: int, allocation: Any, flags: int) -> tuple[Any, ...]:
-        if allocation.location.type == driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_HOST_NUMA:
-            return driver.CUresult.CUDA_ERROR_NOT_SUPPORTED, None
-        return create(size, allocation, flags)
-
-    monkeypatch.setattr(driver, "cuMemCreate", refuse)
-    monkeypatch.setattr(driver, "cuMemHostRegister", lambda *_: (driver.CUresult.CUDA_ERROR_NOT_SUPPORTED,))
-    segment = filled(PART + 2 * MIB)
-    [copy] = memory.lower([segment], "host")
-    assert (copy.segment.info.mechanism, copy.segment.info.device) == ("memfd", "cpu")
-    mapped(memory, 1)
-    write(segment, os.urandom(2 * MIB))
-    [later] = memory.lower([segment], "host", into={segment.info.id: copy.segment})
-    assert later.segment.info == copy.segment.info
-    [again] = memory.raise_([later], [segment.info.incarnation(2)])
-    with closing(again), closing(later), closing(copy):
-        assert bytes_of(again) == bytes_of(segment)
-
-
-@pytest.mark.parametrize("devices", ["fake"], indirect=True)
+@pytest.mark.parametrize("device", ["fake"], indirect=True)
 @pytest.mark.parametrize("call", ["cuMemCreate", "cuMemcpyAsync", "cuMemMap"])
 def test_errors_of_the_driver_are_reported(fake: fake_driver.Driver, memory: BlockingMemory, filled: Filled, call: str) -> None:
     """With the GPU. Memory of the kernel replaces no full one: it would have to kill a process later, when it is written."""

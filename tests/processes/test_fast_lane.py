@@ -127,29 +127,6 @@ async def test_cancelled_calls_leave_no_chunks(server: Server) -> None:
 # Deaths.
 
 
-@on_the_host
-def test_clients_that_end_during_calls_leave_nothing(server: Server, children: list[Child]) -> None:
-    """The server copies results into pools that are being closed."""
-    code = f"""
-        import os, threading
-        from shared_rpc import Client
-        from shared_rpc.memory.pool import PoolOptions
-        client = Client(socket_path={server.socket_path!r}, pool=PoolOptions(initial=1 << 20, limit=8 << 20))
-        def ask():
-            while True:
-                client.call("full", 1.0, 1 << 18)
-        client.call("full", 1.0)
-        for _ in range(4):
-            threading.Thread(target=ask, daemon=True).start()
-        threading.Timer(0.3, lambda: os._exit(0)).start()
-    """
-    for _ in range(3):
-        children.append(python(code))
-    for child in children:
-        child.close()
-    eventually(lambda: pools(server) == {"nbytes": 0, "chunks": 0} and server.info()["running"] == 0)
-
-
 def test_a_client_killed_while_its_argument_is_read_leaves_nothing(
     server: Server, children: list[Child], go: threading.Event, begun: threading.Event, device: str
 ) -> None:

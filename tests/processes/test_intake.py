@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from shared_rpc.execution.stream import FramedStream
 from shared_rpc.memory.segments import Descriptor
 from shared_rpc.protocol import worker as w
-from shared_rpc.protocol.catalogue import decode_message, encode_message
-from shared_rpc.protocol.frames import encode_frame
 from shared_rpc.protocol.messages import Error
 from shared_rpc.server.state import descriptors as module
 from shared_rpc.server.state.descriptors import Descriptors, Intake
@@ -98,23 +95,6 @@ def test_stalled_frames_end_their_connection(intake: Intake, connected: Callable
 
 
 # A stream of frames.
-
-
-@pytest.mark.asyncio
-async def test_frames_without_their_descriptors_end_the_reading(caplog: Any) -> None:
-    """With a log line, and no error for code that watches the process's end."""
-    taken: list[object] = []
-
-    ours, theirs = socket.socketpair()
-    stream = FramedStream(ours, lambda frame: taken.append(decode_message(frame)), lambda error: None)
-    with theirs:
-        for message, fds in ((w.Loaded(), 0), (w.Allocated(), 3)):
-            kind, body = encode_message(message)
-            theirs.sendall(b"".join(encode_frame(kind, 0, body, fds=fds)))
-    stream.drain()
-    stream.close()
-    assert [type(message) for message in taken] == [w.Loaded]
-    assert "cannot read the last frames of a process that has ended" in caplog.text
 
 
 @pytest.mark.asyncio

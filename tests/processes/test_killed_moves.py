@@ -20,7 +20,7 @@ from tests.kit.fake_driver import GPUS
 from tests.kit.forks import DRIVER
 from tests.kit.killing import Killing
 from tests.kit.moving import APP, MovedBuffer, back_of, to_of
-from tests.kit.processes import Child, eventually, python
+from tests.kit.processes import Program, eventually
 from tests.kit.service_manager import ServiceManager
 
 #: What brokers are started with here: no zygote, which would come while some moves are made and not while others are.
@@ -127,32 +127,12 @@ for line in sys.stdin:
 """
 
 
-class Sleeper:
-    """A client in another process that holds an object, and suspends, resumes and moves it."""
-
-    def __init__(self, killing: Killing, children: list[Child]) -> None:
-        self.child = python(CLIENT.format(watching=killing.code(OF_CLIENTS)))
-        children.append(self.child)
-        self.object_id = self.child.expect("")
-
-    def do(self, action: str) -> None:
-        """Complete an action."""
-        self.child.tell(action)
-        self.child.expect("done")
-
-
 @pytest.fixture
 def client(broker_app: BrokerApp, spill: Path) -> Client:
     """A client of a broker."""
     broker_app.write(MODEL)
     broker_app.start("--spill-dir", str(spill), WITHOUT_ZYGOTE)
     return broker_app.connect()
-
-
-@pytest.fixture
-def sleeper(client: Client, killing: Killing, children: list[Child]) -> Sleeper:
-    """A client that is to be killed."""
-    return Sleeper(killing, children)
 
 
 @pytest.mark.parametrize(
@@ -166,16 +146,18 @@ def sleeper(client: Client, killing: Killing, children: list[Child]) -> Sleeper:
     ],
 )
 def test_killed_clients_do_not_stop_a_move(
-    client: Client, killing: Killing, sleeper: Sleeper, before: tuple[str, ...], action: str, step: str
+    client: Client, killing: Killing, program: Program, before: tuple[str, ...], action: str, step: str
 ) -> None:
     """The lease ends, and the object can be called, evicted and called again."""
-    broker, object_id = client.get_server_info()["pid"], sleeper.object_id
+    child = program(CLIENT.format(watching=killing.code(OF_CLIENTS)))
+    broker, object_id = client.get_server_info()["pid"], child.expect("")
     cold = memory_of(broker)  # a file takes the place of the memory
     for earlier in before:
-        sleeper.do(earlier)
+        child.tell(earlier)
+        child.expect("done")
     killing.arm(step)
-    sleeper.child.tell(action)
-    assert died(killing, step) == sleeper.child.pid
+    child.tell(action)
+    assert died(killing, step) == child.pid
     eventually(lambda: client.get_object_info(object_id)["leases"] == 0)
     for _ in range(2):
         with client.call("numbers") as handle:
@@ -327,11 +309,6 @@ def manager(make_manager: Callable[..., ServiceManager]) -> ServiceManager:
     return make_manager(listen=False)
 
 
-def kinds(manager: ServiceManager) -> list[str]:
-    """Return the kinds of entries that a manager keeps, except the state."""
-    return sorted(name.partition("-")[0] for name in manager.names() if name != "state")
-
-
 @pytest.mark.parametrize(
     ("device", "move", "step"),
     [(*move, step) for move, steps in BROKERING.items() for step in (*steps, *(STORING if move[0] == "cpu" else ()))],
@@ -354,4 +331,4 @@ def test_killed_brokers_of_a_service_manager_keep_the_object(
     assert subject.tier in ("device", to_of(move))
     eventually(lambda: subject.workers() != [], 60.0, "a worker")
     check_subject(subject, move)
-    manager.expect(lambda: kinds(manager) == ["object", "segment"])
+    manager.expect(lambda: sorted(name.partition("-")[0] for name in manager.names()) == ["object", "segment", "state"])

@@ -15,7 +15,6 @@ from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.records import SegmentInfo, StorageEntry, TensorEntry, TensorTable
 from shared_rpc.protocol.values import TensorRef, encode
 from tests.kit.apps import Connect
-from tests.kit.models import Tied
 from tests.kit.raw import Raw
 
 Remote = Callable[[str], tuple[Any, int]]
@@ -41,15 +40,10 @@ def shared(device: str, no_leaks: None, base_path: str) -> Iterator[Provider]:
     """The server's script, served. Its endpoints return the places of their arguments."""
     provider = Provider(base_path, device=device)
     provider.share("weights", managed=True)(lambda size: torch.arange(float(size), device=device))
-    provider.share("model", managed=True)(lambda: Tied().to(device))
 
     @provider.share(cache=False)
     def where(*tensors: torch.Tensor) -> torch.Tensor:
         return torch.tensor([tensor.data_ptr() for tensor in tensors], device=device)
-
-    @provider.share(cache=False)
-    def where_model(module: torch.nn.Module) -> torch.Tensor:
-        return torch.tensor([module.tag, *(tensor.data_ptr() for tensor in module.parameters())], device=device)
 
     @provider.share(cache=False)
     async def add_later(target: torch.Tensor, other: torch.Tensor) -> None:
@@ -59,13 +53,6 @@ def shared(device: str, no_leaks: None, base_path: str) -> Iterator[Provider]:
 
     with Server(provider):
         yield provider
-
-
-def own(provider: Provider, endpoint: str, *args: object) -> torch.Tensor:
-    """Return the server's own object."""
-    with provider.call(endpoint, *args) as handle:
-        value: torch.Tensor = handle.value
-        return value
 
 
 @pytest.fixture
@@ -85,7 +72,7 @@ def remote(shared: Provider, elsewhere: Callable[..., Any]) -> Remote:
 )
 def test_tensors_of_the_server_are_sent_by_reference(shared: Provider, remote: Remote, call: str) -> None:
     """The endpoint gets the server's own memory, including views, by any kind of call."""
-    start = own(shared, "weights", 1000).data_ptr()
+    start = shared.call("weights", 1000).value.data_ptr()
     assert remote(f"""
         async def asynchronously():
             async with AsyncClient(base_path, device=device) as other:
@@ -109,7 +96,7 @@ def test_references_can_be_mixed_with_other_memory(shared: Provider, remote: Rem
     """)
     begin = sum(range(1000))
     assert (sums, copied >= 12_000) == ([begin + 1000, begin + 2000, begin + 3000], True)
-    assert own(shared, "weights", 1000)[:3].tolist() == [3, 4, 5]
+    assert shared.call("weights", 1000).value[:3].tolist() == [3, 4, 5]
 
 
 def test_memory_dropped_by_the_server_is_sent(remote: Remote) -> None:

@@ -20,7 +20,6 @@ import torch
 
 from shared_rpc import AsyncClient, AsyncHandle, Client, Handle, Provider
 from shared_rpc.errors import HandleSuspended, ServerBusy, StaleHandleError
-from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.mapping import MAPPINGS
 from tests.kit.apps import App, Connect, Serve
 from tests.kit.brokers import BrokerApp, module_broker
@@ -415,21 +414,3 @@ def test_handles_without_capacity_become_suspended(client: Client, other: Client
             theirs.value.add_(1)
         assert torch.equal(value, torch.arange(SIZE) + 1)
     assert (handle.suspended, state(other, handle)) == (False, ("device", 1, 1))
-
-
-def test_memory_without_atomic_replacement_is_replaced_on_resumption(
-    client: Client, other: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Such as that of GPUs, which kernels may use."""
-    handle = client.call("load")
-    value = handle.value
-    lose(client, handle, other)
-    evict(other, handle.object_id)
-    other.restore(handle.object_id)
-    monkeypatch.setattr(type(HOST), "replaces", False)
-    client.ping()
-    assert (handle.suspended, has_numbers(value)) == (True, True)
-    handle.resume()
-    with other.call("load") as theirs:
-        theirs.value.add_(1)
-    assert torch.equal(value, torch.arange(SIZE) + 1)

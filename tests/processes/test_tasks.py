@@ -13,7 +13,7 @@ import anyio.to_thread
 import pytest
 import torch
 
-from shared_rpc import Client, Provider, Server, cancelled, progress, raise_if_cancelled
+from shared_rpc import Client, Provider, cancelled, progress, raise_if_cancelled
 from shared_rpc.errors import (
     CapabilityError,
     DeadlineExceeded,
@@ -22,12 +22,10 @@ from shared_rpc.errors import (
     TaskCancelled,
     TaskError,
 )
-from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.tasks import Progress, TaskInfo, TaskStatus
 from shared_rpc.server.core import Core
 from tests.kit.apps import App, Connect, Serve, shares_memory
 from tests.kit.processes import Program, eventually
-from tests.kit.raw import Raw
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -232,19 +230,6 @@ def test_managed_results_are_held_by_their_task(app: App) -> None:
     assert caught.value.reason == "released"
 
 
-def test_expired_tasks_are_reported(provider: Provider, serve: Serve, connect: Connect) -> None:
-    """By every query about their id; and their results are released."""
-    provider.share("managed", managed=True, idle_ttl=0)(lambda: torch.ones(2))
-    serve(result_ttl=0.0)
-    client = connect()
-    task_id = client.submit("managed")
-    eventually(lambda: client.list_tasks() == [])
-    for question in (client.get_task_status, client.wait_for_task, client.cancel_task):
-        with pytest.raises(TaskError, match=f"task {task_id} has expired"):
-            question(task_id)
-    eventually(lambda: kept(client) == (0, 0))
-
-
 # Failures.
 
 
@@ -401,83 +386,47 @@ def test_tasks_behind_calls_are_not_kept(app: App) -> None:
     assert caught.value.reason == "released"
 
 
-# Processes around a task.
-
-
-#: A client process without torch.
-CLIENT = """
-import signal, sys
-from shared_rpc import Client
-from shared_rpc.operations.tasks import fetch_task
-
-client = Client(device="cpu", connect_timeout=10)
-"""
-
-
-@pytest.fixture
-def shared(provider: Provider, go: threading.Event, begun: threading.Event) -> Provider:
-    """The endpoints of the tests from here on."""
-
-    def held(number: int) -> torch.Tensor:
-        begun.set()
-        go.wait(30)
-        return torch.full((4,), float(number))
-
-    provider.share("held", cache=False)(held)
-    provider.share("managed", cache=False, managed=True)(held)
-    provider.share("task", cache=False, execution="task", concurrency="serialized")(held)
-
-    @provider.share(cache=False)
-    def fails() -> None:
-        raise ValueError("a negative number")
-
-    return provider
-
-
-@pytest.fixture
-def server(shared: Provider, serve: Serve) -> Server:
-    """A server of these endpoints."""
-    return serve()
+# Limits and deaths.
 
 
 def test_calls_beyond_max_tasks_are_refused(
-    shared: Provider, serve: Serve, connect: Connect, go: threading.Event, begun: threading.Event
+    provider: Provider, serve: Serve, connect: Connect, go: threading.Event, begun: threading.Event
 ) -> None:
     """Like a submit; other calls are not, and their runs do not wait for the worker's tasks."""
+
+    @provider.share(cache=False, execution="task")
+    def held(number: int) -> torch.Tensor:
+        begun.set()
+        go.wait(30)
+        return torch.full((4,), number)
+
+    provider.share("other")(lambda: torch.ones(1))
     serve(max_tasks=1, max_workers=1)
     client = connect()
     task_id = client.submit("held", 1)
     assert begun.wait(10)
-    for refused in (lambda: client.call("task", 2), lambda: client.submit("managed", 2)):
+    for refused in (client.call, client.submit):
         with pytest.raises(ServerBusy, match="1 tasks are pending or running"):
-            refused()
-    with pytest.raises(ValueError, match="a negative number"):
-        client.call("fails")
+            refused("held", 2)
+    assert client.call("other") == 1
     go.set()
     client.wait_for_task(task_id, 10)
-    assert client.call("task", 2).tolist() == [2] * 4
-
-
-def test_abandoned_calls_of_task_endpoints_are_dropped(
-    server: Server, client: Client, go: threading.Event, begun: threading.Event
-) -> None:
-    """If they have not begun; running ones continue, and are not kept."""
-    with Raw(server.socket_path) as raw:
-        for number in (1, 2):
-            raw.say(m.Call("task", [number]), number)
-        assert begun.wait(10)
-        eventually(lambda: server.engine.ask(watchers) == 2)
-    eventually(lambda: changes(client.list_tasks()) == [("running", False), ("cancelled", True)])
-    go.set()
-    eventually(lambda: len(client.list_tasks("completed")) == 1)
-    assert kept(client) == (0, 0)
+    assert client.call("held", 2).tolist() == [2] * 4
 
 
 def test_killed_submitters_do_not_stop_their_task(
-    server: Server, client: Client, program: Program, go: threading.Event, begun: threading.Event
+    provider: Provider, serve: Serve, connect: Connect, program: Program, go: threading.Event, begun: threading.Event
 ) -> None:
     """It continues and keeps its result, which any process with the id can fetch."""
-    submitter = program(f"{CLIENT}\nprint('task', client.submit('managed', 7))\nsignal.pause()")
+
+    @provider.share(cache=False, managed=True)
+    def held() -> torch.Tensor:
+        begun.set()
+        go.wait(30)
+        return torch.full((4,), 7)
+
+    server, client = serve(), connect()
+    submitter = program("from shared_rpc import Client\nprint('task', Client(device='cpu').submit('held'))\ninput()")
     task_id = submitter.expect("task").split()[1]
     assert begun.wait(10)
     submitter.kill()

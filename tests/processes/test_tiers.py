@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from shared_rpc import Client, Provider, Server
+from shared_rpc.client.steps import Request, ask
 from shared_rpc.errors import (
     CapabilityError,
     ServerBusy,
@@ -39,14 +40,12 @@ def shared(provider: Provider) -> Provider:
     """The endpoints of this module."""
     options: dict[str, dict[str, Any]] = {
         "model": {},
-        "frozen": {"access": "read"},
         "ahead": {"host_copy": "at_build"},
         "kept": {"host_copy": "never"},
         "pinned": {"pinned": True},
     }
     for name, more in options.items():
         provider.share(name, managed=True, **more)(lambda size: torch.arange(size, dtype=torch.float32))
-    provider.share("total", cache=False)(lambda x: x.sum())
     return provider
 
 
@@ -63,9 +62,9 @@ def raw(server: Server) -> Iterator[Raw]:
         yield end
 
 
-def held(raw: Raw, client: Client, size: int = 4) -> str:
+def held(raw: Raw, client: Client) -> str:
     """Return an object on which only the raw session has a lease."""
-    with client.call("model", size) as handle:
+    with client.call("model", 4) as handle:
         object_id = handle.object_id
         assert raw.ask(m.Hold([object_id])) == m.Held([object_id])
     return str(object_id)
@@ -122,9 +121,9 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate.open.set()
 
 
-def cold(client: Client, size: int = 1000, endpoint: str = "model") -> str:
+def cold(client: Client, size: int = 1000) -> str:
     """The id of an object that is in a file."""
-    with client.call(endpoint, size) as handle:
+    with client.call("model", size) as handle:
         object_id = str(handle.object_id)
     assert [move["object_id"] for move in client.evict(object_id)] == [object_id]
     return object_id
@@ -152,7 +151,8 @@ def test_every_access_restores_the_object(client: Client, way: str) -> None:
     """The bytes are the same, in memory that later accesses share."""
     with client.call("model", 10) as first:
         ticket = first.ticket()
-        first.suspend()
+        # The lease alone: the memory stays mapped.
+        assert client._run(ask(Request(t.Suspend([first.object_id]), "suspend"), m.Count)) == m.Count(1)
         client.evict(first)
         assert client.get_object_info(first)["tier"] == "file"
         if way == "export":

@@ -14,9 +14,12 @@ import torch
 
 from shared_rpc import Client, Provider, Server
 from shared_rpc.errors import ConfigurationError, ServerBusy, TaskCancelled
+from shared_rpc.execution import device_memory
+from shared_rpc.memory.closing import CLOSER
 from shared_rpc.memory.devices import device_id, facts_of
 from shared_rpc.protocol import tiers as t
 from tests.kit.apps import Connect
+from tests.kit.closings import late_closings
 from tests.kit.processes import eventually
 from tests.kit.raw import HoldingSession
 
@@ -219,3 +222,52 @@ def test_calls_of_running_endpoints_go_first(
     large.result(30).release()
     with built.result(30) as handle:
         assert handle.value.unique().tolist() == [3]
+
+
+# Memory that was dropped, and is being freed by another thread.
+
+
+#: Bytes of memory that another thread closes.
+LARGE = 2 << 20
+
+
+def close_on_request(monkeypatch: pytest.MonkeyPatch, go: threading.Event) -> None:
+    """Let memory be freed when something waits for it."""
+    notify = CLOSER.notify
+    monkeypatch.setattr(CLOSER, "notify", lambda freed: (go.set(), notify(freed)))
+
+
+def test_quotas_count_dropped_memory_as_free(full: Full, client: Client, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refused request is admitted once an object is dropped; on a GPU it waits for the actual free."""
+    full(1, when_full="refuse", quotas={device: LARGE})
+    held = client.create_buffer(LARGE)
+    with pytest.raises(ServerBusy):
+        client.create_buffer(LARGE)
+    with late_closings() as go:
+        close_on_request(monkeypatch, go)
+        held.release()
+        eventually(lambda: len(CLOSER) == 1)
+        with client.create_buffer(LARGE) as buffer:
+            assert buffer.value.shape == (LARGE,)
+            assert go.is_set() == (device != "cpu")
+
+
+def test_builds_wait_for_pending_frees(
+    full: Full, shared: Provider, client: Client, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """If the device has less free memory than is being freed."""
+    left: list[int] = []
+
+    @shared.share
+    async def weights() -> torch.Tensor:
+        left.append(len(CLOSER))
+        return torch.zeros(4, device=device)
+
+    full(1, when_full="refuse", quotas={})
+    with late_closings() as go:
+        close_on_request(monkeypatch, go)
+        client.create_buffer(LARGE).release()
+        eventually(lambda: len(CLOSER) == 1)
+        monkeypatch.setattr(device_memory, "free_bytes", lambda device: 0)
+        client.call("weights")
+    assert left == [0]
