@@ -106,7 +106,7 @@ def test_memory_dropped_by_the_server_is_sent(remote: Remote) -> None:
             value = handle.value
         client.invalidate_call_cache("weights", 1 << 19)
         with client.call("weights", 4) as target:
-            client.call("add", target.value, value[100:104])
+            client.call("add_later", target.value, value[100:104])
             answer = target.value.tolist()
         del value, handle
     """)
