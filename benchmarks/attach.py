@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Annotated, Any
+from collections.abc import Iterator
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
 
 from benchmarks.processes import Process, private_bytes, used
-from benchmarks.runner import OURS, Device, Goal, Json, Run, Sample, Shape, chosen, numbers, size, timed
+from benchmarks.runner import OURS, Device, Goal, Json, Run, Sample, Shape, chosen, numbers, timed
 from benchmarks.sides import SIDES, Ours, SharedTensor, present, serve
 
 #: Bytes of each tensor in the sweep over tensors, and tensors in the sweep over bytes.
@@ -17,8 +18,23 @@ _TENSOR_BYTES, _TENSORS = 4096, 100
 
 #: A managed call: the endpoint, and its arguments.
 Case = list[Any]
-#: The result of :meth:`Attacher.measure` for a case.
-Result = dict[str, Any]
+
+
+class Attaches(NamedTuple):
+    """Attaches of a case in one process: seconds of the first, of later ones while it is held and after its release, and bytes
+    that the first one adds to the memory.
+    """
+
+    first: list[float]
+    held: list[float]
+    released: list[float]
+    grown: list[float]
+    tensors: int
+    nbytes: int
+
+
+#: The attaches of a case in all processes, by side.
+Found = dict[str, list[Attaches]]
 
 
 def run(
@@ -57,46 +73,39 @@ def run(
             _sweep_rows(run, addresses, by_tensors, by_bytes, rounds, max(repeats // 2, 1))
 
 
-def _measure(
-    run: Run, addresses: dict[str, str], cases: list[Case], repeats: int, processes: int
-) -> list[dict[str, list[Result]]]:
-    """Measure all cases in fresh client processes, all sides in turns; return the results of each case, by side.
+def _measure(run: Run, addresses: dict[str, str], cases: list[Case], repeats: int, processes: int) -> list[Found]:
+    """Measure all cases in fresh client processes, all sides in turns.
 
     :param addresses: servers, by side.
-    :raises RuntimeError: if a case of ours fails; those of others become notes.
     """
-    found: list[dict[str, list[Result]]] = [defaultdict(list) for _ in cases]
+    found: list[Found] = [defaultdict(list) for _ in cases]
     for _ in range(processes):
         for side, address in addresses.items():
             with Process(Attacher, side=side, address=address, device=run.device) as process:
-                answers = process.ready().ask("measure", cases=cases, repeats=repeats)
-            for case, results, answer in zip(cases, found, answers, strict=True):
-                if not isinstance(answer, str):
-                    results[side].append(answer)
-                elif side == OURS:
-                    raise RuntimeError(f"{side}, {case}: {answer}")
-                else:
-                    run.note(f"{side}, {case}: {answer}")
+                process.ready()
+                for case, results in zip(cases, found, strict=True):
+                    results[side].append(process.ask("measure", case=case, repeats=repeats))
     return found
 
 
-def _samples(results: dict[str, list[Result]], key: str) -> dict[str, Sample]:
-    return {side: Sample(*(result[key] for result in taken)) for side, taken in results.items()}
+def _samples(found: Found, key: str) -> dict[str, Sample]:
+    return {side: Sample(*(getattr(each, key) for each in attaches)) for side, attaches in found.items()}
 
 
-def _model_rows(run: Run, addresses: dict[str, str], call: Case, fresh: int, repeats: int) -> None:
-    [results] = _measure(run, addresses, [call], repeats, fresh)
-    on_gpu, nbytes = run.device != "cpu", results[OURS][0]["nbytes"]
+def _model_rows(run: Run, addresses: dict[str, str], case: Case, fresh: int, repeats: int) -> None:
+    [found] = _measure(run, addresses, [case], repeats, fresh)
+    ours = found[OURS][0]
+    on_gpu = run.device != "cpu"
     for name, key, limit in (
         ("first attach of a process", "first", 8e-3),
         ("again, while held", "held", 4e-3),
         ("again, after release", "released", 4e-3),
     ):
-        goal = Goal("≤", limit, "16 GB, GPU")
-        run.row(name, _samples(results, key), "s", goal, judge=on_gpu and nbytes > 15 * 10**9)
-    run.note(f"the model has {results[OURS][0]['tensors']} tensors, {size(nbytes)}")
+        goal = Goal("≤", limit, "16 GB, GPU") if on_gpu and ours.nbytes > 15 * 10**9 else None
+        run.row(name, _samples(found, key), "s", goal)
+    run.note(f"the model has {ours.tensors} tensors, {ours.nbytes / 1e9:.4g} GB")
     name = "GPU memory of a client, without its context" if on_gpu else "private host memory of a client"
-    run.row(name, _samples(results, "grown"), "bytes", Goal("<", 4 << 20, "GPU"), judge=on_gpu)
+    run.row(name, _samples(found, "grown"), "bytes", Goal("≤", 4 << 20, "GPU") if on_gpu else None)
 
 
 #: Prints the seconds from the import of the package to the model, after torch, CUDA and the model's classes are loaded.
@@ -119,7 +128,6 @@ def _publishing_rows(run: Run, costs: dict[str, float]) -> None:
     above = max(costs["peak"] - costs["largest"], 0)
     goal = Goal("≤", 3 << 30, "+ its largest tensor")
     run.row("memory that publishing adds at its peak", costs["peak"], "bytes", goal, measured=above)
-    run.note(f"the size of its largest tensor, {size(int(costs['largest']))}, is subtracted before comparing with the goal")
 
 
 def _sweep_rows(
@@ -134,7 +142,7 @@ def _sweep_rows(
         medians.append(samples[OURS].p50)
         # With few tensors the fixed cost of a call dominates.
         goal = Goal("≤", 25e-6, "a tensor") if len(medians) <= len(by_tensors) and count >= 100 else None
-        run.row(f"after release: {count:,} tensors, {size(nbytes)}", samples, "s", goal, measured=medians[-1] / count)
+        run.row(f"after release: {count:,} tensors, {nbytes / 1e6:.3g} MB", samples, "s", goal, measured=medians[-1] / count)
     if len(by_bytes) > 1:
         ratio = medians[-1] / medians[len(by_tensors)]
         # 1.25 instead of 1 allows for noise.
@@ -142,9 +150,6 @@ def _sweep_rows(
 
 
 # The client process, which is ready when interpreter, torch, CUDA context and the model's classes are loaded.
-
-#: Seconds after which a case is no longer repeated, and the minimum number of repetitions.
-_BUDGET, _FEWEST = 3.0, 3
 
 
 class Attacher:
@@ -155,35 +160,18 @@ class Attacher:
             torch.zeros(1, device=device)
             torch.cuda.synchronize()
         self._device, self._side = device, SIDES[side](address)
+        self.close = self._side.close
 
-    def measure(self, cases: list[Case], repeats: int) -> list[Result | str]:
-        """Measure all cases, in order; return a result or an error text for each."""
-        results: list[Result | str] = []
-        for call in cases:
-            try:
-                results.append(self._measure(call, repeats))
-            except Exception as error:  # a case that one side does not support must not end the run
-                results.append(f"{type(error).__name__}: {error}")
-        return results
-
-    def _memory(self) -> int:
-        if self._device == "cpu":
-            return private_bytes()
-        torch.cuda.synchronize()
-        return used(self._device)
-
-    def _measure(self, call: Case, repeats: int) -> Result:
-        """Return ``first``, ``held``, ``released`` (s) and ``grown`` (bytes), all of them lists; ``tensors`` and ``nbytes``."""
+    def measure(self, case: Case, repeats: int) -> Attaches:
+        """Attach once, ``repeats`` times while holding it, and as often after its release."""
 
         def attach() -> None:
-            handles.append(self._side.call(*call))
+            handles.append(self._side.call(*case))
 
-        def repeated() -> list[float]:
-            times: list[float] = []
-            while len(times) < repeats and (sum(times) < _BUDGET or len(times) < _FEWEST):
-                times.append(timed(attach))
+        def repeated() -> Iterator[float]:
+            for _ in range(repeats):
+                yield timed(attach)
                 handles.pop().release()
-            return times
 
         before = self._memory()
         handles: list[Any] = []
@@ -194,11 +182,12 @@ class Attacher:
         assert float(parameters[-1].detach().flatten()[-1]) == 1 + (len(parameters) - 1) % 100, "the last tensor is wrong"
         count, nbytes = len(parameters), sum(parameter.untyped_storage().nbytes() for parameter in parameters)
         del parameters
-        held = repeated()
+        held = list(repeated())
         handles.pop(0).release()
-        times = {"first": [first], "held": held, "released": repeated()}
-        return {**times, "grown": [grown], "tensors": count, "nbytes": nbytes}
+        return Attaches([first], held, list(repeated()), [grown], count, nbytes)
 
-    def close(self) -> None:
-        """Close the connection."""
-        self._side.close()
+    def _memory(self) -> int:
+        if self._device == "cpu":
+            return private_bytes()
+        torch.cuda.synchronize()
+        return used(self._device)

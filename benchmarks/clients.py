@@ -12,9 +12,10 @@ import torch
 import typer
 
 from benchmarks.processes import ask_all
-from benchmarks.runner import APP, OURS, Device, Goal, Json, Run, Sample, Shape, chosen, counted, numbers
-from benchmarks.sides import PEER, SIDES, Ours, SharedTensor, present, serve
+from benchmarks.runner import APP, OURS, Device, Goal, Json, Run, Sample, Shape, chosen, numbers
+from benchmarks.sides import SIDES, Ours, SharedTensor, present, serve
 from shared_rpc import Client
+from shared_rpc.cli import rendering
 from shared_rpc.memory.backends.choice import mps
 from shared_rpc.memory.devices import device_id
 
@@ -51,24 +52,24 @@ def run(
             broker = stack.enter_context(run.broker(APP, "--workers", str(workers)))
             addresses[OURS] = str(broker.socket_path)
         for count in numbers(clients):
-            throughput(run, addresses, count, rounds, judge=False)
+            throughput(run, addresses, count, rounds)
         for count in numbers(replicas):
             rates = _rates(run, {OURS: addresses[OURS]}, [_FORWARD], count, rounds, shape)
-            run.row(f"{counted(count, 'replica')} of one model ({shape}): forward passes/s", rates[_FORWARD], "number")
+            run.row(
+                f"{rendering.several(count, 'replica')} of one model ({shape}): forward passes/s", rates[_FORWARD], "number"
+            )
         if device == "cuda" and mps(device_id("cuda:0")):
             run.note("under NVIDIA's Multi-Process Service")
 
 
-def throughput(run: Run, addresses: dict[str, str], processes: int, rounds: int, *, judge: bool) -> None:
+def throughput(run: Run, addresses: dict[str, str], processes: int, rounds: int, goal: Goal | None = None) -> None:
     """Measure calls for a small cached tensor, and for a new one; all sides in turns, from the same processes.
 
     :param addresses: the servers, by the name of their side.
-    :param judge: whether the goal applies to these tensors.
     """
     rates = _rates(run, addresses, list(_ENDPOINTS), processes, rounds)
     for endpoint, text in _ENDPOINTS.items():
-        name = f"{counted(processes, 'process')}, 4 KiB tensor, {text}: calls/s"
-        run.row(name, rates[endpoint], "number", Goal("≥", 4, "GPU", of=PEER), judge=judge)
+        run.row(f"{rendering.several(processes, 'client')}, 4 KiB tensor, {text}: calls/s", rates[endpoint], "number", goal)
 
 
 def _rates(

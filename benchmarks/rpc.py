@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Set
 from contextlib import ExitStack, closing
 from functools import partial
 from typing import Annotated, Any
@@ -70,7 +70,7 @@ def run(
         _concurrent_calls(run, servers[OURS].address, rounds)
         many = clients or (_TOGETHER if cuda else min(_TOGETHER, len(run.cores)))
         addresses = {side.name: servers[side.name].address for side in present(SharedTensor, Ours, device=device)}
-        throughput(run, addresses, many, rounds, judge=cuda and many == _TOGETHER)
+        throughput(run, addresses, many, rounds, Goal("≥", 4, of=PEER) if cuda and many == _TOGETHER else None)
         _kept_results(run, connected[OURS].link, servers[OURS].process.pid, kept)
         count = long_run if long_run is not None else _LONG[device]
         if count:
@@ -80,37 +80,31 @@ def run(
 
 def _turns(run: Run, clients: dict[str, Side], rounds: int, calls: int, mebibytes: int) -> None:
     """Measure requests over open connections, in turns: pings, tasks, and calls with tensors."""
+    all_sides = clients.keys() - {ECHO}
     pair = {OURS} if SharedTensor.missing(run.device) else {PEER, OURS}
-    everyone = clients.keys() - {ECHO, PEER} | pair
+    others = all_sides - {PEER} | pair
     on_gpu = run.device == "cuda"
 
-    def measure(sides: Iterable[str], action: Callable[[Any], object], *, slow: bool = False) -> dict[str, Sample]:
+    def row(name: str, sides: Set[str], action: Callable[[Any], object], goal: Goal | None = None, calls: int = calls) -> None:
         actions: dict[str, Callable[[], object]] = {ECHO: clients[ECHO].ping}
         actions |= {name: partial(action, client) for name, client in clients.items() if name in sides}
-        if slow:
-            return interleaved(actions, rounds=rounds, calls=max(calls // _SLOW, 1), warm_up=1)
-        return interleaved(actions, rounds=rounds, calls=calls)
+        run.row(name, interleaved(actions, rounds=rounds, calls=calls), "s", goal)
 
-    def row(sides: Iterable[str], name: str, action: Callable[[Side], Any], goal: Goal | None) -> None:
-        slow = goal is large
-        run.row(name, measure(sides, action, slow=slow), "s", goal, judge=on_gpu and (not slow or mebibytes == 64))
-
-    samples = measure(clients.keys() - {ECHO}, lambda side: side.ping())
-    run.row("ping, p50", samples, "s", Goal("≤", 2, of=ECHO))
-    samples = measure({PEER, OURS}, lambda side: side.task("nothing"))
-    run.row("submit and wait for a task, p50", samples, "s", Goal("≤", 6, of=ECHO))
-
-    small, large = Goal("≤", 120e-6, "GPU"), Goal("≤", 0.5e-3, "64 MiB, GPU")
-    row(pair, "direct call, 4 KiB tensor, cached", lambda side: side.call("small"), small)
-    row(everyone, "direct call, 4 KiB tensor, new", lambda side: side.call("fresh"), small)
-    row(pair, "the same by an async def endpoint", lambda side: side.call("fresh_on_loop"), small)
+    row("ping, p50", all_sides, lambda side: side.ping(), Goal("≤", 2, of=ECHO))
+    row("submit and wait for a task, p50", {PEER, OURS}, lambda side: side.task("nothing"), Goal("≤", 6, of=ECHO))
+    small = Goal("≤", 120e-6, "GPU") if on_gpu else None
+    row("direct call, 4 KiB tensor, cached", pair, lambda side: side.call("small"), small)
+    row("direct call, 4 KiB tensor, new", others, lambda side: side.call("fresh"), small)
+    row("the same by an async def endpoint", pair, lambda side: side.call("fresh_on_loop"), small)
     if PEER in pair:
         clients[PEER].call("kept")  # one reference stays; otherwise it would be built again after every release
-    row(pair, "managed call and release, 4 KiB", lambda side: side.call("kept").release(), None)
+    row("managed call and release, 4 KiB", pair, lambda side: side.call("kept").release())
     name = "direct call, takes and returns 4 KiB, new"
-    row(everyone, name, lambda side: side.call("plus_one", torch.ones(SMALL, device=run.device)), small)
-    argument = torch.ones(mebibytes << 20, dtype=torch.uint8, device=run.device)
-    row(everyone, f"echo of a {mebibytes} MiB tensor argument", lambda side: side.call("echo", argument), large)
+    row(name, others, lambda side: side.call("plus_one", torch.ones(SMALL, device=run.device)), small)
+    large = torch.ones(mebibytes << 20, dtype=torch.uint8, device=run.device)
+    goal = Goal("≤", 1e-3, "64 MiB, GPU") if on_gpu and mebibytes == 64 else None
+    name = f"echo of a {mebibytes} MiB tensor argument"
+    row(name, others, lambda side: side.call("echo", large), goal, calls=max(calls // _SLOW, 1))
 
 
 def _cold_starts(run: Run, processes: int) -> None:
@@ -137,23 +131,22 @@ _AT_ONCE, _EACH = 64, 10
 
 def _concurrent_calls(run: Run, socket: str, rounds: int) -> None:
     """Measure calls over one connection of an :class:`AsyncClient`, one by one and concurrently, in seconds per call."""
-    for endpoint, text in (("small", "a cached tensor"), ("nothing", "an endpoint that runs")):
-        apart, together = anyio.run(_calls, socket, endpoint, rounds)
-        run.row(f"AsyncClient, {text}: one by one, per call", apart)
-        goal = Goal("≤", 1 / 3, "one by one", "ratio")
-        run.row(f"… {_AT_ONCE} at once, per call", together, "s", goal, measured=together.p50 / apart.p50)
+    apart, together = anyio.run(_calls, socket, rounds)
+    run.row("AsyncClient, a cached tensor: one by one, per call", apart)
+    goal = Goal("≤", 1 / 3, "one by one", "ratio")
+    run.row(f"… {_AT_ONCE} at once, per call", together, "s", goal, measured=together.p50 / apart.p50)
 
 
-async def _calls(socket: str, endpoint: str, rounds: int) -> tuple[Sample, Sample]:
+async def _calls(socket: str, rounds: int) -> tuple[Sample, Sample]:
     apart: list[list[float]] = []
     together: list[list[float]] = []
     async with AsyncClient(socket_path=socket) as client:
 
         async def calls(count: int) -> None:
             for _ in range(count):
-                await client.call(endpoint)
+                await client.call("small")
 
-        kept = await client.call(endpoint)
+        kept = await client.call("small")
         for _ in range(rounds + 1):
             begin = time.perf_counter()
             await calls(_AT_ONCE)

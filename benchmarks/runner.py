@@ -17,17 +17,16 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 from unittest import mock
 
 import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from benchmarks.processes import Process, on_cores
 from shared_rpc import Client
+from shared_rpc.cli import rendering
 
 T = TypeVar("T")
 
@@ -168,29 +167,19 @@ class Times(defaultdict[tuple[str, str], list[float]]):
         return {side: Sample(taken) for (found, side), taken in self.items() if found == row}
 
 
-def shown(value: float, unit: Unit) -> str:
-    """Format a number: ``"1.24 ms"``, ``"3.0 MiB"``, ``"1.52 x"``."""
-    if unit == "s":
-        for scale, name in ((1, "s"), (1e-3, "ms"), (1e-6, "µs")):
-            if abs(value) >= scale:
-                return f"{value / scale:.3g} {name}"
-        return f"{value / 1e-6:.2g} µs"
-    if unit == "bytes":
-        for shift, name in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
-            if abs(value) >= 1 << shift:
-                return f"{value / (1 << shift):.1f} {name}"
-        return f"{value:.0f} B"
-    return f"{value:.3g} x" if unit == "ratio" else f"{value:.6g}"
-
-
-def size(nbytes: int) -> str:
-    """Format the size of a model, in decimal units: ``"16.06 GB"``, ``"0.41 MB"``."""
-    return f"{nbytes / 1e9:.4g} GB" if nbytes >= 10**9 else f"{nbytes / 1e6:.3g} MB"
-
-
-def counted(count: int, noun: str) -> str:
-    """Return ``"1 process"``, ``"2 processes"``."""
-    return f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"
+def shown(value: float | str, unit: Unit) -> str:
+    """Format a number: ``"1.24 ms"``, ``"3.0 MiB"``, ``"1.52 x"``; a text stays."""
+    if isinstance(value, str):
+        return value
+    match unit:
+        case "s":
+            return rendering.span(value)
+        case "bytes":
+            return rendering.size(int(value))
+        case "ratio":
+            return f"{value:.3g} x"
+        case "number":
+            return f"{value:.6g}"
 
 
 class Goal(NamedTuple):
@@ -201,7 +190,7 @@ class Goal(NamedTuple):
     :param of: a side; the limit is a multiple of its value in the row.
     """
 
-    sign: Literal["≤", "<", "≥"]
+    sign: Literal["≤", "≥"]
     limit: float
     about: str = ""
     unit: Unit | None = None
@@ -209,7 +198,7 @@ class Goal(NamedTuple):
 
     def met(self, measured: float) -> bool:
         """Return whether a measurement meets the goal."""
-        return {"≤": measured <= self.limit, "<": measured < self.limit, "≥": measured >= self.limit}[self.sign]
+        return measured <= self.limit if self.sign == "≤" else measured >= self.limit
 
     def text(self, unit: Unit) -> str:
         """Format the goal: ``"≤ 2 x raw echo"``, ``"≤ 8 ms (16 GB, GPU)"``."""
@@ -223,7 +212,7 @@ class Row(NamedTuple):
     """One measurement of all sides, with the fields of the JSON.
 
     :param values: by side: numbers in ``unit``, or texts.
-    :param measured: the value compared with the goal; None if the goal applies to another machine or size.
+    :param measured: the value compared with the goal; None without the side of which the goal is a multiple.
     """
 
     name: str
@@ -238,12 +227,10 @@ class Row(NamedTuple):
     def cell(self, side: str) -> str:
         """Format the value of a side, with its ratio to the raw echo of the same row."""
         value, echo = self.values.get(side, ""), self.values.get(ECHO, "")
-        if isinstance(value, str):
-            return value
-        if isinstance(echo, str) or side == ECHO:
-            return shown(value, self.unit)
-        ratio = value / echo
-        return f"{shown(value, self.unit)} ({ratio:{',.0f' if ratio >= 100 else '.3g'}} x)"
+        text = shown(value, self.unit)
+        if side != ECHO and not isinstance(value, str) and not isinstance(echo, str):
+            text += f" ({shown(value / echo, 'ratio')})"
+        return text
 
 
 # The run.
@@ -341,13 +328,12 @@ class Run:
         goal: Goal | None = None,
         *,
         measured: float | None = None,
-        judge: bool = True,
     ) -> None:
         """Add a row.
 
         :param values: by side; a single value is ours.
+        :param goal: None if it applies to another machine or size.
         :param measured: the value compared with the goal; None for our value, or its ratio to that of another side.
-        :param judge: whether the goal applies to this machine and size.
         """
         given = values if isinstance(values, Mapping) else {OURS: values}
         medians = {side: value.p50 if isinstance(value, Sample) else value for side, value in given.items()}
@@ -358,7 +344,6 @@ class Run:
         in_unit: Unit = "ratio" if goal.of else goal.unit or unit
         if measured is None and (other := medians.get(goal.of) if goal.of else 1):
             measured = float(medians[OURS]) / float(other)
-        measured = measured if judge else None
         met = None if measured is None else goal.met(measured)
         self.rows.append(Row(name, unit, medians, samples, goal.text(in_unit), measured, in_unit, met))
 
@@ -370,34 +355,24 @@ class Run:
     def _finish(self) -> None:
         """Print the table and write the JSON."""
         machine = facts()
-        self._print(machine["host"])
+        columns: dict[str, Callable[[Row], object]] = {
+            "": lambda row: row.name,
+            **{f"{side}>": partial(Row.cell, side=side) for side in self._sides},
+            "goal": lambda row: row.goal or "",
+            "measured": lambda row: "" if row.measured is None else shown(row.measured, row.measured_unit),
+            "met": lambda row: {True: "yes", False: "no", None: ""}[row.met],
+        }
+        rendering.listing(self._title, self.rows, columns)
+        host = machine["host"]
+        gpu = f", {host['gpu']} (driver {host['driver']})" if host["gpu"] else ""
+        text = f"{host['cores']} cores{gpu}, Python {host['python']}, torch {host['torch']}, load {host['load']:.2f}"
+        text += "; servers on one half of the cores, measuring processes on the other" if self._pinned else ""
+        print("", text, *self.notes, sep="\n")
         self._path.parent.mkdir(parents=True, exist_ok=True)
         rows = [row._asdict() for row in self.rows]
         content = {"benchmark": self._name, "title": self._title, **machine, "rows": rows, "notes": self.notes}
         self._path.write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
         print(f"\nwritten to {self._path}")
-
-    def _print(self, host: dict[str, Any]) -> None:
-        console = Console()
-        if not console.is_terminal:
-            console = Console(width=1000)
-        table = Table(title=self._title, title_justify="left", header_style="bold", box=None, pad_edge=False)
-        table.add_column("", no_wrap=True)
-        for side in self._sides:
-            table.add_column(side, justify="right")
-        for column in ("goal", "measured", "met"):
-            table.add_column(column)
-        for row in self.rows:
-            met = {True: Text("yes", "green"), False: Text("no", "red"), None: Text("")}[row.met]
-            measured = "" if row.measured is None else shown(row.measured, row.measured_unit)
-            table.add_row(*map(Text, (row.name, *map(row.cell, self._sides), row.goal or "", measured)), met)
-        console.print(table)
-        console.print()
-        gpu = f", {host['gpu']} (driver {host['driver']})" if host["gpu"] else ""
-        text = f"{host['cores']} cores{gpu}, Python {host['python']}, torch {host['torch']}, load {host['load']:.2f}"
-        text += "; servers on one half of the cores, measuring processes on the other" if self._pinned else ""
-        for line in (text, *self.notes):
-            console.print(Text(line), highlight=False)
 
 
 _PACKAGES = ("torch", "shared_rpc", "shared_tensor", "uvloop", "cuda_bindings", "ray")

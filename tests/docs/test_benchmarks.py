@@ -107,14 +107,14 @@ def test_quoted_rows_are_reproducible(results: Results) -> None:
             "ping, p50",
             "direct call, 4 KiB tensor, cached",
             "managed call and release",
-            "2 processes, 4 KiB tensor, cached",
+            "2 clients, 4 KiB tensor, cached",
         ],
         "scale": ["ping, p50, with 5 idle", "5 clients killed: until all is released"],
         "recovery": ["from SIGKILL to a new worker", "… with --no-preload", "… p99 from the kill on", "memory of the broker"],
         "starts": ["a start, until the model is in hand", "… until the process has ended"],
-        "tiers": ["first eviction", "wake: restore", "sleep: both", "wake of 2 processes", "5 models of 8 MiB in turns"],
+        "tiers": ["first eviction", "wake: restore", "sleep: both", "wake of 2 engines", "5 models of 8 MiB in turns"],
         "mechanisms": ["2 MiB: create", "2 MiB: map in another process", "a kernel, a copy of 4 KiB into the segment"],
-        "clients": ["1 process, 4 KiB tensor, new", "2 replicas of one model (tiny)"],
+        "clients": ["1 client, 4 KiB tensor, new", "2 replicas of one model (tiny)"],
         "channel": ["large: all of it", "small: a message of 2 KiB"],
     }
     for command, names in quoted.items():
