@@ -62,7 +62,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Results]:
     folder = tmp_path_factory.mktemp("results")
     running: list[subprocess.Popen[str]] = []
     # A copy: pytest sets a variable for each test, and an execve(2) of another thread must not read the environment meanwhile.
-    environ = dict(os.environ)
+    # Without bytecode every process would compile what it imports.
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
     def begin(name: str) -> Ended:
         words = [sys.executable, "-m", "benchmarks", name, *SMALL[name].split(), "--json", str(folder / name / "numbers.json")]
