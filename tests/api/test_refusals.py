@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from threading import Lock
 from typing import Any, NamedTuple
 from unittest.mock import Mock
 
@@ -16,7 +15,7 @@ from shared_rpc import Client, Provider
 from shared_rpc.errors import CapabilityError, CodecError, EndpointNotFound, RemoteError
 from tests.kit.apps import App, Connect, Serve
 from tests.kit.deep import deep
-from tests.kit.models import Locked, Marked, State
+from tests.kit.models import Locked
 
 
 class Refusal(NamedTuple):
@@ -33,11 +32,7 @@ RESULTS = {
         lambda: (torch.ones(1) for _ in range(2)),
         "returned a generator, which runs in this process only: return what it yields, as a list",
     ),
-    "lock": Refusal(lambda: State(1, {"m": [Lock()]}), "result.moments['m'][0] cannot be pickled"),
     "lock of a module": Refusal(Locked, "result.layers.1.guard['of'][0] cannot be pickled"),
-    "graph of a subclass": Refusal(
-        lambda: [torch.ones(1, requires_grad=True).as_subclass(Marked) * 2], "result[0] carries an autograd graph"
-    ),
     "meta module": Refusal(lambda: [torch.nn.Linear(1, 1, device="meta")], "result[0].weight is on the meta device"),
 }
 

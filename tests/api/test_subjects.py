@@ -155,9 +155,6 @@ def test_attached_values_can_be_copied(served: Served, name: str) -> None:
     assert {how: lines for how, lines in found.items() if lines} == {}
 
 
-# Models of Hugging Face's remote code, whose classes travel as code: transformers works with them in a client too.
-
-
 CONFIGURATION = """
 from transformers import PretrainedConfig
 

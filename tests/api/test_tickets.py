@@ -157,9 +157,6 @@ def test_stale_handles_make_no_tickets(client: Client, path: Path) -> None:
     assert not path.exists()
 
 
-# Buffers.
-
-
 def test_buffers_have_tickets(client: Client, connect: Connect, path: Path) -> None:
     """Both sides write to one memory; the buffer's own terms apply."""
     buffer = client.create_buffer((2, 4), "float32", zero=True, max_accesses=1)
@@ -171,9 +168,6 @@ def test_buffers_have_tickets(client: Client, connect: Connect, path: Path) -> N
     with pytest.raises(BufferNotFound) as caught:
         client.open_ticket(path)
     assert caught.value.reason == "exhausted"
-
-
-# Another server.
 
 
 def test_tickets_of_another_server_are_refused(client: Client, base_path: str, path: Path) -> None:

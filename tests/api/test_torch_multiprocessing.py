@@ -235,19 +235,6 @@ def test_pooled_results_on_a_gpu_cannot_be_sent(provider: Provider, serve: Serve
     assert problem[0] == "CapabilityError" and "Send tensor.clone()" in problem[1]
 
 
-@pytest.mark.parametrize("device", ["cpu"])
-def test_moved_arguments_can_be_returned(provider: Provider, serve: Serve, elsewhere: Elsewhere) -> None:
-    """torch moves the argument out of the caller's pool, and the result is at the new place."""
-
-    @provider.share(cache=False)
-    def share(value: torch.Tensor) -> torch.Tensor:
-        value.share_memory_()
-        return value.add_(1)
-
-    serve()
-    assert elsewhere('answer = client.call("share", torch.ones(1000)).unique().tolist()') == [2]
-
-
 def test_read_only_memory_stays_read_only(device: str, get: Serve, elsewhere: Elsewhere) -> None:
     """A child that writes ends, and nothing was written; a child that reads sees the server's writes."""
     get(matrix(device), access="read")
@@ -268,23 +255,6 @@ def test_read_only_memory_stays_read_only(device: str, get: Serve, elsewhere: El
     code = answer.pop()
     assert answer == [[0, 10, 20, 30], True]
     assert device != "cpu" or code == -signal.SIGSEGV
-
-
-@pytest.mark.parametrize("device", ["cpu"])
-def test_the_seal_holds_in_a_child(device: str, get: Serve, elsewhere: Elsewhere) -> None:
-    """The received descriptor can only be mapped read-only."""
-    get(matrix(device), access="read")
-    answer = elsewhere(
-        """
-        value = client.call("get")
-        with peer("forkserver", value) as child:
-            try:
-                child.call(family.map_for_writing)
-            except RuntimeError as error:
-                answer = str(error)
-        """
-    )
-    assert answer.startswith("CapabilityError: the segment is shared read-only")
 
 
 def test_read_only_memory_returns_to_its_maker(device: str, base_path: str, children: list[Child]) -> None:

@@ -195,13 +195,6 @@ def access(kept: list[Any]) -> str:
     return str(mapping.info.access)
 
 
-def map_for_writing(kept: list[Any]) -> None:
-    """Map the memory of a value again, for writing."""
-    mapping, _ = MAPPINGS.find(kept[0].data_ptr()) or (None, 0)
-    assert mapping is not None and mapping.descriptor is not None
-    mapping.backend.map(mapping.descriptor.fileno(), mapping.info.nbytes, "read_write")
-
-
 def limit_address_space(kept: list[Any]) -> None:
     """Limit the address space to 64 MiB more than now."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])

@@ -123,19 +123,6 @@ class Tty:
         left = written.rfind(ALTERNATE) < written.rfind(NORMAL) and written.rfind(HIDDEN) < written.rfind(SHOWN)
         return left and self.attributes == self.before
 
-    def hang_up(self) -> None:
-        """Close the window."""
-        assert self._theirs is not None
-        os.close(self._theirs)
-        self._theirs = None
-        # The reader holds it until its call returns, which the echo causes; then the kernel hangs up.
-        last, null = os.dup(self._ours), os.open(os.devnull, os.O_RDWR)
-        os.dup2(null, self._ours)
-        os.close(null)
-        os.write(last, b"\n")
-        os.close(last)
-        self._reader.join(10)
-
     def kill(self, number: signal.Signals) -> None:
         """Send a signal."""
         self.process.send_signal(number)
