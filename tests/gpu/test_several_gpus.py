@@ -134,9 +134,6 @@ def computed(provider: Provider) -> list[list[float]]:
         return result
 
 
-# Objects on two GPUs.
-
-
 def test_an_object_can_span_gpus(server: Server, provider: Provider, gpus: list[str], children: list[Child]) -> None:
     """Whatever a client calls its GPUs: each tensor, and each device in an attribute, keeps its GPU."""
     child = client(
@@ -249,31 +246,6 @@ with Client(socket_path={server.socket_path!r}) as client:
     assert read_facts(child) == {"gpus": [gpus[0], gpus[1], gpus[1]], "first": [0, 1, 2], "view": [5, 6, 7, 8], "note": 1}
 
 
-# From one GPU to another.
-
-
-def test_shared_memory_is_written_from_another_gpu(
-    server: Server, provider: Provider, gpus: list[str], children: list[Child]
-) -> None:
-    """``copy_`` of a tensor on the other GPU, contiguous and strided, as for new weights."""
-    child = client(
-        children,
-        listed(gpus, [0, 1]),
-        f"""
-with Client(socket_path={server.socket_path!r}) as client:
-    weights = client.call("weights")
-    weights.copy_(torch.full((8, 8), 7.0, device="cuda:1"))
-    weights[:, ::2].copy_(torch.full((8, 4), 9.0, device="cuda:1"))
-    torch.cuda.synchronize(0)
-    torch.cuda.synchronize(1)
-    tell(row=weights[3].tolist())
-""",
-    )
-
-    assert read_facts(child)["row"] == [9, 7, 9, 7, 9, 7, 9, 7]
-    assert provider.call("weights").sum().item() == 32 * 7 + 32 * 9
-
-
 # Arguments.
 
 
@@ -305,25 +277,6 @@ with Client(socket_path={server.socket_path!r}) as client:
     assert facts["values"] == [[[0, 3], [1, 4], [2, 5]], more, more, [[0, 0], [1, 1]]]
 
 
-def test_arguments_of_a_client_with_another_gpu_keep_it(server: Server, gpus: list[str], children: list[Child]) -> None:
-    """Its own tensors, and those computed from a peer's memory."""
-    child = client(
-        children,
-        listed(gpus, [1]),
-        f"""
-with Client(socket_path={server.socket_path!r}) as client:
-    weights = client.call("weights")
-    named, copied = client.call("plus_one", weights), client.call("plus_one", weights * 2)
-    own = client.call("echo", torch.ones(3, device="cuda:0"))
-    tell(totals=[tensor.sum().item() for tensor in (named, copied, own)])
-    tell(gpu=gpu_of(own))
-""",
-    )
-
-    assert read_facts(child)["totals"] == [2016 + 64, 2 * 2016 + 64, 3]
-    assert read_facts(child)["gpu"] == gpus[1]
-
-
 def test_arguments_on_an_invisible_gpu_are_accessible(gpus: list[str], base_path: str, children: list[Child]) -> None:
     """The server uses them through a peer; new tensors are on its own GPU, and returned ones stay in place."""
     server = python(SERVER, environ=listed(gpus, [0]))
@@ -341,9 +294,6 @@ with Client(socket_path={path!r}) as client:
     )
 
     assert read_facts(child) == {"gpus": [gpus[1], gpus[0]], "same": [0, 1, 2, 3, 4, 5], "more": [1, 2, 3, 4, 5, 6]}
-
-
-# Which server, and which GPU.
 
 
 def test_each_gpu_has_its_server(gpus: list[str], base_path: str, children: list[Child]) -> None:

@@ -99,9 +99,6 @@ def test_peers_can_access_resumed_memory(children: list[Child]) -> None:
     assert child.expect("right:") == "right: True True"
 
 
-# Handles of objects of a broker.
-
-
 @pytest.fixture
 def app(broker_app: BrokerApp, tmp_path: Path) -> BrokerApp:
     """A broker with an object on the GPU, which it evicts to host memory and to files."""
@@ -240,31 +237,6 @@ def test_memory_of_a_lost_session_is_replaced_on_request(app: BrokerApp, childre
     children.append(child)
     assert child.expect("told:") == "told: True True"
     assert child.expect("same:") == "same: True True False"
-
-
-def test_readers_on_another_gpu_can_suspend_and_resume(app: BrokerApp, children: list[Child]) -> None:
-    """With the memory mapped through a peer, also after an eviction."""
-    from shared_rpc.memory.backends.cuda import peer_capable, visible_gpus
-
-    seen = visible_gpus()
-    if len(seen) < 2 or not peer_capable(1, 0):
-        pytest.skip("needs two GPUs that are peers")
-    with app.connect(device="cuda:0", timeout=60.0) as here:
-        path = here.socket_path
-    child = client_process(
-        f"""
-        client = Client(socket_path={path!r}, timeout=60.0)
-        handle, value, graph, out = graphed("weights")
-        before = replayed(graph, out)
-        handle.suspend()
-        client.evict(handle, "host")
-        handle.resume(60.0)
-        print("same:", replayed(graph, out) == before, int(value[-1]) == (64 << 20) - 1)
-        """,
-        environ={"CUDA_VISIBLE_DEVICES": seen[1]},
-    )
-    children.append(child)
-    assert child.expect("same:") == "same: True True"
 
 
 def test_memory_of_legacy_ipc_is_not_suspended(broker_app: BrokerApp, children: list[Child]) -> None:
