@@ -13,32 +13,26 @@ from typer.core import TyperGroup
 
 from shared_rpc import __version__
 from shared_rpc.cli.discovery import live_servers, the_server
-from shared_rpc.cli.options import Arguments, BasePath, Json, Misuse, Socket, is_list, keywords
-from shared_rpc.cli.records import export_object, import_file
+from shared_rpc.cli.objects import evict, export_object, import_file, invalidate, objects, restore
+from shared_rpc.cli.options import BasePath, Json, Misuse, Socket
 from shared_rpc.cli.rendering import (
     MPS,
     ago,
     as_json,
-    command_of,
     complain,
     contents,
     copies_of,
     listing,
-    origin,
     several,
     size,
     table,
-    tier_of,
 )
-from shared_rpc.cli.scripts import run, zygote_table
-from shared_rpc.cli.serving import reload, serve
-from shared_rpc.cli.stopping import stop
+from shared_rpc.cli.serving import reload, run, serve, stop
 from shared_rpc.cli.tasks import call, cancel, tasks, wait
-from shared_rpc.cli.tiers import evict, restore
 from shared_rpc.cli.top.command import top
 from shared_rpc.cli.verifying import verify
-from shared_rpc.errors import ConfigurationError, SharedRPCError, one_line
-from shared_rpc.protocol.infos import DeviceInfo, ListedObjectInfo, ServerInfo, SourceInfo, ZygoteInfo
+from shared_rpc.errors import ConfigurationError, SharedRPCError
+from shared_rpc.protocol.infos import DeviceInfo, ServerInfo, SourceInfo, ZygoteInfo
 from shared_rpc.scripts.listing import live_zygotes
 
 _GROUP = "shared_rpc.cli"
@@ -123,7 +117,7 @@ def list_servers(base_path: BasePath = None, json: Json = False) -> None:
     else:
         print("no server is alive")
     if zygotes:
-        zygote_table(zygotes, "\nzygotes")
+        _zygote_table(zygotes, "\nzygotes")
 
 
 def _server_table(infos: list[ServerInfo]) -> None:
@@ -140,6 +134,23 @@ def _server_table(infos: list[ServerInfo]) -> None:
             "leases>": lambda info: info["leases"],
             "clients>": lambda info: info["clients"],
             "up": lambda info: ago(info["started_at"]),
+        },
+    )
+
+
+def _zygote_table(zygotes: list[dict[str, Any]], title: str) -> None:
+    """Print a row for each zygote."""
+    listing(
+        title,
+        zygotes,
+        {
+            "zygote": lambda one: one["key"],
+            "pid>": lambda one: one["pid"],
+            "has imported": lambda one: ", ".join(one["preload"]),
+            "scripts>": lambda one: one["runs"],
+            "memory>": lambda one: size(one["pss"]),
+            "idle>": lambda one: f"{one['idle']:.0f} s",
+            "ends after>": lambda one: f"{one['idle_exit']:.0f} s",
         },
     )
 
@@ -219,30 +230,6 @@ def _zygote(facts: ZygoteInfo) -> str:
     return f"pid {facts['pid']}, {facts['modules']:,} modules{left_out}, {size(facts['pss'])}"
 
 
-def objects(context: typer.Context, socket: Socket = None, base_path: BasePath = None, json: Json = False) -> None:
-    """List the objects of a server, with the processes that hold them; its commands change them."""
-    if not is_list(context):
-        return
-    with the_server(socket, base_path) as client:
-        items = client.list_objects()
-    columns: dict[str, Callable[[ListedObjectInfo], object]] = {
-        "object": lambda item: item["object_id"],
-        "of": origin,
-        "size>": lambda item: size(item["nbytes"]),
-        "private>": lambda item: size(item["private_nbytes"]),
-        "device": lambda item: item["device"],
-        "tier": tier_of,
-        "copies?": copies_of,
-        "generation>": lambda item: item["generation"],
-        "cached": lambda item: "yes" if item["cached"] and item["kind"] == "result" else "no",
-        "active>": lambda item: item["active"],
-        "held by": lambda item: ", ".join(_holder(holder["pid"]) for holder in item["holders"]) or "nobody",
-        "age>": lambda item: ago(item["created_at"]),
-        "last used>": lambda item: ago(item["last_accessed_at"]),
-    }
-    listing("", items, columns, json)
-
-
 def devices(socket: Socket = None, base_path: BasePath = None, json: Json = False) -> None:
     """List the devices of a server, and how much of their memory it uses."""
     with the_server(socket, base_path) as client:
@@ -257,26 +244,6 @@ def devices(socket: Socket = None, base_path: BasePath = None, json: Json = Fals
         "copies?": copies_of,
     }
     listing("", items, columns, json)
-
-
-def invalidate(
-    endpoint: str,
-    arguments: Annotated[Arguments, typer.Argument(help="key=value for one call; none for the whole endpoint")] = None,
-    socket: Socket = None,
-    base_path: BasePath = None,
-    json: Json = False,
-) -> None:
-    """Drop cached results; clients keep those that they hold."""
-    kwargs = keywords(arguments)
-    with the_server(socket, base_path) as client:
-        try:
-            count = client.invalidate_call_cache(endpoint, **kwargs) if kwargs else client.invalidate_endpoint_cache(endpoint)
-        except TypeError as error:
-            raise ConfigurationError(str(error)) from error
-    if json:
-        as_json({"endpoint": endpoint, "invalidated": count})
-    else:
-        print(f"{several(count, 'cached result')} of {endpoint} dropped")
 
 
 def doctor(base_path: BasePath = None, json: Json = False) -> None:
@@ -305,13 +272,6 @@ def options(
     ] = False,
 ) -> None:
     """Share GPU models between the processes of this host."""
-
-
-def _holder(pid: int) -> str:
-    command = one_line(command_of(pid))
-    if not command:
-        return str(pid)
-    return f"{pid} ({command if len(command) <= 40 else command[:39] + '…'})"
 
 
 #: The commands by the panels of the help.

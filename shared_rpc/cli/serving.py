@@ -1,4 +1,4 @@
-"""``shared-rpc serve`` and ``shared-rpc reload``."""
+"""The commands that start, reload and stop processes: ``serve``, ``run``, ``reload`` and ``stop``."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from shared_rpc import Client
 from shared_rpc.cli.configuration import read_options
-from shared_rpc.cli.discovery import the_server
+from shared_rpc.cli.discovery import live_servers, the_server
 from shared_rpc.cli.options import BasePath, Json, Misuse, Socket, amount_of, as_misuse, in_bytes, quotas_of
-from shared_rpc.cli.rendering import as_json
-from shared_rpc.errors import ConfigurationError
+from shared_rpc.cli.rendering import as_json, complain, several, size
+from shared_rpc.errors import ConfigurationError, SharedRPCError
 from shared_rpc.memory.devices import check_name
 from shared_rpc.memory.spill import SpillDirectory
 from shared_rpc.observability.logs import LogFormat, LogLevel, configure
+from shared_rpc.protocol.infos import StopInfo
+from shared_rpc.scripts.listing import stop_zygotes
 from shared_rpc.settings import CLUSTER_NAME, ClientCode, ServeOptions, checked_path, program
 
 if TYPE_CHECKING:
@@ -299,3 +302,90 @@ def reload(
     from shared_rpc.broker.__main__ import lines_of
 
     print("\n".join(lines_of(facts)))
+
+
+def stop(
+    socket: Socket = None,
+    base_path: BasePath = None,
+    every: Annotated[bool, typer.Option("--all", help="All live servers of this user, and all zygotes.")] = False,
+    if_idle: Annotated[
+        bool, typer.Option("--if-idle", help="Only if no other client has a connection, a lease or a task.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Stop a server, wait until it has exited, and print what it held. Clients keep their memory."""
+    if every and socket is not None:
+        raise Misuse("--all and --socket contradict each other: use one of them")
+    ended: list[StopInfo | dict[str, Any]] = []
+    failed = False
+
+    def passed_over(why: str) -> None:
+        nonlocal failed
+        failed = True
+        complain(why)
+
+    if every:
+        with live_servers(base_path) as clients:
+            # A server with several sockets ends as a whole.
+            for client in {client.get_server_info()["pid"]: client for client in clients}.values():
+                try:
+                    ended.append(_stop(client, if_idle, json))
+                except SharedRPCError as error:
+                    passed_over(f"{client.socket_path}: {error}")
+        for zygote in stop_zygotes(base_path, passed_over):
+            ended.append(zygote)
+            if not json:
+                print(f"stopped the zygote at {zygote['socket_path']} (pid {zygote['pid']})")
+    else:
+        with the_server(socket, base_path) as client:
+            ended.append(_stop(client, if_idle, json))
+    if json:
+        as_json(ended)
+    elif not ended and not failed:
+        print("no server is alive")
+    if failed:
+        raise typer.Exit(1)
+
+
+def _stop(client: Client, if_idle: bool, quiet: bool) -> StopInfo:
+    held = client.stop_server(if_idle)
+    if not quiet:
+        counts = {"client": held["clients"], "lease": held["leases"], "task": held["tasks"]}
+        used = [several(count, name) for name, count in counts.items() if count]
+        print(
+            f"stopped pid {held['pid']} at {', '.join(held['socket_paths'])}: it held {several(held['objects'], 'object')}, "
+            f"{size(held['nbytes'])}; used by others: {', '.join(used) or 'nothing'}"
+        )
+    return held
+
+
+def run(
+    words: Annotated[
+        list[str], typer.Argument(metavar="SCRIPT [ARGUMENTS]", help="A script, a directory or an archive; with -m a module.")
+    ],
+    module: Annotated[bool, typer.Option("-m", help="Run a module, as 'python -m' does.")] = False,
+    preload: Annotated[
+        list[str] | None,
+        typer.Option("--preload", metavar="NAME", help="Import this installed package in the zygote; may be repeated."),
+    ] = None,
+    idle_exit: Annotated[
+        float | None,
+        typer.Option(
+            "--idle-exit",
+            metavar="SECONDS",
+            min=0,
+            help="Lifetime of the zygote without another script; 1800 by default.",
+        ),
+    ] = None,
+) -> None:
+    """Run a script as python does, without the time to import torch.
+
+    Options precede the script; what follows it are its arguments. The exit code, or the signal that ended it, is the script's.
+
+    The script is a fork of a process, the zygote, that has imported torch, numpy and this library. The first script starts the
+    zygote, 'shared-rpc ls' lists it, and 'shared-rpc stop --all' ends it. If a fork would not behave like 'python script.py',
+    python itself runs the script, and a line on standard error gives the reason.
+    """
+    from shared_rpc.scripts.command import Script, launch
+
+    launch(Script(words[0], tuple(words[1:]), module, tuple(preload or ()), idle_exit))
