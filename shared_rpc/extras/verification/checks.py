@@ -76,7 +76,7 @@ def _shown(name: str, value: float) -> str:
 def sharing(stage: Stage, outcome: Outcome) -> None:
     """Check that N processes share one model: its memory, the bits of their results, and the writes of each."""
     seed, model, workers = next(stage.seeds), stage.nbytes, max(stage.settings.workers, 2)
-    with stage.clients(workers) as clients, stage.connect() as late:
+    with stage.clients(workers + 1) as (late, *clients):
         # First the one-time costs of a process: contexts, kernels, workspaces, and memory that allocators keep of a build.
         all_of(clients, "attach", nbytes=model, seed=SEED)
         all_of(clients, "digest")
@@ -120,7 +120,7 @@ def read_only(stage: Stage, outcome: Outcome) -> None:
         outcome.state = "skipped"
         outcome.note("the mechanism that this GPU is shared with cannot protect memory; see 'shared-rpc doctor'")
         return
-    with stage.connect() as reader, stage.connect() as writer:
+    with stage.clients(2) as (reader, writer):
         all_of([reader, writer], "attach", nbytes=stage.nbytes, seed=SEED, endpoint="protected")
         before, stopped = reader.ask("digest"), None
         try:
@@ -142,7 +142,7 @@ def lifetimes(stage: Stage, outcome: Outcome) -> None:
     ends = itertools.islice(itertools.cycle(_ENDS), total)
     good = 0
     # Another process holds the model, as in practice; each release is the last one of its process.
-    with stage.connect() as first, stage.connect() as client:
+    with stage.clients(2) as (first, client):
         first.ask("attach", **model)
         digests, leases = {right := first.ask("digest")}, stage.info()["leases"]
         client.ask("cycles", count=_WARM_UP, **model)
@@ -218,7 +218,7 @@ def kills(stage: Stage, outcome: Outcome) -> None:
 def _kill_client(stage: Stage, outcome: Outcome) -> None:
     """Kill the only holder of a model that is in no cache: lease and memory are released."""
     seed, patience = next(stage.seeds), stage.kind.patience
-    with stage.connect() as victim:
+    with stage.clients(1) as (victim,):
         before = stage.segments()
         object_id, _ = victim.ask("attach", nbytes=stage.nbytes, seed=seed)
         stage.drop(seed)
@@ -242,16 +242,15 @@ def _kill_client(stage: Stage, outcome: Outcome) -> None:
 def _kill_worker(stage: Stage, outcome: Outcome, right: str) -> None:
     """Kill the worker: a new process attaches at once, the next build runs in a new worker."""
     seed = next(stage.seeds)
-    with stage.connect() as late, stage.connect() as builder:
-        # Creates a context, which takes long.
-        all_of([late, builder], "alone", nbytes=LEAST, seed=seed, device=stage.device["device"])
+    with stage.clients(1) as (late,):
+        late.ask("alone", nbytes=LEAST, seed=seed, device=stage.device["device"])  # creates a context, which takes long
         _, worker = stage.server_pids()
         os.kill(worker, signal.SIGKILL)
         begin = time.monotonic()
         _, attached = late.ask("attach", nbytes=stage.nbytes, seed=SEED)
         none = not any(item["state"] == "ready" and item["pid"] != worker for item in stage.info()["workers"])
         same = late.ask("digest") == right
-        builder.ask("attach", nbytes=stage.nbytes, seed=seed)
+        late.ask("attach", nbytes=stage.nbytes, seed=seed)
         built = time.monotonic() - begin
         stage.drop(seed)
         _, new = stage.server_pids()

@@ -146,7 +146,7 @@ class ClientFailed(Exception):
 
 
 class VerifyClient:
-    """A new client process, which ends with the block.
+    """A new client process.
 
     :param control: socket of :func:`main`.
     """
@@ -193,10 +193,8 @@ class VerifyClient:
             return failure.code
         return None
 
-    def __enter__(self) -> VerifyClient:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """End the process."""
         self._connection.close()
 
 

@@ -17,7 +17,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -102,8 +102,10 @@ def size(nbytes: float) -> str:
 
 def private_bytes(pid: int) -> int:
     """Measure the memory that a process allocated, in bytes: not the files and segments that it has mapped."""
-    rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
-    return sum(int(kib) * 1024 for kib in re.findall(r"^Anonymous:\s+(\d+) kB", rollup, re.MULTILINE))
+    with suppress(OSError):  # it has ended
+        rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        return sum(int(kib) * 1024 for kib in re.findall(r"^Anonymous:\s+(\d+) kB", rollup, re.MULTILINE))
+    return 0
 
 
 def counts_of(pid: int) -> dict[str, int]:
@@ -191,7 +193,9 @@ class Stage:
         try:
             self.ensure_server()
             self.nbytes = true_size(0)
-            with self.connect() as client:  # a build gives the worker a context, without which a GPU's free memory is unknown
+            with self.clients(1) as (
+                client,
+            ):  # a build gives the worker a context, without which a GPU's free memory is unknown
                 client.ask("attach", nbytes=self.nbytes, seed=0)
                 self.drop(0)
         except (SharedRPCError, ClientFailed) as error:
@@ -296,15 +300,11 @@ class Stage:
 
     # Clients.
 
-    def connect(self) -> VerifyClient:
-        """Start a new client process, which ends with its block."""
-        return VerifyClient(self._control)
-
     @contextmanager
     def clients(self, count: int) -> Iterator[list[VerifyClient]]:
         """Start new client processes, which end with the block."""
         with ExitStack() as stack:
-            yield [stack.enter_context(self.connect()) for _ in range(count)]
+            yield [stack.enter_context(closing(VerifyClient(self._control))) for _ in range(count)]
 
     # Measurements.
 
