@@ -22,7 +22,7 @@ from shared_rpc.client.link import BlockingLink, Link
 from shared_rpc.client.sending import send
 from shared_rpc.client.session import LeaseBook, Search, connected
 from shared_rpc.client.steps import Lend, Operation, Reply, Request, Step, Tell, Work, drive
-from shared_rpc.client.subscriptions import LinkSource, Subscriptions
+from shared_rpc.client.subscriptions import LinkSource, NewsSource, Subscriptions
 from shared_rpc.client.suspension import Context, Suspensions, released
 from shared_rpc.client.transfer import ClientTransfer, TransferClosed
 from shared_rpc.errors import ConnectionClosed, SharedRPCError
@@ -46,7 +46,7 @@ class Turn(msgspec.Struct, eq=False):
     deadline: float = math.inf
     #: The latest request, its session, and its reply, unless a handle has the lease of that.
     request: Request | None = None
-    link: Link | None = None
+    link: Any = None
     reply: Reply | None = None
     #: The handles so far, and the messages that release them.
     lent: list[tuple[Lease[Any], m.Message | None]] = msgspec.field(default_factory=list)
@@ -233,9 +233,9 @@ class BaseClient(Context):
         return handle
 
     @staticmethod
-    def _post(message: m.Message, session: object) -> None:
+    def _post(message: m.Message, session: Any) -> None:
         """Send a message whose answer is not needed, unless its session has ended."""
-        if isinstance(session, Link) and not session.ended:
+        if session is not None and not session.ended:
             with suppress(SharedRPCError, OSError):  # the connection has ended, and the session's leases with it
                 session.post(message)
 
@@ -252,10 +252,10 @@ class BaseClient(Context):
                 return  # the connection has ended, and the session's leases with it
 
     def _end_lease_soon(self, object_id: str, session: object) -> None:
-        if isinstance(session, Link) and session in self._links():  # else its leases have ended
+        if session in self._links():  # else its leases have ended
             drive(released(self, [object_id], [session], waits=False), functools.partial(self._perform_apart, session))
 
-    def _perform_apart(self, session: Link, step: Step) -> Any:
+    def _perform_apart(self, session: object, step: Step) -> Any:
         """Perform a step that needs no answer, in the finaliser thread."""
         match step:
             case Tell():
@@ -276,15 +276,16 @@ class BaseClient(Context):
     ) -> Operation[tuple[Reply, ClientTransfer | None]]:
         return send(self._known, kind, endpoint, args, kwargs, what, pooled=pooled)
 
-    def _news_source(self) -> LinkSource:
+    def _news_source(self) -> NewsSource:
         return LinkSource(BlockingLink.open(self.socket_path, min(PROMPT, self._timeout or PROMPT)))
 
     def _unwatch(self) -> None:
         self._watch.close()
 
 
-def end(link: Link) -> None:
+def end(link: Any) -> None:
     """End a session."""
     link.ended = True
     link.close()
-    link.transfer.close()
+    if link.transfer is not None:
+        link.transfer.close()

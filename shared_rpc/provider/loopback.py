@@ -12,22 +12,21 @@ import math
 import os
 import queue
 import time
-import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeVar
 
 import anyio
 import anyio.to_thread
 import msgspec
 
+from shared_rpc.client.base import Turn
+from shared_rpc.client.blocking import BlockingDriver
 from shared_rpc.client.exchange import release_for
-from shared_rpc.client.handle import Lease
 from shared_rpc.client.replies import too_late
-from shared_rpc.client.session import LeaseBook
-from shared_rpc.client.steps import BlockingMethods, Lend, Notify, Operation, Reply, Request, Step, Tell, Within, Work, drive
-from shared_rpc.client.subscriptions import NewsSource, Subscriptions
-from shared_rpc.client.suspension import Context, Suspensions, lease_ended
+from shared_rpc.client.steps import Lend, Operation, Reply, Request
+from shared_rpc.client.subscriptions import NewsSource
+from shared_rpc.client.suspension import lease_ended
 from shared_rpc.context import CURRENT_RUN
 from shared_rpc.errors import CapabilityError, ConfigurationError, ConnectionClosed, ServerBusy, SharedRPCError
 from shared_rpc.execution.outcomes import Failure
@@ -96,38 +95,6 @@ def _value_of(stored: StoredObject, live: Any) -> Any:
     return _Foreign.of(stored) if live is None and stored.record.skeleton else live
 
 
-class _LocalLease:
-    """The lease of one handle, which is released once, however often that is requested. On the loop."""
-
-    __slots__ = ("core", "object_id", "over")
-
-    def __init__(self, core: Core, object_id: str) -> None:
-        self.core = core
-        self.object_id = object_id
-        self.over = False
-
-    def end(self) -> bool:
-        """Mark it as released; return False if it was before."""
-        was, self.over = self.over, True
-        return not was
-
-    def give_back(self) -> None:
-        """Release the lease."""
-        if self.end():
-            self.core.release(_SESSION, [self.object_id])
-
-
-class _Turn:
-    """One operation: its deadline, the latest request, unless a handle has the lease of its reply, and the handles so far."""
-
-    __slots__ = ("caller", "lent", "until")
-
-    def __init__(self) -> None:
-        self.caller: _LocalCaller | None = None
-        self.lent: list[tuple[Lease[Any], _LocalCaller | None]] = []
-        self.until = math.inf
-
-
 class _LocalCaller:
     """The caller of one request of this process: see :class:`shared_rpc.server.requests.Caller`."""
 
@@ -141,8 +108,6 @@ class _LocalCaller:
         self.answered: concurrent.futures.Future[Reply] = concurrent.futures.Future()
         self.answered.set_running_or_notify_cancel()  # a waiting coroutine must not cancel it
         self._waiter: Waiter | None = None
-        #: The lease of the answer.
-        self.lease: _LocalLease | None = None
         #: The updates before the answer, and None after the last, if there is a callback for them.
         self.events: queue.SimpleQueue[TaskInfo | None] | None = None
         if request.on_event is not None:
@@ -151,11 +116,7 @@ class _LocalCaller:
 
     def ask(self) -> None:
         """Pass the request to its handler. On the loop."""
-        message = self.request.message
-        if isinstance(message, m.Release) and self.request.sessions:
-            leases = zip(message.object_ids, self.request.sessions, strict=True)
-            message = m.Release([name for name, lease in leases if not isinstance(lease, _LocalLease) or lease.end()])
-        self.core.requests.answer(self, message)
+        self.core.requests.answer(self, self.request.message)
 
     def stop_waiting(self) -> bool:
         """Stop waiting; return False if the answer has arrived. On the loop."""
@@ -180,7 +141,7 @@ class _LocalCaller:
             reply = self.answered.result()
             reply.frame.close()
             unwanted = release_for(reply.message, self.request)
-            if unwanted is not None and (self.lease is None or self.lease.end()):
+            if unwanted is not None:
                 _LocalCaller(self.core, Request(unwanted, "the release of an unwanted lease")).ask()
 
     @property
@@ -228,15 +189,14 @@ class _LocalCaller:
         message, value, stored = _VALUE, outcome.live, outcome.stored
         if outcome.managed and stored is not None:
             message = m.Result(_NO_TABLE, [], object_id=stored.object_id, generation=stored.generation, managed=True)
-            self.lease = _LocalLease(self.core, stored.object_id)
         if stored is not None and self.request.bare:
             infos, owners = [each.info for each in stored.record.segments], [each.owner for each in stored.record.segments]
             return self.reply(msgspec.structs.replace(message, segments=infos), stored.record.skeleton, tuple(owners))
         if stored is not None:
             value = _value_of(stored, value)
         sent = self._end(Reply(message, _NO_FRAME, live=True, value=value))
-        if not sent and self.lease is not None:
-            self.lease.give_back()
+        if not sent and outcome.managed and stored is not None:
+            self.core.release(_SESSION, [stored.object_id])
         return sent
 
     def notify(self, message: m.Message) -> None:
@@ -252,116 +212,64 @@ class _LocalCaller:
             reply.frame.close()
             return False
         self._waiter = None  # the waiter refers to this object: without the cycle, the value is freed at once
+        self.request.frame = reply.frame
         self.answered.set_result(reply)
         return True
 
 
-class LoopbackDriver(BlockingMethods, Context):
-    """The driver of the local and the server role: requests are answered by the engine of this process.
+class LocalLink:
+    """The session of this process's own requests, in place of a connection."""
 
-    There is no timeout except an operation's own.
-    """
-
-    _drops_values: ClassVar[bool] = True
     transfer = None
+    ended = False
 
     def __init__(self, engine: Engine, device: str) -> None:
         self.server_id = engine.core.server_id
         self.device = device
         self.pid = os.getpid()
         self._engine = engine
-        #: Tensors of buffers in this process, by object id: a tensor is rebuilt once, as in a client.
-        self._values: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-        self._watch = Subscriptions(functools.partial(_LoopbackSource, engine))
-        self._leases = LeaseBook()
-        self._suspensions = Suspensions(self._leases)
 
-    # Facts for operations.
+    def post(self, message: m.Message) -> None:
+        """Pass on a message whose answer is not needed.
 
-    def _known(self) -> LoopbackDriver:
-        return self
+        :raises ConnectionClosed: if the engine has ended.
+        """
+        core = self._engine.core
+        if isinstance(message, m.Release):  # of each handle: without a caller, which takes longer
+            self._engine.post(functools.partial(core.release, _SESSION, message.object_ids))
+        else:
+            self._engine.post(_LocalCaller(core, Request(message, "a message")).ask)
 
-    def _sent(
-        self, kind: type[m.Call], endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], what: str, *, pooled: bool = False
-    ) -> Operation[tuple[Reply, None]]:
-        run = CURRENT_RUN.get()
-        message = kind(endpoint, chain=sorted(run.chain) if run is not None else [])
-        live = tuple(args), kwargs
-        reply: Reply = yield _LiveRequest(message, what, lowered=self._lowered(args, kwargs), arguments=live)
-        return reply, None
-
-    def _lowered(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        from shared_rpc.codec.arguments import lower_arguments
-
-        return lower_arguments(args, kwargs, device_kind(self.device))
-
-    def _unwatch(self) -> None:
-        self._watch.close()
-
-    # Driving of operations.
-
-    def _run(self, operation: Operation[T]) -> T:
-        turn = _Turn()
+    def exchange(self, turn: Turn, request: Request) -> Reply:
+        """Pass on a request of an operation, which owns the reply; wait for it until the deadline."""
+        caller = _LocalCaller(self._engine.core, request)
         try:
-            return drive(operation, functools.partial(self._perform, turn))
+            turn.reply = reply = self._answer(caller, turn.deadline)
+            return reply
         except BaseException:
-            self._withdraw(turn.caller)
-            for handle, caller in turn.lent:
-                if handle._drop() and caller is not None:
-                    self._withdraw(caller)
+            if turn.reply is None:  # else the operation releases it
+                self._withdraw(caller)
             raise
-        finally:
-            del turn  # the turn refers to the value
 
-    def _perform(self, turn: _Turn, step: Step) -> Any:
-        match step:
-            case Request():
-                turn.caller = _LocalCaller(self._engine.core, step)
-                reply = self._answer(turn.caller, turn.until)
-                if type(reply.value) is _Foreign:
-                    reply = Reply(reply.message, reply.frame, live=True, value=self._attached(reply.value))
-                return reply
-            case Work():
-                return step.function()
-            case Lend():
-                caller, turn.caller = turn.caller, None
-                handle = self._lend(step.message, step.value, caller)
-                turn.lent.append((handle, caller))
-                return handle
-            case Notify():
-                return step.callback(step.info)
-            case Within():
-                turn.until = step.deadline(time.monotonic())
-            case Tell():
-                with suppress(ConnectionClosed):
-                    self._engine.post(_LocalCaller(self._engine.core, Request(step.message, "a message")).ask)
-        return None
-
-    async def acall(self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call an endpoint for a coroutine, without blocking its event loop, even if that is the endpoints' loop."""
-        request = next(self._sent(m.Call, endpoint, args, kwargs, f"{endpoint}()"))
-        caller = _LocalCaller(self._engine.core, cast(Request, request))
+    async def exchange_async(self, turn: Turn, request: Request) -> Reply:
+        """Behave like :meth:`exchange` without blocking an event loop, even if that is the engine's own."""
+        caller = _LocalCaller(self._engine.core, request)
         try:
             self._engine.post(caller.ask)
             waiting = asyncio.wrap_future(caller.answered) if self._engine.here() else _waited_for(caller.answered)
-            reply = await waiting
-            assert isinstance(reply.message, m.Result), "a call is answered with a Result"
-            value = reply.value
-            if type(value) is _Foreign:
-                value = await anyio.to_thread.run_sync(self._attached, value)
-            return self._lend(reply.message, value, caller) if reply.message.managed else value
+            turn.reply = reply = await waiting
+            return reply
         except BaseException:
-            self._withdraw(caller)
+            if turn.reply is None:  # else the operation releases it
+                self._withdraw(caller)
             raise
-        finally:
-            del caller
 
-    def _withdraw(self, caller: _LocalCaller | None) -> None:
-        if caller is not None and not (caller.answered.done() and caller.answered.exception() is not None):
+    def _withdraw(self, caller: _LocalCaller) -> None:
+        if not (caller.answered.done() and caller.answered.exception() is not None):
             with suppress(ConnectionClosed):
                 self._engine.post(caller.withdraw)
 
-    def _answer(self, caller: _LocalCaller, until: float) -> Reply:
+    def _answer(self, caller: _LocalCaller, deadline: float) -> Reply:
         request = caller.request
         if self._engine.here():
             if type(request.message) in _WAITS:
@@ -372,29 +280,81 @@ class LoopbackDriver(BlockingMethods, Context):
             return caller.answered.result()
         self._engine.post(caller.ask)
         if CURRENT_RUN.get() is None or type(request.message) not in _OF_ENDPOINTS:
-            return self._awaited(caller, until)
+            return self._awaited(caller, deadline)
         # In an endpoint: this wait must not occupy a thread that it waits for.
         with self._engine.lend_thread():
-            return self._awaited(caller, until)
+            return self._awaited(caller, deadline)
 
-    def _awaited(self, caller: _LocalCaller, until: float) -> Reply:
+    def _awaited(self, caller: _LocalCaller, deadline: float) -> Reply:
         request = caller.request
         if request.on_event is not None and caller.events is not None:
-            while (info := _next(caller.events, until)) is not None:
+            while (info := _next(caller.events, deadline)) is not None:
                 request.on_event(info)
-        if until < math.inf and not request.at_once:
-            concurrent.futures.wait([caller.answered], max(until - time.monotonic(), 0))
+        if deadline < math.inf and not request.at_once:
+            concurrent.futures.wait([caller.answered], max(deadline - time.monotonic(), 0))
             if not caller.answered.done() and (error := self._engine.ask(lambda _: caller.give_up())) is not None:
                 raise error
         return caller.answered.result()
 
-    def _lend(self, message: m.Result, value: Any, caller: _LocalCaller | None) -> Lease[Any]:
-        lease = (caller and caller.lease) or _LocalLease(self._engine.core, message.object_id)
-        if caller is not None:
-            caller.lease = lease
-        handle = self._handle(message, value, self.server_id, lease)
-        self._leases.add(handle)
-        return handle
+    def close(self, reason: str = "") -> None:
+        """Keep the leases: the engine ends by itself."""
+
+
+class LoopbackDriver(BlockingDriver):
+    """The driver of the local and the server role: requests are answered by the engine of this process.
+
+    There is no timeout except an operation's own.
+    """
+
+    _drops_values: ClassVar[bool] = True
+    _link: Any
+
+    def __init__(self, engine: Engine, device: str) -> None:
+        self._engine = engine
+        super().__init__(device=device, timeout=None)
+
+    def _disconnected(self) -> None:
+        super()._disconnected()
+        self._link = LocalLink(self._engine, self._device)
+
+    def _sent(
+        self, kind: type[m.Call], endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], what: str, *, pooled: bool = False
+    ) -> Operation[tuple[Reply, None]]:
+        reply: Reply = yield self._call(kind, endpoint, args, kwargs, what)
+        return reply, None
+
+    def _call(self, kind: type[m.Call], endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], what: str) -> _LiveRequest:
+        from shared_rpc.codec.arguments import lower_arguments
+
+        run = CURRENT_RUN.get()
+        message = kind(endpoint, chain=sorted(run.chain) if run is not None else [])
+        lowered = lower_arguments(args, kwargs, device_kind(self._device))
+        return _LiveRequest(message, what, lowered=lowered, arguments=(tuple(args), kwargs))
+
+    def _exchange(self, request: Request, turn: Turn) -> Reply:
+        link: LocalLink = self._link
+        turn.request, turn.link, turn.reply = request, link, None
+        if request.sessions:
+            request.keep_to(link)
+        reply = link.exchange(turn, request)
+        if type(reply.value) is _Foreign:
+            reply = Reply(reply.message, reply.frame, live=True, value=self._attached(reply.value))
+        return reply
+
+    async def acall(self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call an endpoint for a coroutine, without blocking its event loop, even if that is the endpoints' loop."""
+        request = self._call(m.Call, endpoint, args, kwargs, f"{endpoint}()")
+        turn = Turn(request=request, link=self._link)
+        try:
+            reply = await self._link.exchange_async(turn, request)
+            assert isinstance(reply.message, m.Result), "a call is answered with a Result"
+            value = reply.value
+            if type(value) is _Foreign:
+                value = await anyio.to_thread.run_sync(self._attached, value)
+            return self._lend(Lend(reply.message, value), turn) if reply.message.managed else value
+        except BaseException:
+            self._undo(turn)
+            raise
 
     def _attached(self, foreign: _Foreign) -> Any:
         """Return a value over memory mapped here as in any other process."""
@@ -405,9 +365,9 @@ class LoopbackDriver(BlockingMethods, Context):
             segments = [Segment(info, descriptor) for info, descriptor in foreign.memory]
             try:
                 # Kept, so that an endpoint of this process can return the memory itself.
-                with MAPPINGS.attach(segments, keep=True, owner=self.server_id):
+                with MAPPINGS.attach(segments, keep=True, owner=self._link.server_id):
                     value = decode_result(
-                        foreign.skeleton, foreign.table, segments, self.server_id, object_id=foreign.object_id
+                        foreign.skeleton, foreign.table, segments, self._link.server_id, object_id=foreign.object_id
                     )
             finally:
                 for segment in segments:
@@ -416,20 +376,13 @@ class LoopbackDriver(BlockingMethods, Context):
                 value = self._values.setdefault(foreign.object_id, value)
         return value
 
-    # Requests of handles.
-
     def _end_lease(self, object_id: str, session: object) -> Operation[None]:
-        assert isinstance(session, _LocalLease), "the lease of a handle of this process"
-        with suppress(ConnectionClosed):  # without the engine there is no lease
-            self._engine.post(session.give_back)
-            yield from lease_ended(self, [session.object_id])
+        if session is self._link:  # else of the parent process
+            self._post(m.Release([object_id]), session)
+            yield from lease_ended(self, [object_id])
 
-    def _end_lease_soon(self, object_id: str, session: object) -> None:
-        self._run(self._end_lease(object_id, session))
-
-    def _has_lease(self, handle: Lease[Any]) -> bool:
-        lease = handle._session
-        return isinstance(lease, _LocalLease) and lease.core is self._engine.core and not lease.over
+    def _news_source(self) -> NewsSource:
+        return _LoopbackSource(self._engine)
 
 
 @bound
