@@ -18,8 +18,8 @@ import logging
 import time
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, ClassVar
 
 from shared_rpc.client.exchange import PROMPT
@@ -49,20 +49,6 @@ _log = logging.getLogger("shared_rpc")
 _MOMENT = 0.002
 
 
-# Weak sets are iterated to the end, into lists: an abandoned generator keeps a guard until its finaliser.
-
-
-class _Passage:
-    """An active suspension or resumption of an object, until it or its operation ends."""
-
-    def __init__(self, object_id: str) -> None:
-        self.object_id = object_id
-
-    def end(self) -> None:
-        """Mark it as completed or abandoned."""
-        self.object_id = ""
-
-
 class Suspensions:
     """Suspended objects of one client, and those about to be. Thread-safe.
 
@@ -74,8 +60,9 @@ class Suspensions:
         self._lock = fork_safe_lock()
         #: The ids of objects last reported to the server as suspended by the session.
         self.reported: set[str] = set()
-        self._suspending: weakref.WeakSet[_Passage] = weakref.WeakSet()
-        self._resuming: weakref.WeakSet[_Passage] = weakref.WeakSet()
+        #: The ids of objects in active suspensions and resumptions, by a key of each.
+        self._suspending: dict[object, str] = {}
+        self._resuming: dict[object, str] = {}
         with _lock:
             _clients.add(self)
 
@@ -83,35 +70,38 @@ class Suspensions:
         """Return True if a new handle of the object must resume it."""
         return object_id in self.reported or object_id in MAPPINGS.suspended
 
-    def begin_suspending(self, object_id: str) -> _Passage:
-        """Announce that a suspension may be sent, until the result is ended."""
-        return self._begun(self._suspending, object_id)
+    def suspending(self, object_id: str) -> AbstractContextManager[None]:
+        """Announce that a suspension may be sent during the block."""
+        return _announced(self._suspending, object_id)
 
-    def begin_resuming(self, object_id: str) -> _Passage:
-        """Announce that no suspension may be sent, until the result is ended."""
-        return self._begun(self._resuming, object_id)
-
-    def _begun(self, passages: weakref.WeakSet[_Passage], object_id: str) -> _Passage:
-        passage = _Passage(object_id)
-        with self._lock:
-            passages.add(passage)
-        return passage
+    def resuming(self, object_id: str) -> AbstractContextManager[None]:
+        """Announce that no suspension may be sent during the block."""
+        return _announced(self._resuming, object_id)
 
     def is_suspending(self, object_id: str) -> bool:
         """Return True if there may be an active suspension of the object."""
-        with self._lock:
-            return object_id in [passage.object_id for passage in self._suspending]
+        return object_id in tuple(self._suspending.values())
 
     def mark_reported(self, object_id: str) -> bool:
         """Mark the object as reported; return False if the session needs it after all."""
         with self._lock:
             self.reported.add(object_id)
             handles = self.leases.of_object(object_id)
-            resuming = [passage.object_id for passage in self._resuming]
+            resuming = tuple(self._resuming.values())
             if handles and object_id not in resuming and all(handle.suspended for handle in handles):
                 return True
             self.reported.discard(object_id)
             return False
+
+
+@contextmanager
+def _announced(active: dict[object, str], object_id: str) -> Iterator[None]:
+    key = object()
+    try:
+        active[key] = object_id
+        yield
+    finally:
+        active.pop(key, None)
 
 
 #: The clients of this process, and the roles without a server.
@@ -204,12 +194,9 @@ def _settled(ctx: Context, object_id: str, handle: Lease[Any] | None = None, *, 
     :param handle: the handle to suspend, which becomes active again if the memory cannot be unmapped.
     :param waits: True to wait for the server's confirmation.
     """
-    passage = ctx._suspensions.begin_suspending(object_id)
-    try:
+    with ctx._suspensions.suspending(object_id):
         if handle is None or handle._become_suspended():
             yield from _given_up(ctx, object_id, handle, waits=waits)
-    finally:
-        passage.end()
 
 
 def _given_up(ctx: Context, object_id: str, handle: Lease[Any] | None, *, waits: bool) -> Operation[None]:
@@ -314,31 +301,28 @@ def _restored(ctx: Context, handle: Lease[Any], activate: Callable[[], None]) ->
 
 def _mapped_again(ctx: Context, handle: Lease[Any], activate: Callable[[], None]) -> Operation[None]:
     book, object_id = ctx._suspensions, handle.object_id
-    passage = book.begin_resuming(object_id)
     try:
-        until = time.monotonic() + PROMPT
-        while book.is_suspending(object_id) and time.monotonic() < until:
-            yield Work(functools.partial(time.sleep, _MOMENT))
-        reply: Reply = yield Request(t.Resume(object_id), f"the resumption of object {object_id}")
-        try:
-            if reply.live:
-                handle._take(reply.value)
-            message, segments = _segments_of(reply)
-            yield Work(functools.partial(_mapped, book, object_id, segments, message.owner, activate))
-        finally:
-            reply.frame.close()
+        with book.resuming(object_id):
+            until = time.monotonic() + PROMPT
+            while book.is_suspending(object_id) and time.monotonic() < until:
+                yield Work(functools.partial(time.sleep, _MOMENT))
+            reply: Reply = yield Request(t.Resume(object_id), f"the resumption of object {object_id}")
+            try:
+                if reply.live:
+                    handle._take(reply.value)
+                message, segments = _segments_of(reply)
+                yield Work(functools.partial(_mapped, book, object_id, segments, message.owner, activate))
+            finally:
+                reply.frame.close()
     except GeneratorExit:
         raise
     except BaseException as error:
-        passage.end()
         if not isinstance(error, Exception):  # cancelled or interrupted: this must not wait
             if book.mark_reported(object_id):
                 yield Tell(t.Suspend([object_id]))
         elif _has_suspended(object_id):
             yield from _settled(ctx, object_id)
         raise
-    finally:
-        passage.end()
 
 
 def _segments_of(reply: Reply) -> tuple[t.Resumed, list[Segment]]:
