@@ -58,7 +58,7 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
     async def close(self) -> None:
         """Close the connection and release the leases. Tensors stay valid; every later operation fails."""
         self._closed = True
-        self._unwatch()
+        self._watch.close()
         link, self._link = self._link, None
         if link is not None:
             link.ended = True

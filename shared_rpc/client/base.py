@@ -22,7 +22,7 @@ from shared_rpc.client.link import BlockingLink, Link
 from shared_rpc.client.sending import send
 from shared_rpc.client.session import LeaseBook, Search, connected
 from shared_rpc.client.steps import Lend, Operation, Reply, Request, Step, Tell, Work, drive
-from shared_rpc.client.subscriptions import LinkSource, NewsSource, Subscriptions
+from shared_rpc.client.subscriptions import Subscriptions
 from shared_rpc.client.suspension import Context, Suspensions, released
 from shared_rpc.client.transfer import ClientTransfer, TransferClosed
 from shared_rpc.errors import ConnectionClosed, SharedRPCError
@@ -108,7 +108,7 @@ class BaseClient(Context):
         self._values: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
         self._leases = LeaseBook()
         self._suspensions = Suspensions(self._leases)
-        self._watch = Subscriptions(weakly(self._news_source))
+        self._watch = Subscriptions(weakly(self._news_link))
         self._closed = False
         self._new_transfer = self._transfers()
         self._disconnected()
@@ -162,7 +162,7 @@ class BaseClient(Context):
     def _after_fork(self) -> None:
         """Reset the client in a forked child: the session is the parent's, and the links close their copies of descriptors."""
         self._values = weakref.WeakValueDictionary()
-        self._watch = Subscriptions(weakly(self._news_source))
+        self._watch = Subscriptions(weakly(self._news_link))
         self._leases = LeaseBook()
         self._suspensions = Suspensions(self._leases)
         self._disconnected()
@@ -276,11 +276,8 @@ class BaseClient(Context):
     ) -> Operation[tuple[Reply, ClientTransfer | None]]:
         return send(self._known, kind, endpoint, args, kwargs, what, pooled=pooled)
 
-    def _news_source(self) -> NewsSource:
-        return LinkSource(BlockingLink.open(self.socket_path, min(PROMPT, self._timeout or PROMPT)))
-
-    def _unwatch(self) -> None:
-        self._watch.close()
+    def _news_link(self) -> Any:
+        return BlockingLink.open(self.socket_path, min(PROMPT, self._timeout or PROMPT))
 
 
 def end(link: Any) -> None:

@@ -65,7 +65,7 @@ class BlockingDriver(BaseClient, BlockingMethods):
 
     def close(self) -> None:
         """Close the connection and release the leases. Tensors stay valid; every later operation fails."""
-        self._unwatch()
+        self._watch.close()
         with self._lock:
             self._closed = True
             link = self._link

@@ -8,10 +8,9 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Protocol
+from typing import Any
 
 from shared_rpc.client.exchange import PROMPT
-from shared_rpc.client.link import BlockingLink
 from shared_rpc.client.steps import Request, message_of
 from shared_rpc.errors import ConnectionClosed, SharedRPCError
 from shared_rpc.protocol import generations as g
@@ -19,36 +18,7 @@ from shared_rpc.protocol.generations import Generation
 
 _log = logging.getLogger("shared_rpc")
 
-
-class NewsSource(Protocol):
-    """A source of news."""
-
-    def news(self, after: int) -> tuple[list[Generation], int]:
-        """Wait for generations after a position; return them and the position after them. -1 asks for the present position.
-
-        :raises SharedRPCError: when no further news will come.
-        """
-
-    def close(self) -> None:
-        """End the source; a :meth:`news` that waits in another thread raises an error."""
-
-
-class LinkSource(NewsSource):
-    """News from a server, over its own link: on a shared one, a thread would read for all others during an endless wait."""
-
-    def __init__(self, link: BlockingLink) -> None:
-        self._link = link
-
-    def news(self, after: int) -> tuple[list[Generation], int]:
-        """Wait for news from the server."""
-        request = Request(g.AwaitRefreshes(after), "a wait for refreshes")
-        deadline = math.inf if after >= 0 else time.monotonic() + PROMPT
-        news = message_of(self._link.exchange(request, deadline), request.what, g.Refreshes)
-        return news.generations, news.after
-
-    def close(self) -> None:
-        """Hang up."""
-        self._link.close("the subscription ended")
+_ENDED = "the subscription ended"
 
 
 class Subscription:
@@ -86,15 +56,16 @@ def _named(generation: Generation) -> tuple[int, str]:
 class Subscriptions:
     """All subscriptions of one client. While there are any, a daemon thread calls their callbacks one after the other.
 
-    :param connect: creates the source for the first subscription; None when the client has been collected.
+    :param connect: returns a link for the first subscription: on the client's own, a thread would read for all others during an
+        endless wait. None when the client has been collected.
     """
 
-    def __init__(self, connect: Callable[[], NewsSource | None]) -> None:
+    def __init__(self, connect: Callable[[], Any]) -> None:
         self._connect = connect
         self._lock = threading.Lock()
         self._subscriptions: list[Subscription] = []
         #: None without subscriptions.
-        self._source: NewsSource | None = None
+        self._link: Any = None
         self._closed = False
 
     def subscribe(self, callback: Callable[[Generation], object]) -> Subscription:
@@ -104,22 +75,22 @@ class Subscriptions:
         """
         subscription = Subscription(self, callback)
         # Not in the lock: close() must not wait for a server.
-        source = self._connect() if self._source is None else None
+        link = self._connect() if self._link is None else None
         try:
-            after = source.news(-1)[1] if source is not None else 0
+            after = _news(link, -1).after if link is not None else 0
             with self._lock:
                 if self._closed:
                     raise ConnectionClosed("this client is closed")
-                if self._source is None:
-                    if source is None:
+                if self._link is None:
+                    if link is None:
                         raise ConnectionClosed("the connection ended, or this client was collected: subscribe again")
-                    thread = threading.Thread(target=self._run, args=(source, after), name="shared-rpc-refreshes", daemon=True)
-                    self._source, source = source, None
+                    thread = threading.Thread(target=self._run, args=(link, after), name="shared-rpc-refreshes", daemon=True)
+                    self._link, link = link, None
                     thread.start()
                 self._subscriptions.append(subscription)
         finally:
-            if source is not None:
-                source.close()
+            if link is not None:
+                link.close(_ENDED)
         return subscription
 
     def end(self, subscription: Subscription) -> None:
@@ -128,11 +99,11 @@ class Subscriptions:
             subscription.active = False
             if subscription in self._subscriptions:
                 self._subscriptions.remove(subscription)
-            source = self._source
-            if source is None or self._subscriptions:
+            link = self._link
+            if link is None or self._subscriptions:
                 return
-            self._source = None
-        source.close()
+            self._link = None
+        link.close(_ENDED)
 
     def close(self) -> None:
         """End all subscriptions, including those being created."""
@@ -141,26 +112,24 @@ class Subscriptions:
         for subscription in tuple(self._subscriptions):
             self.end(subscription)
 
-    def _run(self, source: NewsSource, after: int) -> None:
-        while True:
-            try:
-                generations, after = source.news(after)
-                for generation in generations:
+    def _run(self, link: Any, after: int) -> None:
+        try:
+            while True:
+                news = _news(link, after)
+                after = news.after
+                for generation in news.generations:
                     for subscription in tuple(self._subscriptions):
                         subscription.notify(generation)
-            except SharedRPCError as error:
-                source.close()
-                self._ended(source, error)
-                return
-            except BaseException:
-                source.close()
-                raise
+        except SharedRPCError as error:
+            self._lost(link, error)
+        finally:
+            link.close(_ENDED)
 
-    def _ended(self, source: NewsSource, error: SharedRPCError) -> None:
+    def _lost(self, link: Any, error: SharedRPCError) -> None:
         with self._lock:
-            if self._source is not source:  # all subscriptions have ended, or new ones have begun
+            if self._link is not link:  # all subscriptions have ended, or new ones have begun
                 return
-            self._source = None
+            self._link = None
             ended, self._subscriptions = self._subscriptions, []
         _log.warning(
             "%d callbacks of on_refresh are not called any more, because the connection ended: %s. Subscribe them again when "
@@ -170,3 +139,10 @@ class Subscriptions:
         )
         for subscription in ended:
             subscription.active = False
+
+
+def _news(link: Any, after: int) -> g.Refreshes:
+    """Wait for generations after a position; -1 asks for the present position."""
+    request = Request(g.AwaitRefreshes(after), "a wait for refreshes")
+    deadline = math.inf if after >= 0 else time.monotonic() + PROMPT
+    return message_of(link.exchange(request, deadline), request.what, g.Refreshes)

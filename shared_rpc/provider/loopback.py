@@ -25,7 +25,6 @@ from shared_rpc.client.blocking import BlockingDriver
 from shared_rpc.client.exchange import release_for
 from shared_rpc.client.replies import too_late
 from shared_rpc.client.steps import Lend, Operation, Reply, Request
-from shared_rpc.client.subscriptions import NewsSource
 from shared_rpc.client.suspension import lease_ended
 from shared_rpc.context import CURRENT_RUN
 from shared_rpc.errors import CapabilityError, ConfigurationError, ConnectionClosed, ServerBusy, SharedRPCError
@@ -42,7 +41,6 @@ from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import sources as s
 from shared_rpc.protocol import tiers as t
 from shared_rpc.protocol.frames import Frame
-from shared_rpc.protocol.generations import Generation
 from shared_rpc.protocol.records import SegmentInfo
 from shared_rpc.protocol.tasks import TaskInfo
 from shared_rpc.server.core import Core
@@ -300,6 +298,31 @@ class LocalLink:
         """Keep the leases: the engine ends by itself."""
 
 
+class _NewsLink:
+    """A link for one wait at a time, which :meth:`close` ends."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._caller: _LocalCaller | None = None
+        self._ended = False
+
+    def exchange(self, request: Request, deadline: float) -> Reply:
+        caller = self._caller = _LocalCaller(self._engine.core, request)
+        self._engine.post(caller.ask)
+        if self._ended:
+            self.close()
+        try:
+            return caller.answered.result()
+        except concurrent.futures.CancelledError as error:
+            raise ConnectionClosed("all subscriptions have ended") from error
+
+    def close(self, reason: str = "") -> None:
+        self._ended = True
+        if self._caller is not None:
+            with suppress(ConnectionClosed):
+                self._engine.post(self._caller.stop_waiting)
+
+
 class LoopbackDriver(BlockingDriver):
     """The driver of the local and the server role: requests are answered by the engine of this process.
 
@@ -381,8 +404,8 @@ class LoopbackDriver(BlockingDriver):
             self._post(m.Release([object_id]), session)
             yield from lease_ended(self, [object_id])
 
-    def _news_source(self) -> NewsSource:
-        return _LoopbackSource(self._engine)
+    def _news_link(self) -> _NewsLink:
+        return _NewsLink(self._engine)
 
 
 @bound
@@ -404,33 +427,6 @@ class LoopbackRuntime(LoopbackDriver, BlockingOperations):
             "this process plays the local role: there is no server to be stopped, or to have tickets for its objects; serve "
             "the endpoints with SHARED_TENSOR_ROLE=server or shared-rpc serve"
         )
-
-
-class _LoopbackSource(NewsSource):
-    """News of the core of this process."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._caller: _LocalCaller | None = None
-        self._over = False
-
-    def news(self, after: int) -> tuple[list[Generation], int]:
-        caller = self._caller = _LocalCaller(self._engine.core, Request(g.AwaitRefreshes(after), "the wait for refreshes"))
-        self._engine.post(caller.ask)
-        if self._over:
-            self.close()
-        try:
-            message = caller.answered.result().message
-        except concurrent.futures.CancelledError as error:
-            raise ConnectionClosed("all subscriptions have ended") from error
-        assert isinstance(message, g.Refreshes), "the answer to AwaitRefreshes is Refreshes"
-        return message.generations, message.after
-
-    def close(self) -> None:
-        self._over = True
-        if self._caller is not None:
-            with suppress(ConnectionClosed):
-                self._engine.post(self._caller.stop_waiting)
 
 
 def _on_the_loop(request: Request) -> str:

@@ -96,7 +96,7 @@ class LocalRuntime(LoopbackRuntime):
 
     def close(self) -> None:
         """Drop all results; handles keep theirs."""
-        self._unwatch()
+        self._watch.close()
         self._engine.stop()
 
 
@@ -121,7 +121,7 @@ class ServerRuntime(LoopbackRuntime):
 
     def close(self) -> None:
         """Stop serving."""
-        self._unwatch()
+        self._watch.close()
         self.server.stop()
 
 
