@@ -148,7 +148,7 @@ class BlockingDriver(BaseClient, BlockingMethods):
 
     def _connected(self, turn: Turn, deadline: float) -> BlockingLink:
         """Return the link; if there is none, one operation at a time connects."""
-        until = deadline if turn.patience > 0 else min(deadline, time.monotonic() + RETRY)
+        until = min(deadline, time.monotonic() + RETRY)
         while True:
             link = self._link
             if link is not None and link.ready and not self._closed:
@@ -168,7 +168,7 @@ class BlockingDriver(BaseClient, BlockingMethods):
                 if opening.turn is turn or opening.thread == threading.get_ident():
                     session = self._new_session(turn.patience, deadline - time.monotonic())
                     outdated = drive(session, functools.partial(self._perform, turn))
-                elif time.monotonic() > until:
+                elif time.monotonic() > (until if turn.patience < opening.turn.patience else deadline):
                     raise ConnectError(f"cannot connect to {self.socket_path}: another thread waits for its server still")
                 else:
                     opening.ended.wait(_SLICE)

@@ -20,6 +20,7 @@ import torch
 
 import shared_rpc
 from shared_rpc import AsyncClient, AsyncHandle, Client, Provider, Server, TaskInfo
+from shared_rpc.client.link import BlockingLink
 from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, StaleHandleError
 from shared_rpc.memory.mapping import MAPPINGS
 from tests.kit.apps import Connect, Serve
@@ -122,6 +123,19 @@ def test_a_restarted_server_is_found(server: Server, client: Client) -> None:
 
 
 # Threads, and calls that end early.
+
+
+def test_threads_wait_for_a_slow_connection_of_another_one(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with ``connect_timeout=0``: that is the time for a server to listen."""
+    connect = BlockingLink.open
+
+    def slowly(path: str, timeout: float) -> BlockingLink:
+        time.sleep(0.3)
+        return connect(path, timeout)
+
+    monkeypatch.setattr(BlockingLink, "open", slowly)
+    with ThreadPoolExecutor(3) as pool:
+        assert all(pool.map(lambda _: client.ping(), range(3)))
 
 
 def test_closing_a_client_that_many_threads_use(server: Server, connect: Connect) -> None:
