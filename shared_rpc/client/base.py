@@ -19,7 +19,6 @@ import msgspec
 from shared_rpc.client.exchange import PROMPT, release_for
 from shared_rpc.client.handle import Lease
 from shared_rpc.client.link import BlockingLink, Link
-from shared_rpc.client.sending import send
 from shared_rpc.client.session import LeaseBook, Search, connected
 from shared_rpc.client.steps import Lend, Operation, Reply, Request, Step, Tell, Work, drive
 from shared_rpc.client.subscriptions import Subscriptions
@@ -104,7 +103,6 @@ class BaseClient(Context):
         self._timeout = timeout
         self._connect_timeout = connect_timeout
         self._pool_options = pool or PoolOptions()
-        #: Values in this process, by object id: an object is rebuilt once, as it is built once in the server.
         self._values: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
         self._leases = LeaseBook()
         self._suspensions = Suspensions(self._leases)
@@ -131,7 +129,6 @@ class BaseClient(Context):
     def _disconnected(self) -> None:
         """Begin without a session."""
         self._lock = threading.RLock()
-        #: The session; None before the first one, and after :meth:`close`.
         self._link: Any = None
 
     def _transfers(self) -> Callable[[], ClientTransfer]:
@@ -181,13 +178,6 @@ class BaseClient(Context):
         if not self._socket_path:  # resolved on first use: resolving a GPU's name needs the driver
             self._socket_path = socket_path(resolve_base_path(self._base_path), device_tag(device_id(self._device)))
         return self._socket_path
-
-    def _known(self) -> Link | None:
-        """Return the current session, if any."""
-        return self._link if not self._closed else None
-
-    def _has_lease(self, handle: Lease[Any]) -> bool:
-        return handle.in_session(self._link)
 
     def _new_session(self, patience: float, seconds: float) -> Operation[list[Lease[Any]]]:
         """Wait for a server, and begin a session, which takes over the leases of the previous one.
@@ -244,13 +234,6 @@ class BaseClient(Context):
         for message, session in turn.owed():
             self._post(message, session)
 
-    def _end_lease(self, object_id: str, session: object) -> Operation[None]:
-        if session is self._known():
-            try:
-                yield from released(self, [object_id], [session])
-            except (SharedRPCError, OSError):
-                return  # the connection has ended, and the session's leases with it
-
     def _end_lease_soon(self, object_id: str, session: object) -> None:
         if session in self._links():  # else its leases have ended
             drive(released(self, [object_id], [session], waits=False), functools.partial(self._perform_apart, session))
@@ -270,11 +253,6 @@ class BaseClient(Context):
         if not request.repeatable:
             return False
         return isinstance(error, ConnectionClosed) or (request.unwritten and not link.usable)
-
-    def _sent(
-        self, kind: type[m.Call], endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], what: str, *, pooled: bool = False
-    ) -> Operation[tuple[Reply, ClientTransfer | None]]:
-        return send(self._known, kind, endpoint, args, kwargs, what, pooled=pooled)
 
     def _news_link(self) -> Any:
         return BlockingLink.open(self.socket_path, min(PROMPT, self._timeout or PROMPT))

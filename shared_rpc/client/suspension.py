@@ -20,10 +20,11 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from shared_rpc.client.exchange import PROMPT
 from shared_rpc.client.handle import Lease
+from shared_rpc.client.sending import send
 from shared_rpc.client.session import LeaseBook
 from shared_rpc.client.steps import Driver, Known, Operation, Reply, Request, Tell, Within, Work, ask, message_of, query
 from shared_rpc.client.subscriptions import Subscriptions
@@ -33,6 +34,7 @@ from shared_rpc.errors import (
     ConnectError,
     ConnectionClosed,
     ProtocolError,
+    SharedRPCError,
     StaleHandleError,
     raised_by_handler,
 )
@@ -128,8 +130,11 @@ def _has_suspended(object_id: str) -> bool:
 
 
 class Context(Driver):
-    """The driver's interface for operations."""
+    """The part of a driver that operations use: its session, and the values and handles of this process."""
 
+    #: The session; None before the first one, and after the client was closed.
+    _link: Any
+    _closed: bool
     #: Values in this process, by object id: an object is rebuilt once, as it is built once in the server.
     _values: weakref.WeakValueDictionary[str, Any]
     _suspensions: Suspensions
@@ -138,24 +143,15 @@ class Context(Driver):
     #: True if suspended handles drop their values, because those are the endpoints' own.
     _drops_values: ClassVar[bool] = False
 
-    @abstractmethod
-    def _has_lease(self, handle: Lease[Any]) -> bool:
-        """Return True if a handle's lease is in the session of this process with the server."""
-
-    @abstractmethod
-    def _end_lease(self, object_id: str, session: object) -> Operation[None]:
-        """Release the lease of a dropped handle. Raises no error of its own."""
-
     @property
     @abstractmethod
     def socket_path(self) -> str:
         """The path of the server's socket."""
 
-    @abstractmethod
     def _known(self) -> Known | None:
         """Return the server, if it was reached before."""
+        return cast("Known | None", self._link if not self._closed else None)
 
-    @abstractmethod
     def _sent(
         self, kind: type[m.Call], endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], what: str, *, pooled: bool = False
     ) -> Operation[tuple[Reply, ClientTransfer | None]]:
@@ -163,6 +159,13 @@ class Context(Driver):
 
         :param pooled: True if its arguments and result may lie in pools.
         """
+        return send(self._known, kind, endpoint, args, kwargs, what, pooled=pooled)
+
+    def _end_lease(self, object_id: str, session: object) -> Operation[None]:
+        """Release the lease of a dropped handle. Raises no error of its own."""
+        if session is self._known():
+            with suppress(SharedRPCError, OSError):  # the connection has ended, and the session's leases with it
+                yield from released(self, [object_id], [session])
 
 
 def suspended(ctx: Context, handle: Lease[Any]) -> Operation[None]:
@@ -174,7 +177,7 @@ def suspended(ctx: Context, handle: Lease[Any]) -> Operation[None]:
     object_id = handle.object_id
     try:
         yield from query(m.GetObjectInfo(object_id), "suspend")
-        if not ctx._has_lease(handle):
+        if not handle.in_session(ctx._link):
             raise StaleHandleError(
                 f"the handle of object {object_id} cannot be suspended: its lease has ended, or is that of another process, "
                 f"and nothing would bring its memory back",

@@ -114,6 +114,5 @@ class Arguments(msgspec.Struct):
         for segment in self.segments:
             segment.descriptor = None
         if self.pooled:
-            pooled, self.pooled = self.pooled, {}
-            for chunk, references in pooled.items():
+            for chunk, references in self.detach_pooled().items():
                 references.release([chunk])
