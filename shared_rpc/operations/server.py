@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import select
-import socket
 import time
 from contextlib import suppress
-from types import TracebackType
 from typing import TYPE_CHECKING, Literal, cast
 
 import msgspec
 
+from shared_rpc.client.starting import listens
 from shared_rpc.client.steps import Request, Within, Work, ask, query, reached
 from shared_rpc.client.suspension import Context
 from shared_rpc.errors import BufferNotFound, DeadlineExceeded
@@ -132,16 +131,15 @@ class ProcessExit:
             ended = select.poll()
             ended.register(self._pidfd, select.POLLIN)
             return bool(ended.poll(_LOOK * 1000))
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC) as probe:
-            if probe.connect_ex(self._path):
-                return True
+        if not listens(self._path):
+            return True
         time.sleep(_LOOK)
         return False
 
     def __enter__(self) -> ProcessExit:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._pidfd >= 0:
             os.close(self._pidfd)
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
 
 from shared_rpc import Provider, Server
-from shared_rpc.errors import ConnectionClosed
+from shared_rpc.errors import ConnectionClosed, DeadlineExceeded
+from shared_rpc.operations.server import ProcessExit
 from shared_rpc.protocol import messages as m
 from shared_rpc.provider.runtime import ServerRuntime
 from tests.kit.apps import Connect, Serve
@@ -163,3 +166,15 @@ def test_blocking_servers_stop_on_request(connect: Connect, program: Program) ->
     assert isinstance(answer, m.Error) and "was stopped before the call ended" in answer.text
     assert server.close() == (0, "")
     assert not os.path.lexists(client.socket_path)
+
+
+def test_busy_servers_have_not_ended(tmp_path: Path) -> None:
+    """One without a pid here, whose queue of connections is full, still runs."""
+    path = str(tmp_path / "s")
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as waiting:
+        listener.bind(path)
+        listener.listen(0)
+        waiting.connect(path)
+        with pytest.raises(DeadlineExceeded, match="still runs"):
+            ProcessExit(path, 0).wait(0.1)
+    ProcessExit(path, 0).wait(5.0)
