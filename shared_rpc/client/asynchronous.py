@@ -7,7 +7,6 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
 import anyio
@@ -69,9 +68,7 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         with anyio.CancelScope(shield=True):
             await self.close()
 

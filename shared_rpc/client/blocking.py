@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from shared_rpc.client.base import OWN_TIMEOUT, BaseClient, Turn, end
@@ -76,7 +75,7 @@ class BlockingDriver(BaseClient, BlockingMethods):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # Requests of handles.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, TypeVar
 
 from shared_rpc.client.handle import Lease
@@ -125,7 +124,7 @@ class RefreshIterator(_News, BlockingPart):
         self._run(self._ask())
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         pass
 
     def __iter__(self) -> RefreshIterator:
@@ -142,9 +141,7 @@ class AsyncRefreshIterator(_News, CoroutinePart):
         await self._run(self._ask())
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         pass
 
     def __aiter__(self) -> AsyncRefreshIterator:

@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
-from types import TracebackType
 from typing import Any, Generic, ParamSpec, Self, TypeVar, overload
 
 from shared_rpc.client.handle import Lease, closing_scope
@@ -231,15 +230,13 @@ class Handle(HandleOperations[T], BlockingMethods):
     def __enter__(self) -> Handle[T]:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     async def __aenter__(self) -> Handle[T]:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         # Async def endpoints return handles too, and a release may be a round trip.
         from anyio import CancelScope, to_thread
 
@@ -276,9 +273,7 @@ class AsyncHandle(HandleOperations[T], CoroutineMethods):
     async def __aenter__(self) -> AsyncHandle[T]:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         with closing_scope():
             await self.release()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from types import TracebackType
 from typing import Any, cast
 
 from shared_rpc.client.exported import RecordBytes
@@ -162,7 +161,7 @@ class Source(_SourceMethods, BlockingPart):
         self._run(self._enter())
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __iter__(self) -> Source:
@@ -183,9 +182,7 @@ class AsyncSource(_SourceMethods, CoroutinePart):
         await self._run(self._enter())
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     def __aiter__(self) -> AsyncSource:

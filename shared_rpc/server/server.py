@@ -6,7 +6,6 @@ import logging
 import os
 import resource
 from collections.abc import Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from shared_rpc.errors import ConfigurationError, ConnectionClosed
@@ -256,5 +255,5 @@ class Server:
             self.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
