@@ -323,8 +323,9 @@ class _NewsLink:
                 self._engine.post(self._caller.stop_waiting)
 
 
-class LoopbackDriver(BlockingDriver):
-    """The driver of the local and the server role: requests are answered by the engine of this process.
+@bound
+class LoopbackRuntime(BlockingDriver, BlockingOperations):
+    """The base of the local and the server role: requests are answered by the engine of this process, on live values.
 
     There is no timeout except an operation's own.
     """
@@ -335,6 +336,22 @@ class LoopbackDriver(BlockingDriver):
     def __init__(self, engine: Engine, device: str) -> None:
         self._engine = engine
         super().__init__(device=device, timeout=None)
+
+    @property
+    def operations(self) -> LoopbackRuntime:
+        """The runtime itself."""
+        return self
+
+    @property
+    def socket_path(self) -> str:
+        """The path of the server's socket.
+
+        :raises CapabilityError: in the local role, which has none.
+        """
+        raise CapabilityError(
+            "this process plays the local role: there is no server to be stopped, or to have tickets for its objects; serve "
+            "the endpoints with SHARED_TENSOR_ROLE=server or shared-rpc serve"
+        )
 
     def _disconnected(self) -> None:
         super()._disconnected()
@@ -406,27 +423,6 @@ class LoopbackDriver(BlockingDriver):
 
     def _news_link(self) -> _NewsLink:
         return _NewsLink(self._engine)
-
-
-@bound
-class LoopbackRuntime(LoopbackDriver, BlockingOperations):
-    """A role whose operations run in this process, on live values."""
-
-    @property
-    def operations(self) -> LoopbackRuntime:
-        """The runtime itself."""
-        return self
-
-    @property
-    def socket_path(self) -> str:
-        """The path of the server's socket.
-
-        :raises CapabilityError: in the local role, which has none.
-        """
-        raise CapabilityError(
-            "this process plays the local role: there is no server to be stopped, or to have tickets for its objects; serve "
-            "the endpoints with SHARED_TENSOR_ROLE=server or shared-rpc serve"
-        )
 
 
 def _on_the_loop(request: Request) -> str:
