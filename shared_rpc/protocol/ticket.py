@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import secrets
 import stat
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Annotated, Any, Literal
@@ -26,33 +25,25 @@ _LIMIT = 1 << 20
 _Id = Annotated[str, msgspec.Meta(max_length=100)]
 _Text = Annotated[str, msgspec.Meta(max_length=4096)]
 _Path = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
-_Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Address of an object; see :meth:`Handle.ticket` and :meth:`Client.open_ticket`.
 
-    ``kind`` is ``"result"`` or ``"buffer"``, ``device`` is ``"cpu"`` or a GPU's UUID, ``nbytes`` are bytes, ``created_at`` is
-    in Unix seconds. ``uid`` and ``pid`` identify the writer.
+    ``kind`` is ``"result"`` or ``"buffer"``. The ``endpoint`` is for readers of the file.
     """
 
     version: Literal[1] = 1
     socket_path: _Path
     server_id: _Id
     object_id: _Id
-    generation: _Count
     kind: Literal["result", "buffer"]
     endpoint: _Text
     cache_key: str | None
-    device: _Id
-    nbytes: _Count
-    uid: _Count
-    pid: _Count
-    created_at: float
 
     @classmethod
     def of(cls, facts: Mapping[str, Any], socket_path: str) -> Ticket:
-        """Make a ticket for an object, now, by this process.
+        """Make a ticket for an object.
 
         :param facts: the server's description of it, see :meth:`Handle.get_object_info`.
         """
@@ -60,15 +51,9 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             socket_path=socket_path,
             server_id=facts["server_id"],
             object_id=facts["object_id"],
-            generation=facts["generation"],
             kind=facts.get("kind", "result"),
             endpoint=facts["endpoint"],
             cache_key=facts["cache_key"],
-            device=facts["device"],
-            nbytes=facts["nbytes"],
-            uid=os.geteuid(),
-            pid=os.getpid(),
-            created_at=time.time(),
         )
 
     def to_json(self) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -56,16 +55,14 @@ def test_a_ticket_opens_the_object(client: Client, server: Server, path: Path, c
 
 
 def test_tickets_describe_the_object(client: Client, server: Server, path: Path) -> None:
-    """The object, its place and its owner."""
+    """The object, and its server."""
     handle = client.call("made", value=2.0)
     ticket = handle.ticket(path)
     assert Ticket.read(path) == ticket
     assert Ticket.from_json(ticket.to_json()) == ticket
     fields = json.loads(path.read_text())
     assert fields["socket_path"] == server.socket_path
-    assert (fields["version"], fields["kind"], fields["endpoint"], fields["device"]) == (1, "result", "made", "cpu")
-    assert (fields["nbytes"], fields["uid"], fields["pid"]) == (24, os.geteuid(), os.getpid())
-    assert abs(fields["created_at"] - path.stat().st_mtime) < 10
+    assert (fields["version"], fields["kind"], fields["endpoint"]) == (1, "result", "made")
 
 
 def test_clients_are_created_from_tickets(server: Server, client: Client, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,8 +157,7 @@ def test_stale_handles_make_no_tickets(client: Client, path: Path) -> None:
 def test_buffers_have_tickets(client: Client, connect: Connect, path: Path) -> None:
     """Both sides write to one memory; the buffer's own terms apply."""
     buffer = client.create_buffer((2, 4), "float32", zero=True, max_accesses=1)
-    ticket = buffer.ticket(path)
-    assert (ticket.kind, ticket.nbytes) == ("buffer", 32)
+    assert buffer.ticket(path).kind == "buffer"
     opened = connect().open_ticket(path)
     opened.value[1, 3] = 5.0
     assert buffer.value[1, 3] == 5
