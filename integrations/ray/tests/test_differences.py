@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from sites import Site, Sites
+from tests.kit.deep import deep
 from tests.kit.processes import PYTHONPATH
 
 pytestmark = pytest.mark.timeout(150)
@@ -25,7 +26,7 @@ sys.exit(join.main(sys.argv[2:]))
 """
 
 
-@pytest.mark.parametrize("fact", ["python=3.99", "torch=1.0", "device=NVIDIA A100"])
+@pytest.mark.parametrize("fact", ["python=3.99", *deep("torch=1.0", "device=NVIDIA A100")])
 def test_nodes_that_differ_build_separately(cluster: Sites, name: str, victim: Callable[..., Site], fact: str) -> None:
     """The status lists the difference."""
     other = victim(cluster=f"{sys.executable} -c '{DIFFERING}' '{fact}'", beside=cluster.sites[0])
@@ -51,7 +52,7 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSALS)
+@pytest.mark.parametrize("what", ["two nodes cannot have one server", *deep(*[*REFUSALS][1:])])
 def test_a_refused_joiner_prints_the_reason(cluster: Sites, what: str) -> None:
     """With the nodes, if relevant, and the remedy."""
     environ, before, printed, named = REFUSALS[what]

@@ -15,6 +15,7 @@ from shared_rpc.protocol.infos import ObjectInfo
 from shared_rpc_ray import Change, Cluster
 from shared_rpc_ray.membership import actor_name, find
 from sites import Site, Sites, got, loading, until
+from tests.kit.deep import deep
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -38,7 +39,7 @@ def lost(cluster: Sites) -> Site:
     return site
 
 
-@pytest.mark.parametrize("loss", ["node", "broker"])
+@pytest.mark.parametrize("loss", ["broker", *deep("node")])
 def test_another_node_builds_when_the_builder_is_lost(cluster: Sites, name: str, lost: Site, loss: str) -> None:
     """The waiting nodes get the object of the other builder."""
     gate = cluster.mark(f"gate-{name}")
@@ -67,7 +68,7 @@ def test_a_build_continues_without_its_agent(cluster: Sites, name: str, lost: Si
     assert cluster.builds(name) == [lost.name]
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", ["node", *deep("agent", "broker")])
 def test_a_transfer_survives_the_loss_of_its_source(cluster: Sites, name: str, lost: Site, loss: str) -> None:
     """Another node sends the remaining bytes."""
     first, second, *_ = cluster.sites
@@ -84,7 +85,7 @@ def test_a_transfer_survives_the_loss_of_its_source(cluster: Sites, name: str, l
     assert cluster.builds(name) == [lost.name]
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", ["node", *deep("agent", "broker")])
 def test_a_transfer_survives_the_loss_of_a_receiver(cluster: Sites, name: str, lost: Site, loss: str) -> None:
     """The others continue, the source keeps nothing for it, and a restarted agent receives the object."""
     first, second, *_ = cluster.sites
@@ -113,7 +114,7 @@ def objects_of(client: Client, name: str) -> list[ObjectInfo]:
     return [found for found in client.list_objects() if f"'{name}'" in str(found["cache_key"])]
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", ["node", *deep("agent", "broker")])
 def test_a_swap_survives_the_loss_of_a_node(
     cluster: Sites, name: str, lost: Site, loss: str, threads: ThreadPoolExecutor
 ) -> None:
@@ -158,6 +159,7 @@ def test_the_directory_moves_to_another_node(cluster: Sites, name: str, victim: 
     assert cluster.builds(name) == [first.name]
 
 
+@pytest.mark.deep
 def test_a_build_survives_the_loss_of_the_directory(cluster: Sites, name: str) -> None:
     """The agents report objects and builds to the next directory: no node builds twice."""
     gate = cluster.mark(f"gate-{name}")
@@ -169,6 +171,7 @@ def test_a_build_survives_the_loss_of_the_directory(cluster: Sites, name: str) -
     assert len({got(call).digest for call in calls}) == len(cluster.builds(name)) == 1
 
 
+@pytest.mark.deep
 def test_a_transfer_survives_the_loss_of_the_directory(cluster: Sites, name: str) -> None:
     """The next directory continues it."""
     first, second, *_ = cluster.sites

@@ -44,6 +44,7 @@ def test_an_exception_of_the_endpoint_reaches_all_waiting_nodes(cluster: Sites, 
     assert len({one.digest for one in loading(cluster.sites, name)}) == 1
 
 
+@pytest.mark.deep
 def test_a_late_node_receives_existing_objects(cluster: Sites, name: str, victim: Callable[..., Site]) -> None:
     """Without a build."""
     first = cluster.sites[0].load(name)
@@ -61,6 +62,7 @@ def test_an_object_may_be_larger_than_the_object_store(cluster: Sites, name: str
     assert cluster.sites[1].load(f"{name}-back", 100).digest == small.load(f"{name}-back", 100).digest
 
 
+@pytest.mark.deep
 def test_transfers_work_with_a_store_full_of_other_objects(cluster: Sites, name: str) -> None:
     """Ray spills them to disk."""
 

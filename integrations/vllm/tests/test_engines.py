@@ -17,6 +17,7 @@ import engine
 from conftest import DEVICE, Ended, Engine, Failed, Place, run, serving
 from shared_rpc import Provider, Server
 from shared_rpc.memory.devices import device_id, device_tag
+from tests.kit.deep import deep
 
 #: Bytes of /dev/shm for the first engines and their server.
 SHM = 64 << 10
@@ -85,7 +86,7 @@ def test_a_small_dev_shm_suffices(place: Place, pair: list[Engine]) -> None:
         assert Path(f"/proc/{pid}/ns/mnt").readlink() in [Path(f"/proc/{made.pid}/ns/mnt").readlink() for made in pair]
 
 
-@pytest.mark.parametrize("family", checkpoints.FAMILIES)
+@pytest.mark.parametrize("family", ["llama", *deep("qwen", "mixtral")])
 def test_tokens_equal_those_of_vllms_own_loader(
     place: Place, models: dict[str, Path], ordinary: Ordinary, family: str, report: Callable[[str], None]
 ) -> None:
@@ -98,6 +99,7 @@ def test_tokens_equal_those_of_vllms_own_loader(
         made.close()
 
 
+@pytest.mark.deep
 def test_a_changed_checkpoint_is_loaded_for_new_engines(place: Place, ordinary: Ordinary, tmp_path: Path) -> None:
     """Running engines keep their weights."""
     model = checkpoints.write(tmp_path / "llama", "llama", seed=1)
@@ -226,7 +228,7 @@ def test_unsupported_weights_are_refused_by_name(
     assert place.loaded() == loaded
 
 
-@pytest.mark.parametrize("misfit", [False, True], ids=["before it is asked for", "when the model is made"])
+@pytest.mark.parametrize("misfit", [*deep(False), True], ids=["before it is asked for", "when the model is made"])
 def test_with_fallback_they_are_loaded_privately(
     place: Place, pair: list[Engine], models: dict[str, Path], misfit: bool
 ) -> None:
@@ -248,6 +250,7 @@ def test_a_server_of_another_app_is_named(own_place: Place, models: dict[str, Pa
 
 
 @two_devices
+@pytest.mark.deep
 def test_ranks_attach_to_their_own_parts(place: Place, models: dict[str, Path]) -> None:
     """The server loads them one by one, without the other ranks."""
     environ = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}

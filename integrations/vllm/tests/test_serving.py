@@ -94,6 +94,7 @@ def with_words(model: Path) -> Path:
     return model
 
 
+@pytest.mark.deep
 def test_two_servers_share_weights_and_one_receives_those_of_a_trainer(
     place: Place, ordinary: Callable[[Path], list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ from conftest import Engine, Failed, Place
 from shared_rpc.errors import ConfigurationError
 from shared_rpc_vllm import app
 from shared_rpc_vllm.weight_transfer import SharedRpcTrainer, SharedRpcTrainerInfo
+from tests.kit.deep import deep
 
 Ordinary = Callable[[Path], list[int]]
 OPTIONS = {"weight_transfer_config": {"backend": "shared_rpc"}}
@@ -78,8 +79,9 @@ def trainer(source: Any, *engines: Engine, **options: Any) -> SharedRpcTrainer:
     return made
 
 
-@pytest.mark.parametrize("load_format", ["auto", "shared_rpc"])
-@pytest.mark.parametrize("family", ["llama", "qwen"])
+@pytest.mark.parametrize(
+    ("family", "load_format"), [("llama", "shared_rpc"), *deep(("llama", "auto"), ("qwen", "auto"), ("qwen", "shared_rpc"))]
+)
 def test_an_engine_generates_with_received_weights(
     place: Place, models: dict[str, Path], ordinary: Ordinary, tmp_path: Path, family: str, load_format: str
 ) -> None:
@@ -121,7 +123,7 @@ def _raising(tensor: torch.Tensor) -> torch.Tensor:
     raise ZeroDivisionError
 
 
-@pytest.mark.parametrize(("fault", "expected"), [(_misshapen, Failed), (_raising, ZeroDivisionError)])
+@pytest.mark.parametrize(("fault", "expected"), [(_misshapen, Failed), *deep((_raising, ZeroDivisionError))])
 def test_after_a_failed_transfer_the_next_one_succeeds(
     place: Place, models: dict[str, Path], ordinary: Ordinary, tmp_path: Path, fault: Any, expected: type[Exception]
 ) -> None:
