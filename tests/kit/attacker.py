@@ -1,6 +1,6 @@
 """Attackers: code that runs as another user of the host or in a container's namespaces, and clients that exhaust resources.
 
-Each function of the second kind is one attack on the server at a path; its resources are held until the end of the block.
+Each function of the second kind is one attack on the server at a path; the stack holds its resources.
 """
 
 from __future__ import annotations
@@ -111,89 +111,66 @@ class Bystander:
         self._thread.join()
 
 
-def _connected(stack: ExitStack, path: str) -> Raw | None:
-    """Connect to the server; return None if it refuses."""
+def _connections(stack: ExitStack, path: str, count: int) -> Iterator[Raw]:
+    """Connect to the server, until it refuses."""
     with suppress(AssertionError, OSError, SharedRPCError):
-        return stack.enter_context(Raw(path))
-    return None
+        for _ in range(count):
+            yield stack.enter_context(Raw(path))
 
 
-@contextmanager
-def half_frames(path: str, connections: int = 8, nbytes: int = 64 << 20) -> Iterator[list[Raw]]:
+def half_frames(stack: ExitStack, path: str) -> None:
     """Send most of a large frame on each connection, and never its end."""
-    kind = NUMBERS[m.Call]
-    begin = encode_frame(kind, 1, b"", bytes(512 << 20))[0][:24]
-    with ExitStack() as stack:
-        made = [raw for _ in range(connections) if (raw := _connected(stack, path)) is not None]
-        for raw in made:
-            with suppress(OSError):
-                raw.send(begin)
-                raw.send(bytes(nbytes))
-        yield made
+    begin = encode_frame(NUMBERS[m.Call], 1, b"", bytes(512 << 20))[0][:24]
+    for raw in _connections(stack, path, 8):
+        with suppress(OSError):
+            raw.send(begin)
+            raw.send(bytes(64 << 20))
 
 
-@contextmanager
-def descriptors_of_half_frames(path: str, connections: int = 4) -> Iterator[list[Raw]]:
+def descriptors_of_half_frames(stack: ExitStack, path: str) -> None:
     """Send as many descriptors on each connection as an incomplete frame can carry."""
     fd = sealed_memory()
+    stack.callback(os.close, fd)
     begin = frame_of(m.Call("none"), fds=1012)[:24]
-    with ExitStack() as stack:
-        stack.callback(os.close, fd)
-        made = []
-        for _ in range(connections):
-            raw = _connected(stack, path)
-            if raw is not None:
-                made.append(raw)
-                for number in range(4):
-                    with suppress(OSError):
-                        raw.send(begin[number : number + 1], [fd] * 253)
-        yield made
+    for raw in _connections(stack, path, 4):
+        for number in range(4):
+            with suppress(OSError):
+                raw.send(begin[number : number + 1], [fd] * 253)
 
 
-@contextmanager
-def unread_answers(path: str, endpoint: str, count: int = 9000, *, same: bool = False) -> Iterator[list[Raw]]:
+def unread_answers(stack: ExitStack, path: str, endpoint: str, *, same: bool = False) -> None:
     """Make calls whose results have descriptors, and read no answer; ``same``: all of them for one result."""
-    with ExitStack() as stack:
-        raw = stack.enter_context(Raw(path))
-        raw.sock.settimeout(1.0)
-        for number in range(1, count + 1):
-            try:
-                raw.sock.sendall(frame_of(m.Call(endpoint, [1 if same else number]), number))
-            except OSError:
-                break
-        yield [raw]
+    raw = stack.enter_context(Raw(path))
+    raw.sock.settimeout(1.0)
+    with suppress(OSError):
+        for number in range(1, 9001):
+            raw.sock.sendall(frame_of(m.Call(endpoint, [1 if same else number]), number))
 
 
-@contextmanager
-def long_lists(path: str) -> Iterator[list[Raw]]:
+def long_lists(stack: ExitStack, path: str) -> None:
     """Send requests whose bodies are lists of the maximum length."""
     empty, text, short = b"\x90", b"\xa0", b"\x93\xa0\x01\xa0"
-    with ExitStack() as stack:
-        raw = stack.enter_context(Raw(path))
-        raw.sock.settimeout(120.0)
-        for kind, before, each, size in (
-            (m.InvalidateCall, b"\x93\xa1e\xdd%b", empty, 1),
-            (m.Release, b"\x91\xdd%b", text, 1),
-            (m.Hold, b"\x93\xdd%b", text, 1),
-            (m.Call, b"\x95\xa1e\x90\x80\x94\x90\x90\x90\x90\xdd%b", short, len(short)),
-        ):
-            count = (15 << 20) // size
-            body = before % count.to_bytes(4, "big") + each * count + (b"\x80" if kind is m.InvalidateCall else b"")
-            raw.send(b"".join(encode_frame(NUMBERS[kind], 1, body)))
-            raw.hear()
-        yield [raw]
+    raw = stack.enter_context(Raw(path))
+    raw.sock.settimeout(120.0)
+    for kind, before, each, size in (
+        (m.InvalidateCall, b"\x93\xa1e\xdd%b", empty, 1),
+        (m.Release, b"\x91\xdd%b", text, 1),
+        (m.Hold, b"\x93\xdd%b", text, 1),
+        (m.Call, b"\x95\xa1e\x90\x80\x94\x90\x90\x90\x90\xdd%b", short, len(short)),
+    ):
+        count = (15 << 20) // size
+        body = before % count.to_bytes(4, "big") + each * count + (b"\x80" if kind is m.InvalidateCall else b"")
+        raw.send(b"".join(encode_frame(NUMBERS[kind], 1, body)))
+        raw.hear()
 
 
-@contextmanager
-def waiters(path: str, connections: int = 2, count: int = 10_000) -> Iterator[list[Raw]]:
-    """Make the maximum number of pending requests in each client, then disconnect all clients at once."""
-    with ExitStack() as stack:
-        made = [stack.enter_context(Raw(path)) for _ in range(connections)]
-        for raw in made:
-            after = raw.ask(g.AwaitRefreshes(), 1)
-            assert isinstance(after, g.Refreshes), after
-            raw.send(b"".join(frame_of(g.AwaitRefreshes(after.after), number) for number in range(2, count)))
-            assert isinstance(raw.ask(m.Ping(), count), m.Pong)
-        for raw in made:
-            raw.close()
-        yield []
+def waiters(stack: ExitStack, path: str) -> None:
+    """Make the maximum number of pending requests in two clients, then disconnect both at once."""
+    made = [stack.enter_context(Raw(path)) for _ in range(2)]
+    for raw in made:
+        after = raw.ask(g.AwaitRefreshes(), 1)
+        assert isinstance(after, g.Refreshes), after
+        raw.send(b"".join(frame_of(g.AwaitRefreshes(after.after), number) for number in range(2, 10_000)))
+        assert isinstance(raw.ask(m.Ping(), 10_000), m.Pong)
+    for raw in made:
+        raw.close()

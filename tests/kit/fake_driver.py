@@ -74,20 +74,8 @@ class CUmemAllocationProp(SimpleNamespace):
         super().__init__(allocFlags=SimpleNamespace(gpuDirectRDMACapable=0))
 
 
-class CUmemLocation(SimpleNamespace):
-    """A type and an id."""
-
-
-class CUmemAccessDesc(SimpleNamespace):
-    """A location and its rights."""
-
-
-class CUstream(int):
-    """A stream number."""
-
-
-class CUdeviceptr(int):
-    """An address."""
+CUmemLocation = CUmemAccessDesc = SimpleNamespace
+CUstream = CUdeviceptr = int
 
 
 class Driver:
@@ -128,11 +116,6 @@ def _call(function):
     return call
 
 
-def cuDeviceGet(ordinal):
-    """A device is its ordinal."""
-    return *OK, ordinal
-
-
 def cuDeviceGetUuid(device):
     """Return the UUID's bytes."""
     return *OK, SimpleNamespace(bytes=bytes.fromhex(GPUS[device].removeprefix("GPU-").replace("-", "")))
@@ -141,16 +124,6 @@ def cuDeviceGetUuid(device):
 def cuDeviceGetAttribute(attribute, device):
     """Support the attributes of virtual memory management only."""
     return *OK, _ATTRIBUTES.get(int(attribute), 0)
-
-
-def cuDevicePrimaryCtxRetain(device):
-    """Return the device as its context."""
-    return *OK, device
-
-
-def cuThreadExchangeStreamCaptureMode(mode):
-    """Return the previous mode."""
-    return *OK, mode
 
 
 def cuGetErrorName(code):
@@ -243,7 +216,7 @@ def cuStreamCreate(flags):
     """Return a new stream number."""
     number = next(STATE.numbers)
     STATE.streams.add(number)
-    return *OK, CUstream(number)
+    return *OK, number
 
 
 def cuStreamDestroy(stream):
@@ -313,10 +286,15 @@ _ANSWERS = {
 }
 
 
+#: Functions that answer with their argument: an ordinal is a device and its context.
+_ECHOES = ("cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuThreadExchangeStreamCaptureMode")
+
+
 def module() -> types.ModuleType:
     """Return the driver as a module."""
     made = types.ModuleType("cuda.bindings.driver")
     made.__dict__.update({name: value for name, value in globals().items() if name[:2] in ("cu", "CU")})
+    made.__dict__.update({name: lambda value: (*OK, value) for name in _ECHOES})
     made.__dict__.update({name: lambda *_, answer=answer: answer for name, answer in _ANSWERS.items()})
     return made
 

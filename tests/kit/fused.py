@@ -1,8 +1,8 @@
 """A decoder in the layout of inference engines, and an engine that runs it in its own process.
 
-Query, key and value are one matrix, so are gate and up, and the experts are two stacked tensors. The scales of the key-value
-cache are buffers that an engine writes when it has loaded. A step takes one token, and works on tensors whose addresses do not
-change, so that it can be captured into a CUDA graph.
+Query, key and value are one matrix, and so are gate and up. The scales of the key-value cache are buffers that an engine writes
+when it has loaded. A step takes one token, and works on tensors whose addresses do not change, so that it can be captured into
+a CUDA graph.
 
 ``python -m tests.kit.fused own|shared eager|graph|compile BASE_PATH DEVICE`` prints the tokens and a digest of the logits, once
 for each line that it reads; on ``write`` it writes to a parameter, on any other line it generates again.
@@ -25,14 +25,12 @@ from torch.nn import functional
 sys.path.append(str(Path(__file__).parent.parent.parent / "integrations" / "vllm"))
 from shared_rpc_vllm.binding import WithoutWeights, bind, refuse_meta
 
-VOCABULARY, WIDTH, HEADS, EXPERTS, INNER, LENGTH, LAYERS = 97, 64, 4, 4, 96, 24, 2
+VOCABULARY, WIDTH, HEADS, INNER, LENGTH, LAYERS = 97, 64, 4, 96, 24, 2
 
 
 class Layer(nn.Module):
-    """Attention with its own cache, and a mixture of experts, two of which are active."""
+    """Attention with its own cache, and a gated projection."""
 
-    cos: torch.Tensor
-    sin: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
     kv_scale: torch.Tensor
@@ -42,12 +40,8 @@ class Layer(nn.Module):
         self.norm = nn.Parameter(torch.ones(WIDTH))
         self.qkv = nn.Parameter(torch.empty(3 * WIDTH, WIDTH))
         self.out = nn.Parameter(torch.empty(WIDTH, WIDTH))
-        self.router = nn.Parameter(torch.empty(EXPERTS, WIDTH))
-        self.gate_up = nn.Parameter(torch.empty(EXPERTS, 2 * INNER, WIDTH))
-        self.down = nn.Parameter(torch.empty(EXPERTS, WIDTH, INNER))
-        angles = torch.outer(torch.arange(LENGTH), 1 / 100 ** torch.linspace(0, 1, WIDTH // HEADS // 2))
-        self.register_buffer("cos", angles.cos())
-        self.register_buffer("sin", angles.sin())
+        self.gate_up = nn.Parameter(torch.empty(2 * INNER, WIDTH))
+        self.down = nn.Parameter(torch.empty(WIDTH, INNER))
         self.register_buffer("kv_scale", torch.ones(()))
         for name in ("keys", "values"):
             self.register_buffer(name, torch.zeros(HEADS, LENGTH, WIDTH // HEADS), persistent=False)
@@ -56,20 +50,12 @@ class Layer(nn.Module):
         """Return the next hidden state, and write this position into the cache."""
         normed = functional.rms_norm(x, (WIDTH,), self.norm)
         query, key, value = functional.linear(normed, self.qkv).view(3, HEADS, 1, WIDTH // HEADS)
-        query, key = self._rotated(query, position), self._rotated(key, position)
         self.keys.index_copy_(1, position, key / self.kv_scale)
         self.values.index_copy_(1, position, value / self.kv_scale)
         scores = query @ (self.keys * self.kv_scale).transpose(1, 2) + mask
         x = x + functional.linear((scores.softmax(-1) @ (self.values * self.kv_scale)).reshape(1, WIDTH), self.out)
-        weights, chosen = functional.linear(x, self.router).softmax(-1)[0].topk(2)
-        gate, up = torch.matmul(self.gate_up[chosen], x[0]).chunk(2, dim=-1)
-        answers = torch.bmm(self.down[chosen], (functional.silu(gate) * up).unsqueeze(-1)).squeeze(-1)
-        return x + weights @ answers
-
-    def _rotated(self, x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        first, second = x.chunk(2, dim=-1)
-        cos, sin = self.cos[position], self.sin[position]
-        return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+        gate, up = functional.linear(x, self.gate_up).chunk(2, dim=-1)
+        return x + functional.linear(functional.silu(gate) * up, self.down)
 
 
 class Decoder(nn.Module):

@@ -29,33 +29,12 @@ class NoFunction(TorchFunctionMode):
 
 
 @contextmanager
-def default_device() -> Iterator[None]:
-    """Make the meta device the default."""
-    torch.set_default_device("meta")
+def _set(change: Callable[[Any], None], value: Any, before: Any) -> Iterator[None]:
+    change(value)
     try:
         yield
     finally:
-        torch.set_default_device(None)
-
-
-@contextmanager
-def default_dtype() -> Iterator[None]:
-    """Make half precision the default dtype."""
-    torch.set_default_dtype(torch.float16)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-@contextmanager
-def deterministic() -> Iterator[None]:
-    """Make nondeterministic operations raise."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
+        change(before)
 
 
 def _in(mode: Callable[[], Any]) -> Callable[[Callable[[], Any]], Any]:
@@ -85,9 +64,9 @@ MODES: dict[str, Callable[[Callable[[], Any]], Any]] = {
     "a dispatch mode": _in(NoDispatch),
     "a function mode": _in(NoFunction),
     "torch.device": _in(lambda: torch.device("meta")),
-    "default device": _in(default_device),
-    "default dtype": _in(default_dtype),
-    "deterministic": _in(deterministic),
+    "default device": _in(lambda: _set(torch.set_default_device, "meta", None)),
+    "default dtype": _in(lambda: _set(torch.set_default_dtype, torch.float16, torch.float32)),
+    "deterministic": _in(lambda: _set(torch.use_deterministic_algorithms, True, False)),
     "inference_mode": _in(torch.inference_mode),
     "no_grad": _in(torch.no_grad),
     "vmap": _transformed(torch.vmap),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,6 @@ from tests.kit import attacker
 from tests.kit.attacker import Bystander
 from tests.kit.brokers import BrokerApp
 from tests.kit.processes import Child, eventually
-from tests.kit.raw import Raw
 
 #: Descriptors that the broker may have.
 LIMIT = 1024
@@ -35,7 +34,7 @@ def each(n):
     return torch.full((8,), float(n))
 """
 
-Attack = Callable[[str], AbstractContextManager[list[Raw]]]
+Attack = Callable[[ExitStack, str], None]
 
 
 class Served:
@@ -79,8 +78,8 @@ def served(broker_app: BrokerApp) -> Iterator[Served]:
     [
         attacker.half_frames,
         attacker.descriptors_of_half_frames,
-        lambda path: attacker.unread_answers(path, "each"),
-        lambda path: attacker.unread_answers(path, "model", same=True),
+        lambda stack, path: attacker.unread_answers(stack, path, "each"),
+        lambda stack, path: attacker.unread_answers(stack, path, "model", same=True),
         attacker.long_lists,
         attacker.waiters,
     ],
@@ -88,7 +87,8 @@ def served(broker_app: BrokerApp) -> Iterator[Served]:
 )
 def test_clients_are_served_during_an_attack(served: Served, attack: Attack) -> None:
     """In bounded time and memory; and the broker survives."""
-    with Bystander(served.client) as bystander, attack(served.path):
+    with Bystander(served.client) as bystander, ExitStack() as stack:
+        attack(stack, served.path)
         served.client.ping()
         served.check(bystander)
     served.check(bystander)
@@ -96,7 +96,8 @@ def test_clients_are_served_during_an_attack(served: Served, attack: Attack) -> 
 
 def test_the_connection_that_exhausts_descriptors_is_logged(served: Served) -> None:
     """With its process."""
-    with attacker.descriptors_of_half_frames(served.path):
+    with ExitStack() as stack:
+        attacker.descriptors_of_half_frames(stack, served.path)
         line = served.broker.expect_error("closed the connection of pid")
     assert f"pid {os.getpid()}: it holds " in line
     eventually(lambda: served.client.get_server_info()["connections"] == 1)

@@ -31,7 +31,7 @@ from shared_rpc.memory.records import Record
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.records import SegmentInfo
 from tests.kit.interpreter import bits
-from tests.kit.models import Everything, Labelled, Locked, Marked, Scaled, State, Tied
+from tests.kit.models import Everything, Labelled, Locked, Marked, State, Tied
 
 Rebuilt = Callable[..., Any]
 
@@ -104,62 +104,17 @@ def test_any_view_round_trips(shape: list[int], steps: list[tuple[str, int, int]
     assert view.untyped_storage()._cdata == whole.untyped_storage()._cdata
 
 
-def test_overlapping_storages_stay_one_memory(rebuilt: Rebuilt, device: str) -> None:
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+def test_overlapping_storages_stay_one_memory(rebuilt: Rebuilt) -> None:
     """Two storages over one array, whose overlap is unknown to torch, still see each other's writes."""
-    if device == "cuda":
-        whole = torch.arange(8, dtype=torch.float32, device=device)
-        part = torch.as_tensor(_CudaArray(whole.data_ptr() + 12, 4))
-    else:
-        array = numpy.arange(8, dtype=numpy.float32)
-        whole, part = torch.from_numpy(array), torch.from_numpy(array[3:7])
+    array = numpy.arange(8, dtype=numpy.float32)
+    whole, part = torch.from_numpy(array), torch.from_numpy(array[3:7])
     assert whole.untyped_storage()._cdata != part.untyped_storage()._cdata
     pairs = [(whole, part), rebuilt((whole, part))]
     for number, (one, other) in enumerate(pairs):
         one[3] = 100 + number
         other[3] = 200 + number
         assert [(o[0].item(), w[6].item()) for w, o in pairs] == [(100 + number, 200 + number)] * 2
-
-
-class _CudaArray:
-    def __init__(self, address: int, length: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (length,),
-            "typestr": "<f4",
-            "data": (address, False),
-            "version": 3,
-            "stream": None,
-        }
-
-
-def _with_attribute(device: str) -> torch.Tensor:
-    tensor = torch.ones(2, 2, device=device)
-    tensor.made_by = "a loader"
-    return tensor
-
-
-#: Plain tensors, and those that torch's own code, or a library's, puts together again while the skeleton is loaded.
-_TAKEN_APART = {
-    "plain": lambda device: torch.ones(2, 2, device=device),
-    "with an attribute": _with_attribute,
-    "of a subclass": lambda device: torch.ones(2, 2, device=device).as_subclass(Marked),
-    "of a wrapper subclass": lambda device: Scaled(torch.ones(2, 2, device=device), torch.ones(1, device=device)),
-    "sparse": lambda device: torch.eye(2, device=device).to_sparse(),
-    "nested": lambda device: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged, device=device),
-}
-
-
-@pytest.mark.parametrize("kind", _TAKEN_APART)
-def test_tensors_rebuilt_under_inference_mode_are_normal(device: str, published: Callable[..., Record], kind: str) -> None:
-    """A buffer attached under ``inference_mode`` can be computed with under autograd outside of it."""
-    holder = nn.Module()
-    holder.register_buffer("table", _TAKEN_APART[kind](device))
-    record = published(holder)
-    with torch.inference_mode():
-        table = decode_result(record.skeleton, record.table, record.segments).table
-    assert not table.is_inference()
-    weight = torch.ones(1, device=device, requires_grad=True)
-    (table * weight).sum().backward()
-    assert weight.grad is not None
 
 
 @pytest.mark.parametrize("requires_grad", [True, False])
@@ -235,20 +190,6 @@ class _Careful(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.restored = True
-
-
-# Autograd's thread for the GPU begins without a context: if its first call is cuBLAS, torch sets one, with a warning.
-@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context")
-def test_shared_parameters_can_be_trained(device: str, rebuilt: Rebuilt) -> None:
-    """An optimiser steps the shared weights; gradients are private to each process."""
-    model = nn.Linear(2, 1, bias=False, device=device)
-    result = rebuilt(model)
-    before = model.weight.detach().clone()
-    optimiser = torch.optim.SGD(result.parameters(), lr=1.0)
-    result(torch.ones(1, 2, device=device)).sum().backward()
-    optimiser.step()
-    assert torch.equal(model.weight, before - 1)
-    assert model.weight.grad is None
 
 
 def test_memory_lives_as_long_as_a_graph_over_it(rebuilt: Rebuilt, device: str) -> None:

@@ -87,19 +87,6 @@ def _exact(value: Any) -> str:
     return repr(sorted(value.items())) if isinstance(value, dict) else repr(value)
 
 
-@pytest.mark.parametrize(
-    ("args", "kwargs", "message"),
-    [
-        ((), {}, r"load\(\): missing a required argument: 'hidden_size'"),
-        ((1, 2), {"layers": 2}, r"load\(\): multiple values for argument 'layers'"),
-    ],
-)
-def test_mismatched_calls_name_endpoint_and_argument(args: tuple[Any, ...], kwargs: dict[str, Any], message: str) -> None:
-    """As a TypeError, before anything runs."""
-    with pytest.raises(TypeError, match=message):
-        bind(describe(load), args, kwargs)
-
-
 # Default keys.
 
 
