@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import mmap
 import socket
-import sqlite3
 import threading
 from collections.abc import Callable, Iterator
 from typing import IO, Any
@@ -39,25 +37,6 @@ def _quiet(make: Callable[[], Any]) -> Any:
         return make()
 
 
-def _alone(make: Callable[[Any], Any]) -> Any:
-    """Return a process group of this process alone."""
-    if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    return make(torch.distributed)
-
-
-def _distributed_tensor(distributed: Any) -> torch.Tensor:
-    from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
-
-    return distribute_tensor(torch.ones(2), init_device_mesh("cpu", (1,)), [Replicate()])
-
-
-def _fully_sharded(distributed: Any) -> nn.Module:
-    from torch.distributed.fsdp import fully_shard
-
-    return nn.Sequential(fully_shard(nn.Linear(2, 2)))
-
-
 def _traced(transform: Callable[..., Any]) -> torch.Tensor:
     """Return a tensor that belongs to a transform."""
     seen: list[torch.Tensor] = []
@@ -70,18 +49,10 @@ def _fake(make: Callable[[], Any]) -> Any:
         return make()
 
 
-def _exported() -> Any:
-    return _quiet(lambda: torch.export.export(nn.Linear(2, 2), (torch.ones(1, 2),)))
-
-
 def _reads_a_global() -> Any:
     """Return a function that is pickled by value, with a global that it uses."""
     space = {"file": _reading(), "__name__": "__main__"}
     return eval("lambda: file.read()", space)
-
-
-def _closing_over(thing: Any) -> Callable[..., Any]:
-    return lambda *args: thing
 
 
 class LeavesOut:
@@ -114,19 +85,14 @@ class Raises:
         raise self.error
 
 
-#: Attributes that cannot be shared, each with the reason and the remedy.
+#: Attributes that cannot be shared, each with the reason and the remedy. tests/compat has further classes of torch.
 ATTRIBUTES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "text file": (_reading, "", "is an open file of this process: keep its path"),
-    "file in a closure": (lambda: _closing_over(_reading()), ".<closure thing>", "is an open file of this process"),
     "file in a global": (_reads_a_global, ".<global file>", "is an open file of this process"),
-    "memoryview": (lambda: memoryview(bytearray(8)), "", "is a memoryview, which clients would get as a copy: keep bytes"),
     "socket": (socket.socket, "", "is a socket of this process: keep its address"),
-    "mmap": (lambda: mmap.mmap(-1, 8), "", "is a mapping of this process: keep a tensor over it"),
-    "sqlite": (lambda: sqlite3.connect(":memory:"), "", "is a connection of this process: keep its address or path"),
     "lock": (threading.Lock, "", "cannot pickle '_thread.lock' object; make it in each process, or leave it out in a __getst"),
     "generator": (lambda: (number for number in range(3)), "", "cannot pickle 'generator' object"),
     "scripted function": (lambda: _quiet(lambda: torch.jit.script(plus_one)), "", "is TorchScript"),
-    "exported": (_exported, "", "is an exported program: share the original module"),
     "operator": (
         lambda: torch.ops.aten.add,
         "",
@@ -149,14 +115,6 @@ ATTRIBUTES: dict[str, tuple[Callable[[], Any], str, str]] = {
         "cannot be pickled: NotImplementedError; make it in each",
     ),
     "stream": (lambda: torch.Stream(device="cpu"), "", "is a stream, which belongs to this process: make one in each process"),
-    "process group": (lambda: _alone(lambda distributed: distributed.group.WORLD), "", "is a process group of this process"),
-    "DDP": (
-        lambda: _alone(lambda distributed: nn.parallel.DistributedDataParallel(nn.Linear(2, 2))),
-        "",
-        "belongs to its process group: share its .module",
-    ),
-    "FSDP": (lambda: _alone(_fully_sharded), ".0", "is sharded by FSDP, and belongs to its process group"),
-    "DTensor": (lambda: _alone(_distributed_tensor), "", "is a DTensor, which belongs to its process group"),
     "fake tensor": (lambda: _fake(lambda: torch.ones(2)), "", "is a fake tensor, which has no memory"),
     "functional tensor": (lambda: torch._to_functional_tensor(torch.ones(2)), "", "is a functional tensor, which exists only"),
     "tensor of vmap": (lambda: _traced(torch.vmap), "", "belongs to a transform of torch.func: share the result"),
