@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shared_rpc import Client, Provider, Server
-from tests.kit.comparing import describe
+from tests.kit.comparing import differences
 from tests.kit.payloads import PAYLOADS, tensors_in
 
 
@@ -20,8 +20,9 @@ class Endpoints:
 
     def __init__(self, provider: Provider, device: str) -> None:
         self.device = device
-        #: Descriptions of the arguments of :meth:`echo`.
-        self.seen: list[Any] = []
+        #: What the argument of :meth:`echo` should be, and where it differs.
+        self.expected: Any = None
+        self.seen = ["it was not called"]
         #: Arguments that the server keeps.
         self.kept: list[Any] = []
         self.runs = 0
@@ -33,7 +34,7 @@ class Endpoints:
     def echo(self, *args: Any, **kwargs: Any) -> Any:
         """Return the only argument."""
         (value,) = (*args, *kwargs.values())
-        self.seen.append(describe(value))
+        self.seen = differences(self.expected, value)
         return value
 
     def echo_by_key(self, key: str, value: Any) -> Any:
@@ -96,13 +97,13 @@ def busy(endpoints: Endpoints, client: Client) -> None:
 def test_arguments_round_trip(endpoints: Endpoints, client: Client, name: str) -> None:
     """Structure, layout, flags, bits and aliases, in the endpoint and in its result; the caller's own are unchanged."""
     payload = PAYLOADS[name](endpoints.device)
-    before = describe(payload)
+    endpoints.expected = PAYLOADS[name](endpoints.device)
 
     result = client.call("echo", payload)
 
-    assert endpoints.seen == [before]
-    assert describe(result) == before
-    assert describe(payload) == before
+    assert endpoints.seen == []
+    assert differences(endpoints.expected, result) == []
+    assert differences(endpoints.expected, payload) == []
 
 
 @pytest.mark.parametrize("name", PAYLOADS)
@@ -114,7 +115,7 @@ def test_cached_results_are_one_memory(endpoints: Endpoints, client: Client, nam
 
     assert endpoints.runs == 1
     for result in (called, waited):
-        assert describe(result) == describe(expected)
+        assert differences(expected, result) == []
     assert [tensor.data_ptr() for tensor in tensors_in(called)] == [tensor.data_ptr() for tensor in tensors_in(waited)]
 
 
@@ -143,7 +144,7 @@ def test_views_among_the_arguments_share_writes(endpoints: Endpoints, client: Cl
 
     result = client.call("write", first, second=second, number=100)
 
-    assert describe(result) == describe(expected)
+    assert differences(expected, result) == []
     assert (base.data_ptr(), base.tolist()) == (address, list(range(12)))
 
 

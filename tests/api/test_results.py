@@ -13,9 +13,8 @@ from torch import nn
 from shared_rpc import Client, Handle, Provider, materialize
 from shared_rpc.errors import ConfigurationError
 from tests.kit.apps import App, Connect, Serve
-from tests.kit.comparing import same_memory
 from tests.kit.deep import deep
-from tests.kit.models import State, Tied
+from tests.kit.models import State, Tied, same_memory
 from tests.kit.modes import MODES
 from tests.kit.processes import eventually
 

@@ -14,34 +14,20 @@ from tests.kit.interpreter import Interpreter
 from tests.kit.processes import Child, python
 from tests.kit.subjects import SUBJECTS
 
-#: An app. Values are described before they are shared.
 APP = """
-    import json, sys
-
-    import torch
-
     from shared_rpc import Provider
-    from tests.kit.comparing import describe
-    from tests.kit.interpreter import bits
     from tests.kit.subjects import SUBJECTS, quietly
 
-    device = {device!r}
-    provider = Provider(device=device)
-    texts = {{}}
+    provider = Provider(device={device!r})
 
 
     @provider.share
     def subject(name):
-        made = SUBJECTS[name]
         with quietly():
-            value = made.make(device)
-            texts[name] = json.dumps([describe(value), bits(made.use(value, device)) if made.use else None])
+            value = SUBJECTS[name].make({device!r})
+            if SUBJECTS[name].use:
+                SUBJECTS[name].use(value, {device!r})
         return value
-
-
-    @provider.share(cache=False)
-    def described(name):
-        return {{"text": texts[name], "": torch.zeros(1, device=device)}}
     """
 
 
@@ -67,7 +53,7 @@ class Served:
         )
 
     def attach(self, code: str, **names: Any) -> Any:
-        """Run code in the other process, which has a client, :func:`describe` and the :class:`Subject` of a ``name``."""
+        """Run code in the other process, which has the attached ``value`` of the :class:`Subject` of a ``name``."""
         return self.client.run(PRELUDE + textwrap.dedent(code), **self.names, **names)
 
     def close(self) -> None:
@@ -79,11 +65,10 @@ class Served:
 
 #: The beginning of every piece of a client.
 PRELUDE = """
-import copy, io, json, pickle
-from tests.kit.comparing import compare, describe, differences
+import copy, io, pickle
+from tests.kit.comparing import differences
 from tests.kit.subjects import SUBJECTS, quietly
-value = client.call("subject", name)
-expected, output = json.loads(client.call("described", name)["text"])
+subject, value = SUBJECTS[name], client.call("subject", name)
 """
 
 
@@ -122,15 +107,15 @@ def test_values_round_trip(served: Served, name: str) -> None:
     """Class, attributes, strides, ties, flags, hooks and state dict are the same, as are computed results."""
     found, result = served.attach(
         """
-        found = differences(describe(value), expected)
-        use = SUBJECTS[name].use
+        found = subject.differences(value, device)
         with quietly():
-            answer = [found, bits(use(value, device)) == output if use else True]
+            own = subject.make(device)
+            answer = [found, differences(subject.use(own, device), subject.use(value, device)) if subject.use else []]
         """,
         name=name,
     )
     assert found == []
-    assert result
+    assert result == []
 
 
 @pytest.mark.parametrize("name", [name for name, subject in SUBJECTS.items() if subject.copies], indirect=True)
@@ -148,7 +133,7 @@ def test_attached_values_can_be_copied(served: Served, name: str) -> None:
             return torch.load(buffer, weights_only=False)
 
         with quietly():
-            answer = {how.__name__: compare(how(value), value) for how in (copy.deepcopy, pickled, saved)}
+            answer = {how.__name__: differences(value, how(value), subject.ignored) for how in (copy.deepcopy, pickled, saved)}
         """,
         name=name,
     )

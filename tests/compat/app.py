@@ -11,8 +11,8 @@ import torch
 
 from shared_rpc import Handle, Provider
 from tests.compat.cases import build, cases_of
-from tests.compat.comparing import digest, strided_tensors
 from tests.compat.modes import settle
+from tests.kit.comparing import digest, strided_tensors
 
 DEVICE = os.environ["COMPAT_DEVICE"]
 #: Seconds that another process may take to start, or for what it is asked, on a machine that does much else.

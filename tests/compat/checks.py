@@ -16,9 +16,9 @@ import torch
 from shared_rpc import Handle
 from tests.compat import app
 from tests.compat.cases import Case, build, cases_of
-from tests.compat.comparing import bits, differences, digest, is_memory, memories, strided_tensors
 from tests.compat.modes import CLIENT_MODES, mode, repeatable
 from tests.compat.places import beside_parameters, in_memfd, in_slab, outside
+from tests.kit.comparing import bits, differences, digest, is_memory, memories, strided_tensors
 from tests.kit.processes import eventually
 
 

@@ -8,7 +8,7 @@ import numpy
 import torch
 
 from shared_rpc.memory.mapping import MAPPINGS
-from tests.compat.comparing import memories, reached
+from tests.kit.comparing import memories, reached
 
 #: What a process may have of its own of an attached object, beside its Python objects, and why.
 OWN = {

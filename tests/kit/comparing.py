@@ -1,179 +1,314 @@
-"""Descriptions of values that two processes can compare: everything that sharing preserves.
-
-A description is a dict of short texts by path, which travels as JSON. Two values with equal descriptions have the same classes,
-attributes, strides, bits, ties, flags, hooks (in their order) and state dicts.
-"""
+"""Comparison of two objects, bit for bit: classes, attributes, memory layout, and what is one object in several places."""
 
 from __future__ import annotations
 
 import enum
+import functools
+import hashlib
+import re
 import types
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+import weakref
+from collections.abc import Iterator
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import numpy
+import torch
+
+_ATOMS = (
+    bool,
+    int,
+    str,
+    bytes,
+    type(None),
+    type(Ellipsis),
+    type(NotImplemented),
+    range,
+    slice,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    torch.Size,
+    re.Pattern,
+    enum.Enum,
+    types.ModuleType,
+)
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type(len), types.MethodDescriptorType, types.WrapperDescriptorType)
+#: Keyed by numbers that each process gives: only what they hold is compared.
+#: transformers' hash of a text, torch's address of a function and number of a traced graph: others each time.
+_OF_THE_PROCESS = r"_original_object_hash$|_torchdynamo_wrapper_id$|\._graph\._co_fields"
+_HOOKS = re.compile(r"_(non_persistent|.*hooks.*|is_full_backward_hook)")
 
 
-#: Compared by its text alone.
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), range, slice, enum.Enum, type)
-
-#: Specific to each process: the results of compilation, and of tracing by torch.
-_OWN = {
-    *("_compiled_call_impl", "dynamo_ctx", "get_compiler_config", "_graph"),
-    *("_torchdynamo_orig_callable", "_torchdynamo_wrapper_id", "_dynamo_static_input_type"),
-}
-
-#: Dropped by torch's own pickling: attributes of wrapped hooks, and of optimisers.
-_DROPPED = {
-    *("__module__", "__name__", "__qualname__", "__doc__", "__wrapped__", "__annotations__", "__annotate__", "__type_params__"),
-    "_from_public_api",
-    "_warned_capturable_if_run_uncaptured",
-}
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a strided tensor's elements, in the order of its indices, on the host."""
+    with torch.no_grad():
+        plain = tensor.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg()
+        plain = plain.to("cpu") if plain.device.type != "cpu" else plain
+        return plain.contiguous().reshape(-1).view(torch.uint8).clone()
 
 
-def compare(value: Any, reference: Any) -> list[str]:
-    """Return the differences between two values of one process."""
-    return differences(describe(value), describe(reference))
+def _is_wrapper(tensor: torch.Tensor) -> bool:
+    return torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor)
 
 
-def differences(found: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
-    """Return one line for each path at which two descriptions differ, in the order of the paths."""
+def _tensor_facts(tensor: torch.Tensor) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "dtype": tensor.dtype,
+        "shape": None if tensor.is_nested else tuple(tensor.shape),
+        "device": tensor.device.type,
+        "layout": tensor.layout,
+        "requires_grad": tensor.requires_grad,
+        "is_leaf": tensor.is_leaf,
+        "is_inference": tensor.is_inference(),
+    }
+    if tensor.layout is torch.strided and not tensor.is_nested and not _is_wrapper(tensor):
+        facts["strides"] = tuple(tensor.stride())
+        facts["offset"] = tensor.storage_offset()
+        facts["conjugated"] = tensor.is_conj()
+        facts["negated"] = tensor.is_neg()
+        facts["bytes of the storage"] = tensor.untyped_storage().nbytes()
+    return facts
+
+
+def _parts(tensor: torch.Tensor) -> list[tuple[str, Any]] | None:
+    """What a tensor that is no plain memory is made of; None for one that is."""
+    if _is_wrapper(tensor):
+        names, context = tensor.__tensor_flatten__()
+        return [(name, getattr(tensor, name)) for name in names] + [("context", context)]
+    if tensor.is_nested:
+        return [(f"[{index}]", part) for index, part in enumerate(tensor.detach().unbind())]
+    if tensor.layout is torch.sparse_coo:
+        return [("indices", tensor.detach()._indices()), ("values", tensor.detach()._values())]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [("crow", tensor.crow_indices()), ("col", tensor.col_indices()), ("values", tensor.detach().values())]
+    if tensor.is_quantized:
+        parts: list[tuple[str, Any]] = [("int_repr", tensor.int_repr()), ("qscheme", str(tensor.qscheme()))]
+        if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+            return [*parts, ("scale", tensor.q_scale()), ("zero point", tensor.q_zero_point())]
+        return [*parts, ("scales", tensor.q_per_channel_scales()), ("zero points", tensor.q_per_channel_zero_points())]
+    return None
+
+
+def _slots(value: Any) -> Iterator[tuple[str, Any]]:
+    for base in type(value).__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                yield f".{name}", getattr(value, name)
+
+
+def _own(value: Any) -> list[tuple[str, Any]]:
+    """The attributes of an object, what a container holds, and for one that has neither what its reduction says."""
+    found: list[tuple[str, Any]] = []
+    if isinstance(value, dict):
+        found.append((" keys", [key if isinstance(key, _ATOMS) else repr(key) for key in value]))
+        found.extend((f"[{key!r}]", item) for key, item in value.items())
+    elif isinstance(value, (list, tuple)):
+        found.extend((f"[{index}]", item) for index, item in enumerate(value))
+    elif isinstance(value, (set, frozenset)):
+        found.append((" items", sorted(map(repr, value))))
+    attributes = getattr(value, "__dict__", None)
+    if isinstance(attributes, dict):
+        for name, item in attributes.items():
+            if isinstance(value, torch.nn.Module) and _HOOKS.fullmatch(name) and isinstance(item, dict):
+                found.append((f".{name}", list(item.values())))
+            else:
+                found.append((f".{name}", item))
+        found.sort(key=lambda part: part[0])
+    found.extend(_slots(value))
+    return found
+
+
+def _reduction(value: Any) -> list[tuple[str, Any]]:
+    try:
+        reduced = value.__reduce_ex__(4)
+    except Exception:
+        return []
+    if isinstance(reduced, str):
+        return [(" reduction", reduced)]
     return [
-        f"{path}: {found.get(path, 'absent')}, expected {expected.get(path, 'absent')}"
-        for path in dict.fromkeys((*expected, *found))
-        if found.get(path) != expected.get(path)
+        (f" reduction[{index}]", list(part) if index > 2 and part is not None else part) for index, part in enumerate(reduced)
     ]
 
 
-def describe(value: Any) -> dict[str, str]:
-    """Describe a value by path: everything that must be equal in every process."""
-    return dict(_Walk().visit(value, "value"))
+def parts_of(value: Any) -> list[tuple[str, Any]]:
+    """What an object is made of, by names; empty for what has no parts that can be told."""
+    if isinstance(value, torch.Tensor):
+        found = _parts(value) or []
+        if value.is_leaf and value.grad is not None:
+            found.append((".grad", value.grad))
+        attributes = {} if found and _is_wrapper(value) else getattr(value, "__dict__", {})
+        # The compiler leaves marks on tensors that it has met.
+        found.extend((f".{name}", item) for name, item in sorted(attributes.items()) if not name.startswith("_dynamo_"))
+        return found
+    if isinstance(value, functools.partial):
+        return [(".func", value.func), (".args", value.args), (".keywords", value.keywords)]
+    if isinstance(value, types.MethodType):
+        return [(".__func__", value.__func__), (".__self__", value.__self__)]
+    if isinstance(value, types.FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        return [(".__closure__", cells), (".__defaults__", value.__defaults__), (".__kwdefaults__", value.__kwdefaults__)]
+    if isinstance(value, torch.utils.hooks.RemovableHandle):
+        hooks = value.hooks_dict_ref()
+        return [(" hooks", None if hooks is None else list(hooks.values()))]
+    if type(value).__name__ == "_WrappedHook":  # torch's own pickling keeps these two of its attributes
+        return [(".hook", value.hook), (".with_module", value.with_module)]
+    if isinstance(value, weakref.ref):
+        return [("()", value())]
+    if isinstance(value, types.MappingProxyType):
+        return [(" items", dict(value))]
+    if isinstance(value, torch.Generator):
+        return [(" state", value.get_state())]
+    if isinstance(value, (dict, list, tuple, set, frozenset)) or isinstance(getattr(value, "__dict__", None), dict):
+        return _own(value)
+    return _own(value) or _reduction(value)
 
 
-class _Walk:
-    def __init__(self) -> None:
-        self._paths: dict[int, str] = {}
-        self._storages: dict[int, str] = {}
-        #: Ids are unique only among living objects.
-        self._kept: list[Any] = []
-
-    def visit(self, value: Any, path: str) -> Iterator[tuple[str, str]]:
-        import torch
-
-        if isinstance(value, (*_PLAIN, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)):
-            yield path, f"{_name(type(value))} {value!r}"
-            return
-        if isinstance(value, torch.SymInt):
-            yield path, "a symbol"  # the lengths of ragged rows, which each process numbers
-            return
-        known = self._paths.get(id(value))
-        if known is not None:
-            yield path, f"is {known}"
-            return
-        self._paths[id(value)] = path
-        self._kept.append(value)
-        yield path, _name(type(value))
-        if isinstance(value, torch.Tensor):
-            yield from self._tensor(value, path)
-        elif isinstance(value, torch.nn.Module):
-            yield from self._module(value, path)
-        elif isinstance(value, (types.FunctionType, types.MethodType, types.BuiltinFunctionType)):
-            yield from self._function(value, path)
-        elif isinstance(value, Mapping):
-            yield f"{path}.keys", repr(list(value))
-            for key, item in value.items():
-                yield from self.visit(item, f"{path}[{key!r}]")
-        elif isinstance(value, (list, tuple)):
-            for index, item in enumerate(value):
-                yield from self.visit(item, f"{path}[{index}]")
-        elif isinstance(value, (set, frozenset)):
-            yield f"{path}.items", repr(sorted(map(repr, value)))
-        elif isinstance(value, torch.utils.hooks.RemovableHandle):
-            yield f"{path}.id", str(value.id)
-            yield from self.visit(value.hooks_dict_ref(), f"{path}.hooks")
-            extras = [extra for reference in value.extra_dict_ref if (extra := reference()) is not None]
-            yield from self.visit(extras, f"{path}.extras")
-            return
-        elif isinstance(value, torch.Generator):
-            yield from self.visit(value.get_state(), f"{path}.state")
-        yield from self._attributes(value, path)
-
-    def _attributes(self, value: Any, path: str) -> Iterator[tuple[str, str]]:
-        if isinstance(value, types.FunctionType):
-            return
-        for name, item in getattr(value, "__dict__", {}).items():
-            if name not in _OWN and name not in _DROPPED:
-                yield from self.visit(item, f"{path}.{name}")
-        for kind in type(value).__mro__:
-            slots = kind.__dict__.get("__slots__", ())
-            for name in (slots,) if isinstance(slots, str) else slots:
-                if name not in ("__dict__", "__weakref__") and isinstance(kind.__dict__.get(name), types.MemberDescriptorType):
-                    yield from self.visit(getattr(value, name, "unset"), f"{path}.{name}")
-
-    def _tensor(self, tensor: torch.Tensor, path: str) -> Iterator[tuple[str, str]]:
-        import torch
-
-        from tests.kit.interpreter import bits
-
-        with torch.no_grad():
-            # The results of autograd are shared as values.
-            leaf = tensor if tensor.is_leaf else tensor.detach()
-            flags = ", ".join(
-                name
-                for name, holds in {
-                    "requires_grad": leaf.requires_grad,
-                    "conj": tensor.is_conj(),
-                    "neg": tensor.is_neg(),
-                    "inference": tensor.is_inference(),
-                }.items()
-                if holds
-            )
-            shape = [size if type(size) is int else "ragged" for size in tensor.shape]
-            yield f"{path}.flags", f"{tensor.dtype} {shape} {tensor.device.type} {tensor.layout} {flags}"
-            if torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
-                for name in tensor.__tensor_flatten__()[0]:
-                    yield from self.visit(getattr(tensor, name), f"{path}.{name}")
-            elif tensor.layout is torch.sparse_coo:
-                yield from self.visit(tensor._indices(), f"{path}.indices")
-                yield from self.visit(tensor._values(), f"{path}.values")
-            elif tensor.is_quantized:
-                yield f"{path}.quantised", f"{tensor.qscheme()} {bits(tensor.int_repr())} {bits(tensor.dequantize())}"
-            elif type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__ or tensor.data_ptr():
-                plain = tensor.as_subclass(torch.Tensor)
-                storage = self._storages.setdefault(plain.untyped_storage()._cdata, path)
-                self._kept.append(plain)
-                yield f"{path}.layout", f"{plain.stride()} {plain.storage_offset()} of the storage of {storage}"
-                yield f"{path}.bits", bits(plain)
-
-    def _module(self, module: torch.nn.Module, path: str) -> Iterator[tuple[str, str]]:
-        yield f"{path}.mro", " ".join(_name(kind) for kind in type(module).__mro__)
-        state = module.state_dict(keep_vars=True)
-        yield f"{path}.state_dict", " ".join(state)
-        yield f"{path}.state_dict._metadata", repr(dict(state._metadata))
-        yield f"{path}.named_parameters", " ".join(name for name, _ in module.named_parameters())
-        yield f"{path}.named_buffers", " ".join(name for name, _ in module.named_buffers())
-
-    def _function(self, function: Any, path: str) -> Iterator[tuple[str, str]]:
-        compiled = getattr(function, "_torchdynamo_orig_callable", None)
-        if compiled is not None:
-            yield from self.visit(compiled, f"{path}.<compiled>")
-            return
-        yield f"{path}.name", f"{function.__module__}.{function.__qualname__}"
-        if isinstance(function, types.MethodType):
-            yield from self.visit(function.__self__, f"{path}.self")
-        for index, cell in enumerate(getattr(function, "__closure__", None) or ()):
-            try:
-                content = cell.cell_contents
-            except ValueError:
-                continue  # a name that is not bound yet
-            yield from self.visit(content, f"{path}.<closure {function.__code__.co_freevars[index]}>")
+def _is_atom(value: Any) -> bool:
+    return isinstance(value, (*_ATOMS, *_FUNCTIONS, type, float, complex)) or type(value).__module__ == "numpy"
 
 
-def _name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
+def _atoms_differ(one: Any, other: Any) -> bool:
+    if isinstance(one, (float, complex)):
+        return repr(one) != repr(other)  # NaN, and minus zero
+    if isinstance(one, (type, *_FUNCTIONS)):
+        if isinstance(one, types.FunctionType) and one.__code__.co_code != other.__code__.co_code:
+            return True
+        return (one.__module__, one.__qualname__) != (other.__module__, other.__qualname__)
+    if type(one).__module__ == "numpy":
+        if not hasattr(one, "tobytes"):
+            return bool(one != other)
+        return (one.dtype, one.shape, one.strides, one.tobytes()) != (other.dtype, other.shape, other.strides, other.tobytes())
+    return bool(one != other)
 
 
-def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors see the same bytes in the same way."""
-    return (one.data_ptr(), one.shape, one.stride(), one.dtype) == (other.data_ptr(), other.shape, other.stride(), other.dtype)
+class _Comparison:
+    def __init__(self, ignored: re.Pattern[str]) -> None:
+        self.found: list[str] = []
+        self._ignored = ignored
+        self._others: dict[int, int] = {}
+        self._ones: dict[int, int] = {}
+        self._storages: dict[int, int] = {}
+        self._kept: list[Any] = []  # ids are told apart only while their objects live
+
+    def run(self, one: Any, other: Any) -> list[str]:
+        pending = [("", one, other)]
+        while pending and len(self.found) < 20:
+            path, left, right = pending.pop()
+            if left is right or self._ignored.search(path):
+                continue
+            self._kept.append((left, right))
+            if not self._same_kind(path, left, right):
+                continue
+            if isinstance(left, torch.Tensor) and not self._same_tensor(path, left, right):
+                continue
+            if _is_atom(left):
+                if _atoms_differ(left, right):
+                    self._tell(path, left, right)
+                if not isinstance(left, types.FunctionType):
+                    continue
+            if not self._first_time(path, left, right):
+                continue
+            pending.extend(reversed(self._paired(path, left, right)))
+        return self.found
+
+    def _tell(self, path: str, left: Any, right: Any) -> None:
+        self.found.append(f"{path or 'it'}: {repr(left)[:100]} became {repr(right)[:100]}")
+
+    def _same_kind(self, path: str, left: Any, right: Any) -> bool:
+        kinds = [f"{type(value).__module__}.{type(value).__qualname__}" for value in (left, right)]
+        if type(left) is not type(right) and (kinds[0] != kinds[1] or kinds[0].partition(".")[0] == "builtins"):
+            self._tell(path, type(left), type(right))
+            return False
+        return True
+
+    def _first_time(self, path: str, left: Any, right: Any) -> bool:
+        """What is one object in several places is one object on the other side too."""
+        before = self._others.get(id(left))
+        if before is None:
+            twice = self._ones.get(id(right))
+            if twice is not None and isinstance(right, (torch.Tensor, torch.nn.Module)):
+                self.found.append(f"{path}: two {type(left).__name__} became one")
+            self._others[id(left)], self._ones[id(right)] = id(right), id(left)
+            return True
+        if before != id(right) and isinstance(left, (torch.Tensor, torch.nn.Module, list, dict)) and left:
+            self.found.append(f"{path}: one {type(left).__name__} in two places became two")
+        return False
+
+    def _same_tensor(self, path: str, left: torch.Tensor, right: torch.Tensor) -> bool:
+        facts, others = _tensor_facts(left), _tensor_facts(right)
+        for name, fact in facts.items():
+            if others.get(name) != fact and not self._ignored.search(f"{path} ({name})"):
+                self._tell(f"{path} ({name})", fact, others.get(name))
+        if facts["shape"] != others["shape"] or facts["layout"] != others["layout"] or facts["dtype"] != others["dtype"]:
+            return False
+        if _parts(left) is None:
+            if left.numel() and not torch.equal(bits(left), bits(right)):
+                self.found.append(f"{path}: other values")
+            if left.numel():
+                place = left.untyped_storage().data_ptr()
+                if self._storages.setdefault(place, right.untyped_storage().data_ptr()) != right.untyped_storage().data_ptr():
+                    self.found.append(f"{path}: shares its memory with another tensor, and did not afterwards")
+        return True
+
+    def _paired(self, path: str, left: Any, right: Any) -> list[tuple[str, Any, Any]]:
+        ones, others = parts_of(left), parts_of(right)
+        self._kept.append((ones, others))
+        names, other_names = [name for name, _ in ones], [name for name, _ in others]
+        if names != other_names:
+            gone = [name for name in names if name not in other_names] or names
+            new = [name for name in other_names if name not in names] or other_names
+            self.found.append(f"{path or 'it'} ({type(left).__name__}): {gone[:8]} became {new[:8]}")
+            return []
+        return [(path + name, item, other) for (name, item), (_, other) in zip(ones, others, strict=True)]
+
+
+def differences(one: Any, other: Any, ignored: str | None = None) -> list[str]:
+    r"""Where two objects differ, at most twenty places; an empty list if they are the same bit for bit.
+
+    :param ignored: a pattern for paths that may differ; one with ``\(strides\)`` at its end is for that fact of a tensor.
+    """
+    return _Comparison(re.compile(f"{_OF_THE_PROCESS}|{ignored}" if ignored else _OF_THE_PROCESS)).run(one, other)
+
+
+def reached(value: Any) -> list[tuple[str, Any]]:
+    """All that an object is made of, each once, by where it is and always in that order; numbers, texts and classes are not."""
+    found, kept, seen = [], [], set()
+    pending = [("", value)]
+    while pending:
+        path, item = pending.pop()
+        array = isinstance(item, numpy.ndarray)
+        if id(item) in seen or (_is_atom(item) and not array and not isinstance(item, types.FunctionType)):
+            continue
+        seen.add(id(item))
+        found.append((path, item))
+        parts = [] if array else parts_of(item)
+        kept.append(parts)  # ids are told apart only while their objects live
+        pending.extend((path + name, part) for name, part in reversed(parts))
+    return found
+
+
+def strided_tensors(value: Any) -> list[tuple[str, torch.Tensor]]:
+    """All tensors that an object reaches and that are plain memory, each once, by where they are and always in that order."""
+    every = reached(value)
+    return [(path, part) for path, part in every if isinstance(part, torch.Tensor) and _parts(part) is None and part.numel()]
+
+
+def digest(value: Any) -> str:
+    """A short text that is the same for objects whose tensors have the same bytes."""
+    summed = hashlib.sha256()
+    for path, tensor in strided_tensors(value):
+        summed.update(path.encode())
+        summed.update(bits(tensor).numpy().tobytes())
+    return summed.hexdigest()[:16]
+
+
+def memories(value: Any) -> dict[int, str]:
+    """The addresses of the memory that an object's tensors lie in, each with the path of a tensor there."""
+    return {tensor.untyped_storage().data_ptr(): path for path, tensor in strided_tensors(value) if is_memory(path)}
+
+
+def is_memory(path: str) -> bool:
+    """Whether the tensor at a path is memory of the object, and not a copy made for whoever asks, or by a reduction."""
+    return not path.endswith(("int_repr", " state")) and " reduction" not in path

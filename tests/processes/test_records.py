@@ -29,7 +29,7 @@ from shared_rpc.extras import record_file
 from shared_rpc.extras.record_file import FileRecord, save
 from shared_rpc.memory.backends.host import HOST
 from tests.kit.apps import App
-from tests.kit.comparing import describe
+from tests.kit.comparing import differences
 from tests.kit.deep import deep
 from tests.kit.models import Tied
 from tests.kit.payloads import PAYLOADS
@@ -122,7 +122,7 @@ def test_records_round_trip(here: Site, there: Site, name: str) -> None:
     """Every bit, flag, stride and tie; and nothing was built."""
     made = adopted(here, there, "all", name)
     original, arrived = here.client.call("all", name), there.client.call("all", name)
-    assert describe(arrived) == describe(original)
+    assert differences(original, arrived) == []
     assert (there.built, made.endpoint, made.generation) == ([], "all", 1)
     one, other = (site.client.get_object_info(site.client.list_objects()[0]["object_id"]) for site in (here, there))
     assert all(one[fact] == other[fact] for fact in ("nbytes", "private_nbytes", "cache_key"))  # type: ignore[literal-required]
@@ -320,7 +320,7 @@ def test_saved_objects_are_restored(here: Site, there: Site, path: Path) -> None
     with FileRecord(path) as record:
         made = there.client.adopt(record)
     with here.client.call("model") as original, there.client.call("model") as arrived:
-        assert describe(arrived.value) == describe(original.value)
+        assert differences(original.value, arrived.value) == []
     assert (there.built, made.generation, made.cache_key) == ([], 1, "model(size=200)")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert path.stat().st_size < record.header.nbytes + (4 << 20)  # a GPU's memory is in pieces of 2 MiB

@@ -31,7 +31,7 @@ from shared_rpc.memory.records import Record
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.records import SegmentInfo
 from tests.kit.interpreter import bits
-from tests.kit.models import Everything, Labelled, Locked, Marked, State, Tied
+from tests.kit.models import Everything, Labelled, Locked, Marked, State, Tied, same_memory
 
 Rebuilt = Callable[..., Any]
 
@@ -44,11 +44,6 @@ DTYPES = sorted(
     },
     key=str,
 )
-
-
-def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether both have the same address and layout."""
-    return (one.data_ptr(), one.shape, one.stride()) == (other.data_ptr(), other.shape, other.stride())
 
 
 # Tensors.

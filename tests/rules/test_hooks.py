@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from shared_rpc.codec.arguments import decode_arguments, encode_arguments
 from shared_rpc.codec.results import decode_result
 from shared_rpc.memory.records import Record
-from tests.kit.comparing import compare
+from tests.kit.comparing import differences
 from tests.kit.subjects import doubled, same_state
 
 Rebuilt = Callable[..., Any]
@@ -117,7 +117,7 @@ def test_models_that_keep_a_handle_can_be_copied(rebuilt_module: Rebuilt, device
     model.handle = model[0].register_forward_hook(doubled)
     result = rebuilt_module(model)
     copied = copy.deepcopy(result) if how == "deepcopy" else rebuilt_module(result)
-    assert compare(copied, result) == []
+    assert differences(result, copied) == []
     copied.handle.remove()
     assert (len(copied[0]._forward_hooks), len(result[0]._forward_hooks)) == (0, 1)
 

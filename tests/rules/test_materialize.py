@@ -16,8 +16,7 @@ from torch.nn.utils import parametrizations
 from shared_rpc import materialize
 from shared_rpc.errors import CapabilityError, ConfigurationError, StateMismatchError
 from tests.kit.apps import at_once
-from tests.kit.comparing import same_memory
-from tests.kit.models import Tied
+from tests.kit.models import Tied, same_memory
 
 MIB = 1 << 20
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import closing
 from typing import Any
@@ -15,15 +16,15 @@ from torch.overrides import TorchFunctionMode
 from shared_rpc.codec.arguments import decode_arguments, encode_arguments
 from shared_rpc.codec.results import decode_result, publish
 from shared_rpc.memory.records import Record
-from tests.kit.comparing import describe, differences
+from tests.kit.comparing import differences
 from tests.kit.modes import MODES
-from tests.kit.subjects import SUBJECTS, quietly
+from tests.kit.subjects import SUBJECTS, Subject, quietly
 
 #: Values whose rebuilding makes unusual calls of torch.
 VALUES = {
-    **{name: subject.make for name, subject in SUBJECTS.items() if subject.on == ("cpu", "cuda") and "compiled" not in name},
-    "sparse": lambda device: _holding(torch.eye(3, device=device).to_sparse()),
-    "quantised": lambda device: _holding(torch.quantize_per_tensor(torch.ones(2, device=device), 0.5, 1, torch.qint8)),
+    **{name: subject for name, subject in SUBJECTS.items() if subject.on == ("cpu", "cuda") and "compiled" not in name},
+    "sparse": Subject(lambda device: _holding(torch.eye(3, device=device).to_sparse())),
+    "quantised": Subject(lambda device: _holding(torch.quantize_per_tensor(torch.ones(2, device=device), 0.5, 1, torch.qint8))),
 }
 
 
@@ -46,13 +47,11 @@ def test_attaching_is_independent_of_modes(published: Callable[..., Record], dev
     """Every value is real, with its own dtype, and no tensor of the mode; copied ones too."""
     found = {}
     with quietly():
-        for name, make in VALUES.items():
-            value = make(device)
-            expected = describe(value)
-            record = published(value, tensors=tensors)
+        for name, subject in VALUES.items():
+            record = published(subject.make(device), tensors=tensors)
             for mode in MODES if name in SOME else THOROUGH:
                 result = MODES[mode](lambda record=record: decode_result(record.skeleton, record.table, record.segments))
-                found[name, mode] = differences(describe(result), expected)
+                found[name, mode] = subject.differences(result, device)
     assert {case: lines for case, lines in found.items() if lines} == {}
 
 
@@ -61,18 +60,17 @@ def test_attaching_is_independent_of_modes(published: Callable[..., Record], dev
 def test_publishing_is_independent_of_modes(device: str, no_leaks: None, mode: str, tensors: Any) -> None:
     """Real tensors are moved or copied, including large ones, with any mode at the endpoint's return."""
     value = {"model": nn.Linear(4, 4, device=device), "large": torch.arange(1 << 19, device=device)}
-    expected = describe(value)
+    own = copy.deepcopy(value)
     with closing(MODES[mode](lambda: publish(value, device, "read_write", "endpoint", tensors=tensors))) as record:
-        assert differences(describe(decode_result(record.skeleton, record.table, record.segments)), expected) == []
+        assert differences(own, decode_result(record.skeleton, record.table, record.segments)) == []
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_arguments_are_independent_of_modes(device: str, no_leaks: None, mode: str) -> None:
     """Real tensors are copied, including large ones."""
     value = [nn.Linear(4, 4, device=device), torch.arange(1 << 19, device=device)]
-    expected = describe(value)
     with closing(MODES[mode](lambda: encode_arguments(value, {}, device))) as arguments:
-        assert differences(describe(decode_arguments(arguments)[0]), expected) == []
+        assert differences(value, decode_arguments(arguments)[0]) == []
 
 
 def test_modes_are_restored(published: Callable[..., Record], device: str) -> None:

@@ -140,7 +140,7 @@ def _lora(attached: Any, own: Any, device: str) -> None:
     """An adapter added to the shared UNet is the client's own, and leaves the shared weights."""
     from peft import LoraConfig
 
-    from tests.compat.comparing import digest
+    from tests.kit.comparing import digest
 
     before = [parameter.clone() for parameter in attached.parameters()]
     shared = list(attached.parameters())

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from tests.compat.cases import Case
-from tests.compat.comparing import digest
 from tests.compat.modes import repeatable
+from tests.kit.comparing import digest
 
 TITLE = "peft"
 REQUIRES = ("peft", "transformers")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.compat.cases import Case
-from tests.compat.comparing import strided_tensors
+from tests.kit.comparing import strided_tensors
 
 TITLE = "torch: modules"
 REQUIRES = ("numpy",)
