@@ -30,23 +30,19 @@ _FENCE = re.compile(r"^```(?:\{code-block\} )?(\w+)\n((?::\w+: [^\n]*\n)*)\n?(.*
 _CAPTION = re.compile(r"^:caption: (.*)$", re.MULTILINE)
 #: Commands that serve run until Ctrl-C, or until another command ends them.
 _SERVES = re.compile(r"ROLE=server |^shared-rpc serve ")
-_TOKENS = re.compile(
-    r"(?P<pid>(?<=pid )\d+|\b\d+(?= \(python))"
-    r"|(?P<task>\b[0-9a-f]{8,}-\d+\b)"
-    r"|(?P<id>\b[0-9a-f]{8,}\b)"
-    r"|(?P<socket>/\S+\.sock)"
-    r"|(?P<time>\b\d+(?:\.\d+)? (?:µs|ms|s|min)\b)"
-    r"|(?P<copied>\b\d+(?:\.\d+)? (?:B|KiB)(?=\s{2,}cpu\b))"  # of a skeleton: another release of a library, another size
-    r"|(?P<space>\s+)"
-)
+#: What may differ, by its kind, besides pids.
 _PATTERNS = {
-    "task": r"[0-9a-f]{8,}-\d+",
-    "id": r"[0-9a-f]{8,}",
+    "task": r"\b[0-9a-f]{8,}-\d+\b",
+    "id": r"\b[0-9a-f]{8,}\b",
     "socket": r"/\S+\.sock",
-    "time": r"\d+(?:\.\d+)? (?:µs|ms|s|min)",
-    "copied": r"\d+(?:\.\d+)? (?:B|KiB)",
+    "time": r"\b\d+(?:\.\d+)? (?:µs|ms|s|min)\b",
+    # Of a skeleton: another release of a library, another size.
+    "copied": r"\b\d+(?:\.\d+)? (?:B|KiB)(?=\s{2,}cpu\b)",
     "space": r"\s+",
 }
+_TOKENS = re.compile(
+    r"(?P<pid>(?<=pid )\d+|\b\d+(?= \(python))" + "".join(f"|(?P<{kind}>{pattern})" for kind, pattern in _PATTERNS.items())
+)
 
 
 class Step(NamedTuple):

@@ -175,35 +175,12 @@ def go_on(connection: Connection, plan: Plan, moment: int) -> None:
         assert connection.exchanges.withdraw(exchange)
 
 
-@given(st.lists(plans, min_size=1, max_size=5), st.data())
-def test_any_chunking_and_order_is_handled(chosen: list[Plan], data: st.DataObject) -> None:
-    """Each request gets its updates in order, and its reply; those of abandoned requests are released."""
-    with nothing_leaks():
-        connection = Connection()
-        begin_all(connection, chosen)
-        for moment, (content, fds) in enumerate(arrivals(data, chosen)):
-            connection.buffers.feed(content, fds)
-            connection.exchanges.deliver()
-            for plan in chosen:
-                go_on(connection, plan, moment)
-        for plan in chosen:
-            assert (plan.reply is None) == plan.left
-            if plan.reply is not None:
-                assert isinstance(plan.reply.message, m.Result)
-                assert plan.reply.message.object_id == f"object {plan.number}"
-                assert len(plan.reply.frame.fds) == plan.fds
-                plan.reply.frame.close()
-            assert plan.heard == list(range(len(plan.heard)))
-            assert len(plan.heard) == plan.early or plan.left or plan.withdraws is not None
-        given_back = [message.object_ids for _, message in connection.sent() if isinstance(message, m.Release)]
-        assert sorted(given_back) == sorted([f"object {plan.number}"] for plan in chosen if plan.managed and plan.left)
-        assert not connection.exchanges.pending and not connection.exchanges.owed
-        connection.close()
+@given(st.lists(plans, min_size=1, max_size=5), st.none() | st.integers(0, 300), st.data())
+def test_any_chunking_order_and_end_is_handled(chosen: list[Plan], end: int | None, data: st.DataObject) -> None:
+    """Each request gets its updates in order, and its reply, or an error if the connection ends before; nothing is owed.
 
-
-@given(st.lists(plans, min_size=1, max_size=4), st.integers(0, 300), st.data())
-def test_an_end_at_any_byte_is_handled(chosen: list[Plan], end: int, data: st.DataObject) -> None:
-    """Answered requests have their answers, the others an error; nothing is owed."""
+    Leases in replies to abandoned requests are released.
+    """
     with nothing_leaks():
         connection = Connection()
         begin_all(connection, chosen)
@@ -212,18 +189,28 @@ def test_an_end_at_any_byte_is_handled(chosen: list[Plan], end: int, data: st.Da
             connection.exchanges.deliver()
             for plan in chosen:
                 go_on(connection, plan, moment)
-        connection.exchanges.fail(ConnectionClosed("the other side closed the connection"))
+        if end is not None:
+            connection.exchanges.fail(ConnectionClosed("the other side closed the connection"))
         for plan in chosen:
-            if plan.left or plan.exchange is None:
+            exchange = plan.exchange
+            assert exchange is not None
+            assert plan.heard == list(range(len(plan.heard)))
+            if plan.left:
                 continue
-            if plan.reply is None and plan.exchange.answer is None:
+            if plan.reply is None and exchange.answer is None:
+                assert end is not None
                 with pytest.raises(ConnectionClosed):
-                    connection.exchanges.reply(plan.exchange)
-                assert not connection.exchanges.withdraw(plan.exchange)
+                    connection.exchanges.reply(exchange)
+                assert not connection.exchanges.withdraw(exchange)
                 continue
-            reply = plan.reply or connection.exchanges.reply(plan.exchange)
-            assert len(reply.frame.fds) == plan.fds
+            assert len(plan.heard) == plan.early or end is not None or plan.withdraws is not None
+            reply = plan.reply or connection.exchanges.reply(exchange)
+            assert isinstance(reply.message, m.Result)
+            assert (reply.message.object_id, len(reply.frame.fds)) == (f"object {plan.number}", plan.fds)
             reply.frame.close()
+        if end is None:
+            given_back = [message.object_ids for _, message in connection.sent() if isinstance(message, m.Release)]
+            assert sorted(given_back) == sorted([f"object {plan.number}"] for plan in chosen if plan.managed and plan.left)
         assert not connection.exchanges.pending and not connection.exchanges.owed
         connection.close()
 

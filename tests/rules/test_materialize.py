@@ -237,9 +237,6 @@ def test_requires_grad_follows_the_source() -> None:
     assert not frozen.weight.requires_grad
 
 
-# Operations of constructors on tensors.
-
-
 # Names.
 
 
@@ -260,20 +257,28 @@ def test_names_are_mapped_by_patterns() -> None:
     assert same_memory(model.layers[0]["out"].bias, source.layers[0]["out"].bias)
 
 
+LINEAR = nn.Linear(2, 2)
+
+
 @pytest.mark.parametrize(
-    ("source", "rename", "message"),
+    ("source", "options", "message"),
     [
-        (nn.Linear(2, 2), {"a.*": "b.*.*"}, "the name has 2 stars and its pattern 1"),
-        (nn.Linear(2, 2), {"weight": "bias"}, "'bias' and 'weight' of the source are both 'bias'|'weight' and 'bias'"),
-        (3, None, "the source is a int"),
-        ({"a": {"b": torch.ones(1)}}, None, "has a dict at 'a'"),
-        ({"a": torch.ones(1, device="meta")}, None, "'a' is on the meta device"),
+        (LINEAR, {"rename": {"a.*": "b.*.*"}}, "the name has 2 stars and its pattern 1"),
+        (LINEAR, {"rename": {"weight": "bias"}}, "'bias' and 'weight' of the source are both 'bias'|'weight' and 'bias'"),
+        (LINEAR, {"rename": "weight"}, "rename='weight': use a dict"),
+        (LINEAR, {"rename": {"weight": 3}}, "rename={'weight': 3}: names and patterns are str"),
+        (LINEAR, {"rename": len}, "the function gave 6 for 'weight'"),
+        (LINEAR, {"own": "lora_*"}, r"own='lora_\*': use a list .* own=\['lora_\*'\]"),
+        (LINEAR, {"own": [3]}, r"own=\[\.\.\., 3, \.\.\.\]: names and patterns are str"),
+        (3, {}, "the source is a int"),
+        ({"a": {"b": torch.ones(1)}}, {}, "has a dict at 'a'"),
+        ({"a": torch.ones(1, device="meta")}, {}, "'a' is on the meta device"),
     ],
     ids=lambda value: "" if isinstance(value, nn.Module) else str(value),
 )
-def test_impossible_sources_and_maps_are_refused(source: Any, rename: dict[str, str] | None, message: str) -> None:
+def test_impossible_sources_and_options_are_refused(source: Any, options: dict[str, Any], message: str) -> None:
     """Before anything is built: sources are modules, and flat dicts of tensors that have memory."""
-    with pytest.raises(ConfigurationError, match=message), materialize(source, rename=rename):
+    with pytest.raises(ConfigurationError, match=message), materialize(source, **options):
         raise AssertionError("the block is not entered")
 
 
@@ -358,23 +363,6 @@ def test_own_parameters_with_unknown_values_are_refused(write: Callable[[nn.Line
     with pytest.raises(CapabilityError, match=expected), materialize({}, own=["**"]):
         model = Written()
     del model
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"own": "lora_*"}, r"own='lora_\*': use a list .* own=\['lora_\*'\]"),
-        ({"own": [3]}, r"own=\[\.\.\., 3, \.\.\.\]: names and patterns are str"),
-        ({"rename": "weight"}, "rename='weight': use a dict"),
-        ({"rename": {"weight": 3}}, "rename={'weight': 3}: names and patterns are str"),
-        ({"rename": len}, "the function gave 6 for 'weight'"),
-    ],
-    ids=str,
-)
-def test_options_of_another_type_are_refused(options: dict[str, Any], message: str) -> None:
-    """Before anything is built: the letters of one pattern would be taken for patterns."""
-    with pytest.raises(ConfigurationError, match=message), materialize(nn.Linear(2, 2), **options):
-        raise AssertionError("the block is not entered")
 
 
 # Which models.

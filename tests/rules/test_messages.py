@@ -134,29 +134,15 @@ def test_malformed_bodies_name_their_message(body: bytes, reason: str) -> None:
             decode_message(Frame(NUMBERS[kind], 1, body))
 
 
-@given(any_message(), plain)
-def test_additional_fields_are_refused(message: Message, surplus: Any) -> None:
-    """A message of a later protocol is not partially read."""
+@given(any_message(), plain, st.data())
+def test_bodies_that_are_longer_or_shorter_are_refused(message: Message, surplus: Any, data: st.DataObject) -> None:
+    """By a field, as of a later protocol, by bytes after the message, or by an end at any byte."""
     kind, body = encode_message(message)
-    items = msgspec.msgpack.decode(body)
-    with pytest.raises(ProtocolError, match=type(message).__name__):
-        decode_message(Frame(kind, 1, msgspec.msgpack.encode([*items, surplus])))
-
-
-@given(any_message(), st.binary(min_size=1, max_size=4))
-def test_bytes_after_the_message_are_refused(message: Message, surplus: bytes) -> None:
-    """A body is one message and nothing else."""
-    kind, body = encode_message(message)
-    with pytest.raises(ProtocolError, match=type(message).__name__):
-        decode_message(Frame(kind, 1, body + surplus))
-
-
-@given(any_message(), st.data())
-def test_truncated_messages_are_refused(message: Message, data: st.DataObject) -> None:
-    """At any byte."""
-    kind, body = encode_message(message)
-    with pytest.raises(ProtocolError, match=type(message).__name__):
-        decode_message(Frame(kind, 1, body[: data.draw(st.integers(0, len(body) - 1))]))
+    further = msgspec.msgpack.encode([*msgspec.msgpack.decode(body), surplus])
+    followed = body + data.draw(st.binary(min_size=1, max_size=4))
+    for wrong in (further, followed, body[: data.draw(st.integers(0, len(body) - 1))]):
+        with pytest.raises(ProtocolError, match=type(message).__name__):
+            decode_message(Frame(kind, 1, wrong))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -28,7 +28,6 @@ from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.records import EMPTY_TABLE
-from tests.kit.processes import links_of
 
 
 class Gpu(MemfdBackend):
@@ -185,37 +184,6 @@ def arena() -> Iterator[Segment]:
     with MemfdBackend().create(4096) as segment:
         segment.info = msgspec.structs.replace(segment.info, arena=True)
         yield segment
-
-
-def answer(arena: Segment) -> tuple[m.Result, Frame]:
-    """Return a reply with an arena's descriptor, like the first one of each connection."""
-    message = m.Result(msgspec.Raw(b""), [arena.info])
-    return message, Frame(0, 1, b"", fds=[os.dup(arena.fileno())])
-
-
-def descriptors(arena: Segment) -> int:
-    """Return the number of this process's descriptors of an arena."""
-    return links_of().count(os.readlink(f"/proc/self/fd/{arena.fileno()}"))
-
-
-def test_an_arena_that_comes_while_another_thread_ends_the_session_is_closed(
-    idle: Idle, arena: Segment, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No descriptor of it is kept."""
-    message, frame = answer(arena)
-    before, duplicate = descriptors(arena), os.dup
-
-    def slow(fd: int) -> int:
-        thread = threading.Thread(target=idle.transfer.close)
-        thread.start()
-        thread.join()
-        return duplicate(fd)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "dup", slow)
-        idle.transfer.learn(message, frame)
-    assert descriptors(arena) == before
-    frame.close()
 
 
 @pytest.mark.usefixtures("no_leaks")
