@@ -273,28 +273,6 @@ def test_results_of_a_graph_are_refused(no_leaks: None) -> None:
     assert "return result['loss'][0].detach()" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "make, path",
-    [
-        (lambda: torch.ones(1), "result is on cpu"),
-        (lambda: nn.Linear(1, 1), "result.weight is on cpu"),
-        (lambda: _keeps(torch.ones(1)), "result.state['cache'] is on cpu"),
-    ],
-    ids=["tensor", "parameter", "attribute"],
-)
-def test_memory_on_the_wrong_device_is_refused(no_leaks: None, make: Callable[[], Any], path: str) -> None:
-    """There is no silent copy to another device: the error has the tensor's device and the required one."""
-    with pytest.raises(CapabilityError) as caught:
-        publish(make(), "cuda", "read_write", "load")
-    assert f"endpoint 'load': {path}, but memory is shared on 'cuda' here: move it with .to('cuda')" in str(caught.value)
-
-
-def _keeps(tensor: torch.Tensor) -> nn.Module:
-    module = nn.Module()
-    module.state = {"cache": tensor}
-    return module
-
-
 # Records that do not fit.
 
 

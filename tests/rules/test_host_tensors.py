@@ -55,17 +55,18 @@ def test_host_state_of_known_objects_stays_on_the_host(make: Callable[[], Any]) 
 @pytest.mark.parametrize(
     "make, path",
     [
+        (lambda: torch.nn.Linear(1, 1), "result[1].weight"),
         (lambda: State(1, {"m": torch.ones(1)}), "result[1].moments['m']"),
         (lambda: State(1, {"m": _optimizer(), "t": torch.ones(1)}), "result[1].moments['t']"),
         (lambda: PackedSequence(torch.ones(1, 1), torch.tensor([1])), "result[1][0]"),
     ],
-    ids=["dataclass", "beside an optimizer", "in a packed sequence"],
+    ids=["parameter", "dataclass", "beside an optimizer", "in a packed sequence"],
 )
 def test_other_host_tensors_are_refused(make: Callable[[], Any], path: str) -> None:
     """A tensor on the host anywhere else was forgotten there: the error has its path."""
     with pytest.raises(CapabilityError) as caught:
         dump_result([torch.nn.Identity(), make()], "load", "cuda")
-    assert f"endpoint 'load': {path} is on cpu, but memory is shared on 'cuda' here" in str(caught.value)
+    assert f"endpoint 'load': {path} is on cpu, but memory is shared on 'cuda' here: move it with .to(" in str(caught.value)
 
 
 @pytest.mark.parametrize(
