@@ -6,7 +6,7 @@ A docstring has ``:class:`Handle```, as suits a reader of the code; the page cal
 from __future__ import annotations
 
 import re
-from pydoc import locate
+from pydoc import ErrorDuringImport, locate
 from typing import Any, get_type_hints, is_typeddict
 
 import msgspec
@@ -59,7 +59,10 @@ def _exists(name: str) -> bool:
     if name.partition(".")[0] not in ("shared_rpc", "shared_rpc_ray"):
         return False
     owner, _, last = name.rpartition(".")
-    return locate(name) is not None or last in getattr(locate(owner), "__annotations__", ())
+    try:
+        return locate(name) is not None or last in getattr(locate(owner), "__annotations__", ())
+    except ErrorDuringImport:  # of a module that needs Ray, for example
+        return False
 
 
 def skip(app: Sphinx, what: str, name: str, item: object, skipped: bool, options: Any) -> bool | None:
