@@ -96,7 +96,7 @@ def load(
     :param device: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"cuda:<index>"`` or a GPU's UUID; in an endpoint use
         ``provider.device_id``.
     :param wanted: selects tensors by name; by default all.
-    :param readers: number of threads that read.
+    :param readers: number of threads that read; by default one for each core, from 8 to 16.
     :raises FileNotFoundError: if a file does not exist.
     :raises CheckpointError: if a file is damaged, or not of this format. It names the file, and the tensor.
     :raises CapabilityError: if the device has too little memory.

@@ -29,8 +29,8 @@ STEP = 4 << 20
 #: Bytes of a part, which has its own digest; and bytes of a digest.
 PART = 64 << 20
 DIGEST = 16
-#: Default number of threads.
-THREADS = 8
+#: Default number of threads: reading with digests is limited by the cores, and waiting for a disk is not.
+THREADS = min(max(8, len(os.sched_getaffinity(0))), 16)
 
 
 class Part(NamedTuple):
