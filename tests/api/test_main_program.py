@@ -456,31 +456,6 @@ def test_a_fork_server_does_not_serve(script: Callable[..., Served]) -> None:
     assert not Path(served.client.socket_path).exists()
 
 
-def test_repeated_interrupts_end_the_process_once(script: Callable[..., Served]) -> None:
-    """The process ends as with one, including exit callbacks."""
-    served = script(
-        """
-import atexit, signal
-from shared_rpc import Server
-
-stop = Server.stop
-
-
-def interrupted(self):
-    signal.raise_signal(signal.SIGINT)
-    stop(self)
-    signal.raise_signal(signal.SIGTERM)
-
-
-Server.stop = interrupted
-atexit.register(report, "cleaned up")
-"""
-    )
-    served.child.expect_error("serving at")
-    assert served.end(signal.SIGINT) == (0, ["cleaned up"], "")
-    assert not Path(served.client.socket_path).exists()
-
-
 def test_processes_of_a_stuck_endpoint_end_with_the_server(serve: Callable[..., Served]) -> None:
     """They do not outlive a server that is stopped while the endpoint runs."""
     served = serve()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -167,16 +166,13 @@ def test_modules_beside_the_script_are_imported(place: Place) -> None:
     assert "beside" in forked.output
 
 
-@pytest.mark.parametrize("kind", ["directory", *deep("archive")])
-def test_other_kinds_of_scripts(place: Place, kind: str) -> None:
-    """A directory or a zip archive with a __main__.py."""
+def test_directories_are_scripts(place: Place) -> None:
+    """With a __main__.py."""
     place.write("name = 'helped'", "whole/helper.py")
     what = place.write(
         "import helper, sys\nprint(helper.name, __name__, __file__, __package__, __spec__.name, sys.argv, sys.path[0])",
         "whole/__main__.py",
     ).parent
-    if kind == "archive":
-        what = Path(shutil.make_archive(str(place.folder / "whole"), "zip", what))
     plain, forked = place.both(what, "argument")
     assert forked == plain
     assert "helped" in forked.output
@@ -193,31 +189,27 @@ def test_modules(place: Place, module: str) -> None:
     assert forked == plain
 
 
-CHILDREN = """
-    import multiprocessing, os, sys
-
-    class Kept:
-        def __init__(self, value): self.value = value
-
-    def work(kept, results):
-        results.put((type(kept).__qualname__, kept.value * 2, __name__))
-
-    if __name__ == "__main__":
-        os.chdir("/")
-        context = multiprocessing.get_context(sys.argv[1])
-        results = context.Queue()
-        process = context.Process(target=work, args=(Kept(21), results))
-        process.start()
-        print(results.get(), flush=True)
-        process.join()
-"""
-
-
-@pytest.mark.parametrize("method", ["spawn", *deep("forkserver", "fork")])
-def test_children_of_multiprocessing(place: Place, method: str) -> None:
+def test_children_of_multiprocessing(place: Place) -> None:
     """They find the main module, by a relative path too, and its classes."""
-    place.write(CHILDREN)
-    plain, forked = place.both("script.py", method)
+    place.write("""
+        import multiprocessing, os
+
+        class Kept:
+            def __init__(self, value): self.value = value
+
+        def work(kept, results):
+            results.put((type(kept).__qualname__, kept.value * 2, __name__))
+
+        if __name__ == "__main__":
+            os.chdir("/")
+            context = multiprocessing.get_context("spawn")
+            results = context.Queue()
+            process = context.Process(target=work, args=(Kept(21), results))
+            process.start()
+            print(results.get(), flush=True)
+            process.join()
+    """)
+    plain, forked = place.both("script.py")
     assert forked == plain
     assert forked.code == 0
 

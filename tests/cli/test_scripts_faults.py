@@ -68,9 +68,6 @@ def socket_of(place: Place, pid: int) -> str:
     return str(next(one["socket_path"] for one in place.zygotes() if one["pid"] == pid))
 
 
-# The zygote's death.
-
-
 @pytest.mark.parametrize("how", ["killed", "without its socket"])
 def test_a_lost_zygote_is_replaced(place: Place, zygote: int, how: str) -> None:
     """A killed one leaves its socket; one whose socket was removed ends, because no command can find it."""
@@ -166,9 +163,6 @@ def test_a_silent_client_delays_no_other(place: Place, zygote: int) -> None:
         assert zygote not in [one["pid"] for one in place.zygotes()]
 
 
-# Preloaded modules.
-
-
 @pytest.fixture
 def install(alone: Place) -> Callable[[str], None]:
     """``install(source)`` installs a module ``preloaded`` like pip."""
@@ -201,17 +195,6 @@ def test_a_changed_module_is_preloaded_again(alone: Place, install: Callable[[st
         install(source)
         assert alone.run(script).output == f"True {value}\n"
     assert len(alone.zygotes()) == 1
-
-
-def test_a_module_beside_the_script_takes_precedence(place: Place) -> None:
-    """The zygote has imported another one of that name, so it does not take part."""
-    place.write("name = 'mine'", "app/torch/__init__.py")
-    ran = place.run(place.write("import torch; print(torch.name)", "app/script.py"))
-    assert ran.output == "mine\n"
-    assert "the program's path has another " in ran.errors
-
-
-# Descriptors, users, sockets.
 
 
 def test_many_descriptors_are_passed_on(place: Place) -> None:
@@ -282,22 +265,6 @@ def test_garbage_does_not_end_a_zygote(place: Place, zygote: int, sent: bytes) -
     assert zygote in [one["pid"] for one in place.zygotes()]
 
 
-def test_only_zygotes_are_stopped(tmp_path: Path, children: list[Child]) -> None:
-    """Another program of this user that listens where a zygote would is passed over."""
-    place = Place(tmp_path, tmp_path)
-    daemon = Child(
-        "-c",
-        "import socket, sys; s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); s.listen(); print('up'); input()",
-        f"{place.base_path}-key.zygote",
-    )
-    children.append(daemon)
-    daemon.expect("up")
-    reasons: list[str] = []
-    assert stop_zygotes(place.base_path, reasons.append) == []
-    assert f"(pid {daemon.pid}) did not answer as a zygote" in reasons[0]
-    assert daemon.process.poll() is None
-
-
 @needs_another_uid
 def test_a_link_of_another_user_is_not_followed(place: Place, zygote: int, alone: Place) -> None:
     """By no command, though a zygote of this user is where it leads."""
@@ -307,28 +274,6 @@ def test_a_link_of_another_user_is_not_followed(place: Place, zygote: int, alone
     os.lchown(link, STRANGER, STRANGER)
     assert alone.zygotes() == stop_zygotes(alone.base_path, lambda reason: None) == []
     assert has_torch(alone, forked=False) == f"{WITHOUT}{link} is a link of another user (uid {STRANGER})\n"
-
-
-# Scripts.
-
-
-def test_a_removed_working_directory(place: Place) -> None:
-    """It is that of the script all the same."""
-    script = place.write("import os\ntry: print(os.getcwd())\nexcept FileNotFoundError: print('gone')")
-    remove = "import os, sys; os.rmdir(os.getcwd()); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
-    for way in ((), RUN):
-        (place.folder / "gone").mkdir()
-        ran = place.python("-c", remove, *way, script, cwd=place.folder / "gone")
-        assert ran == (0, "gone\n", "")
-
-
-def test_very_long_arguments_and_variables(place: Place) -> None:
-    """Everything that the kernel accepts is passed on whole."""
-    script = place.write("import os, sys; print([len(a) for a in sys.argv[1:]], len(os.environ['LARGE']), len(os.environ))")
-    environ: dict[str, str | None] = {"LARGE": "x" * 100_000} | {f"V{number}": "y" * 1000 for number in range(300)}
-    plain, forked = place.both(script, "a" * 120_000, *["b" * 1000] * 500, environ=environ)
-    assert forked == plain
-    assert forked.code == 0
 
 
 def test_an_invalid_setting(place: Place) -> None:
