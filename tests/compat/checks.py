@@ -71,13 +71,16 @@ class Visit:
         found = differences(one, other, self.case.ignored)
         assert not found, "; ".join(found)
 
+    def digest_there(self) -> str:
+        """Return the digest of the shared object in the process that built it."""
+        return bytes(app.digest_there(self.library, self.name).tolist()).decode()
+
     def undisturbed(self) -> None:
         """Fail unless the shared memory has the bits that it began with, here and there."""
         if digest(self.value) != self.bits:
             found = differences(self.build(), self.value, self.case.ignored)
             raise AssertionError(f"the attached object has other bits: {'; '.join(found)}")
-        there = bytes(app.digest_there(self.library, self.name).tolist()).decode()
-        assert there == self.bits, "the shared object has other bits where it was built"
+        assert self.digest_there() == self.bits, "the shared object has other bits where it was built"
 
 
 def same(visit: Visit) -> None:
@@ -111,8 +114,7 @@ def private(visit: Visit) -> None:
         for tensor in tensors:
             tensor.data.fill_(1)
     _synchronize(visit.device)
-    there = bytes(app.digest_there(visit.library, visit.name).tolist()).decode()
-    assert there == visit.bits, "what is written here is there too"
+    assert visit.digest_there() == visit.bits, "what is written here is there too"
     visit.attach_anew()
     visit.same(visit.own, visit.value)
 
@@ -193,7 +195,7 @@ def written_here(visit: Visit) -> None:
         with torch.no_grad():
             tensor.data.fill_(0.5)
         _synchronize(visit.device)
-        there = bytes(app.digest_there(visit.library, visit.name).tolist()).decode()
+        there = visit.digest_there()
         assert there == digest(visit.value), "not seen there"
         assert there != visit.bits
     finally:
@@ -245,7 +247,7 @@ def half(visit: Visit) -> None:
         del converted
         visit.attach_anew()
     visit.value.half()
-    assert bytes(app.digest_there(visit.library, visit.name).tolist()).decode() == visit.bits
+    assert visit.digest_there() == visit.bits
     visit.attach_anew()
     visit.same(visit.build(), visit.value)
 

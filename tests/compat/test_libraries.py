@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.compat.cases import LIBRARIES, cases_of
@@ -18,24 +20,24 @@ OF_CASES = [f"{library}, {case}, {host}" for (library, host), case in CASES]
 pytestmark = pytest.mark.timeout(LIMIT * 4)
 
 
-def _required(reports: Reports, library: str, config: pytest.Config) -> None:
+@pytest.fixture
+def report(visit: tuple[str, str], reports: Reports, request: pytest.FixtureRequest) -> dict[str, Any]:
+    """The report of a visit, which is waited for; skip a library, or a case, that does not run here."""
+    library, host = visit
     missing = reports.missing(library)
-    if missing and config.getoption("--require-all"):
+    if missing and request.config.getoption("--require-all"):
         pytest.fail(f"{library} is not tested, because {', '.join(missing)} cannot be imported here")
     if missing:
         pytest.skip(f"{', '.join(missing)} cannot be imported here")
+    here = reports.cases(library)
+    if not here or request.node.callspec.params.get("case", here[0]) not in here:
+        pytest.skip(f"{library} does not run it on {reports.device}")
+    return reports.of(library, host)
 
 
 @pytest.mark.parametrize(("visit", "case"), CASES, ids=OF_CASES)
-def test_what_people_do_with_an_object_works_with_an_attached_one(
-    visit: tuple[str, str], case: str, reports: Reports, pytestconfig: pytest.Config
-) -> None:
+def test_what_people_do_with_an_object_works_with_an_attached_one(case: str, report: dict[str, Any]) -> None:
     """Compared bit for bit, and everything that ``checks.py`` lists works as with an object of one's own."""
-    library, host = visit
-    _required(reports, library, pytestconfig)
-    if case not in reports.cases(library):
-        pytest.skip(f"{library} does not run it on {reports.device}")
-    report = reports.of(library, host)
     assert case in report["cases"], report["visitor"] or report["log"]
     fails = {check: words for check, (outcome, words, _) in report["cases"][case].items() if outcome == "fails"}
     assert not fails, "\n".join(f"{check}: {words}" for check, words in fails.items())
@@ -44,28 +46,21 @@ def test_what_people_do_with_an_object_works_with_an_attached_one(
 
 
 @pytest.mark.parametrize(("visit", "case"), CASES, ids=OF_CASES)
-def test_the_page_says_what_is_found(visit: tuple[str, str], case: str, reports: Reports, pytestconfig: pytest.Config) -> None:
+def test_the_page_says_what_is_found(
+    visit: tuple[str, str], case: str, reports: Reports, report: dict[str, Any], pytestconfig: pytest.Config
+) -> None:
     """The outcome, the words of a refusal and what is each process's own are those of docs/reference/compatibility."""
-    library, host = visit
-    _required(reports, library, pytestconfig)
     if pytestconfig.getoption("--write"):
         pytest.skip("it will, at the end")
-    if case not in reports.cases(library):
-        pytest.skip(f"{library} does not run it on {reports.device}")
-    found = reports.of(library, host)["found"].get(case)
+    found = report["found"].get(case)
     assert found, "nothing was found: another test says why"
-    said = differs(load(reports.device), library, case, found)
-    assert not said, f"{said}. If that is right: nox -s compat -- --device {reports.device} --write -k {library}"
+    said = differs(load(reports.device), visit[0], case, found)
+    assert not said, f"{said}. If that is right: nox -s compat -- --device {reports.device} --write -k {visit[0]}"
 
 
 @pytest.mark.parametrize("visit", VISITS, ids=NAMES)
-def test_client_and_server_end_as_they_should(visit: tuple[str, str], reports: Reports, pytestconfig: pytest.Config) -> None:
+def test_client_and_server_end_as_they_should(report: dict[str, Any]) -> None:
     """The client ends by itself, and the server at SIGINT, with nothing left to say."""
-    library, host = visit
-    _required(reports, library, pytestconfig)
-    if not reports.cases(library):
-        pytest.skip(f"{library} runs nothing on {reports.device}")
-    report = reports.of(library, host)
     assert not report["visitor"]
     assert report["ended"] == 0, report["log"]
     assert "Traceback" not in report["log"], report["log"]
