@@ -25,7 +25,7 @@ from typing import NamedTuple
 from tests.kit.processes import PYTHONPATH, eventually
 
 #: Seconds for a command, or for the expected output of a long-running one.
-PATIENCE = 60.0
+PATIENCE = 120.0
 _FENCE = re.compile(r"^```(?:\{code-block\} )?(\w+)\n((?::\w+: [^\n]*\n)*)\n?(.*?)^```$", re.MULTILINE | re.DOTALL)
 _CAPTION = re.compile(r"^:caption: (.*)$", re.MULTILINE)
 #: Commands that serve run until Ctrl-C, or until another command ends them.
