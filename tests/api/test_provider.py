@@ -40,6 +40,18 @@ def test_identical_calls_get_the_same_memory(app: App) -> None:
     assert shares_memory(one, other)
 
 
+def test_a_replaced_endpoint_has_keys_of_its_own(app: App) -> None:
+    """The same call has another key once a function with another default has taken the endpoint's name."""
+    results = []
+    for scale in (1, 2):
+
+        def scaled(size: int, scale: int = scale) -> torch.Tensor:
+            return torch.full((size,), scale)
+
+        results.append(app.share("scaled")(scaled)(3).tolist())
+    assert results == [[1] * 3, [2] * 3]
+
+
 def test_none_is_a_result(app: App) -> None:
     """Also for managed and cached endpoints, and for tasks."""
     ran = []
