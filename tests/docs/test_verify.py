@@ -40,7 +40,7 @@ BROKEN = {
 
 #: Verifies with such a subject, as a program without a main module that could be imported again.
 PROGRAM = """
-import dataclasses, json, sys
+import json, sys
 from shared_rpc.extras.verify import Settings, verify
 _, subject, *names = sys.argv
 settings = Settings("cpu", 2, 32 << 20, 4, 20, names, f"tests.kit.verify_subjects:{subject}")
@@ -71,10 +71,6 @@ class Verification:
             stderr=stderr,
             text=True,
         )
-
-    def directory(self) -> Path | None:
-        """Its own directory, while there is one."""
-        return next(self.folder.glob("shared-rpc-verify-*"), None)
 
     def processes(self) -> list[int]:
         """Its descendants."""
@@ -121,19 +117,11 @@ def start(hangups: None, scratch: Path) -> Iterator[Callable[..., Verification]]
         verification.process.communicate()
 
 
-@pytest.fixture(scope="module")
-def whole(scratch: Path) -> dict[str, Any]:
-    """The JSON report of a run of all checks."""
-    verification = Verification(scratch / "whole", "--device", "cpu", "--json", *SMALL)
-    code, output, errors = verification.end()
-    document: dict[str, Any] = json.loads(output)
-    problems = [problem for check in document["checks"] for problem in check["problems"]]
-    assert (code, errors, problems) == (0, "", [])
-    return document
-
-
-def test_all_checks_pass(whole: dict[str, Any]) -> None:
+def test_all_checks_pass(start: Callable[..., Verification]) -> None:
     """Two processes use one model and built one, and a killed client frees its memory."""
+    code, output, errors = start("--device", "cpu", "--json", *SMALL).end()
+    whole: dict[str, Any] = json.loads(output)
+    assert (code, errors, [problem for check in whole["checks"] for problem in check["problems"]]) == (0, "", [])
     assert whole["schema"] == SCHEMA
     assert whole["device"] == {"device": "cpu", "id": "cpu", "name": "host memory", "mechanism": "memfd"}
     assert (whole["workers"], whole["model_bytes"], whole["passed"]) == (2, 8 << 20, True)
@@ -208,9 +196,6 @@ def test_impossible_verifications_have_exit_code_2(options: tuple[str, ...], sai
     (line,) = ran.errors.splitlines()
     assert line.startswith("shared-rpc: cannot verify: ") and said in line
     assert json.loads(ran.output).keys() == {"schema", "error"}
-
-
-# Interrupts.
 
 
 @pytest.mark.parametrize("check", [NAMES[-1], *deep(*NAMES[:-1])])

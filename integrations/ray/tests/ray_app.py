@@ -96,11 +96,6 @@ class Holder:
         tensor.view(-1)[0] = value
         return segment_of(tensor), float(tensor.double().sum())
 
-    def keep(self, tensor: torch.Tensor) -> str:
-        """Keep a received tensor."""
-        self.kept = tensor
-        return segment_of(tensor)
-
     def described(self, odd: dict[str, Any]) -> dict[str, Any]:
         """Return each tensor as a list, with its dtype, its strides and ``requires_grad``."""
         return {
