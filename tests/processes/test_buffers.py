@@ -10,11 +10,7 @@ import pytest
 import torch
 
 from shared_rpc import Client, Provider, Server
-from shared_rpc.errors import (
-    BufferNotFound,
-    CapabilityError,
-    ConfigurationError,
-)
+from shared_rpc.errors import BufferNotFound, CapabilityError, ConfigurationError
 from shared_rpc.memory.devices import device_id, facts_of
 from tests.kit.apps import EACH_ROLE, Connect
 from tests.kit.processes import Child, eventually, python
@@ -123,16 +119,12 @@ def test_two_processes_share_a_buffer(client: Client, peer: Child, device: str) 
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
 def test_gpu_servers_create_host_buffers(client: Client, peer: Child, device: str) -> None:
-    """Raw memory has no endpoint, so a GPU's server allocates it on any device; the GPU may be named in any way."""
+    """Raw memory has no endpoint, so a GPU's server allocates it on any device."""
     made = peer.ask("b = client.create_buffer(8, 'float32', 'cpu'); b.value.fill_(4); print('made', b.object_id)", "made")
     with client.get_buffer(made) as buffer:
         assert buffer.value.tolist() == [4.0, 4.0]
         assert used(client, "cpu") == size("cpu")
         client.free_buffer(buffer)
-    for name in ("cuda", "cuda:0", torch.device("cuda", 0), device_id("cuda:0")):
-        with client.create_buffer(8, device=name) as buffer:
-            assert buffer.value.device == torch.device("cuda", 0)
-            client.free_buffer(buffer)
 
 
 def test_kept_buffers_outlive_their_creator(client: Client, peer: Child) -> None:

@@ -75,7 +75,6 @@ def raiser(provider: Provider, error: Callable[[], BaseException]) -> None:
     [
         OSError(2, "No such file", "weights.bin"),
         ExceptionGroup("several", [ValueError(1), TypeError(2)]),
-        TimeoutError("of its own"),
     ],
     ids=lambda error: type(error).__name__,
 )

@@ -237,17 +237,6 @@ def spin() -> None:
 class TestStreamOrder:
     """Earlier work is complete; nothing waits for the whole device, and the loop for no stream."""
 
-    @pytest.fixture
-    def late(self, server: Server) -> None:
-        """An endpoint whose result is written late."""
-
-        @server._provider.share(cache=False)
-        def late(value: float) -> torch.Tensor:
-            torch.cuda.set_stream(torch.cuda.Stream())
-            result = torch.zeros(1000, device="cuda")
-            spin()
-            return result.fill_(value)
-
     def test_late_arguments_arrive_complete(self, client: Client) -> None:
         """Written on any current stream."""
         stream = torch.cuda.Stream()
@@ -259,8 +248,16 @@ class TestStreamOrder:
                 x.fill_(value + 1.0)
                 assert client.call("doubled", x).unique().tolist() == [2 * (value + 1.0)]
 
-    def test_late_results_arrive_complete(self, client: Client, late: None) -> None:
+    def test_late_results_arrive_complete(self, server: Server, client: Client) -> None:
         """Written on any current stream of the endpoint's thread."""
+
+        @server._provider.share(cache=False)
+        def late(value: float) -> torch.Tensor:
+            torch.cuda.set_stream(torch.cuda.Stream())
+            result = torch.zeros(1000, device="cuda")
+            spin()
+            return result.fill_(value)
+
         reader = torch.cuda.Stream()
         for value in range(5):
             result = client.call("late", float(value))
@@ -357,13 +354,6 @@ def shared(no_leaks: None, base_path: str, device: str) -> Provider:
     return provider
 
 
-def share_a_segment(client: Client, endpoint: str) -> bool:
-    """Return whether two results of an endpoint share a segment."""
-    with client.call(endpoint, 1) as one, client.call(endpoint, 2) as other:
-        found = [MAPPINGS.find(handle.value.data_ptr()) for handle in (one, other)]
-        return len({mapping.info.id for mapping, _ in filter(None, found)}) == 1
-
-
 def test_many_cached_results_need_few_descriptors(shared: Provider, device: str) -> None:
     """In the server, and in a process that has all of them."""
     with Server(shared), Client(shared.base_path, device=device) as client:
@@ -371,7 +361,6 @@ def test_many_cached_results_need_few_descriptors(shared: Provider, device: str)
         results = [client.call("cached", number) for number in range(600)]
         assert open_fds() - before < 10 and len(MAPPINGS) - mapped < 10
         assert [int(result[-1]) for result in results] == list(range(600))
-        assert client.get_server_info()["objects"] == 600
 
 
 @pytest.mark.parametrize(
@@ -380,7 +369,6 @@ def test_many_cached_results_need_few_descriptors(shared: Provider, device: str)
         ("managed", {}, True),
         ("pinned", {}, False),
         ("ahead", {}, False),
-        ("managed", {"max_bytes": 1 << 30}, False),
         ("managed", {"quotas": {"cpu": 1 << 30}}, False),
         ("managed", {"host_quota": 1 << 30}, False),
         ("managed", {"spill_dir": "."}, False),
@@ -391,8 +379,14 @@ def test_counted_or_movable_results_have_separate_segments(
     shared: Provider, device: str, endpoint: str, options: dict[str, Any], together: bool
 ) -> None:
     """So that they can be dropped, or moved to another tier, separately."""
-    with Server(shared, **options), Client(shared.base_path, device=device) as client:
-        assert share_a_segment(client, endpoint) == together
+    with (
+        Server(shared, **options),
+        Client(shared.base_path, device=device) as client,
+        client.call(endpoint, 1) as one,
+        client.call(endpoint, 2) as other,
+    ):
+        found = [MAPPINGS.find(handle.value.data_ptr()) for handle in (one, other)]
+        assert (len({mapping.info.id for mapping, _ in filter(None, found)}) == 1) == together
 
 
 def test_exports_exclude_other_results_of_a_slab(shared: Provider, device: str, base_path: str) -> None:

@@ -43,62 +43,48 @@ def test_fork_keeps_mappings_with_their_descriptors(program: Program) -> None:
     assert child.expect("parent reads:") == "parent reads: b'other' 1 1 1"
 
 
-#: ``shared(tensor)`` returns a client's mapping of the tensor.
-SHARED = """
-import os, torch
-from shared_rpc.codec.results import decode_result, publish
-from shared_rpc.memory.mapping import MAPPINGS
-
-def shared(tensor):
-    record = publish(tensor, "cuda", "read_write", "e")
-    try:
-        return decode_result(record.skeleton, record.table, record.segments)
-    finally:
-        record.close()
-"""
-
-
 @pytest.mark.gpu
 def test_fork_leaves_gpu_memory_alone(program: Program) -> None:
     """CUDA does not work in a forked child: it drops inherited mappings without a call, and its parent continues."""
-    child = program(f"""{SHARED}
-value = shared(torch.arange(4, device="cuda"))
-if os.fork() == 0:
-    del value
-    MAPPINGS.drain()
-    print("child drained")
-    os._exit(0)
-os.wait()
-print("parent reads:", value.tolist())
-""")
+    child = program(
+        """
+        import os, torch
+        from shared_rpc.codec.results import decode_result, publish
+        from shared_rpc.memory.mapping import MAPPINGS
+
+        record = publish(torch.arange(4, device="cuda"), "cuda", "read_write", "e")
+        value = decode_result(record.skeleton, record.table, record.segments)
+        record.close()
+        if os.fork() == 0:
+            del value
+            MAPPINGS.drain()
+            print("child drained")
+            os._exit(0)
+        os.wait()
+        print("parent reads:", value.tolist())
+        """
+    )
     child.expect("child drained")
     assert child.expect("parent reads:") == "parent reads: [0, 1, 2, 3]"
 
 
-BIG = """
-    import resource, sys, torch
-    from shared_rpc import materialize
-    from torch import nn
-
-    def peak():
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-    source = {"weight": torch.empty(16384, 16384), "bias": torch.empty(16384)}
-    with materialize({"weight": torch.ones(3, 3), "bias": torch.ones(3)}):
-        warm = nn.Linear(3, 3)
-        nn.init.normal_(warm.weight)
-    before = peak()
-    with materialize(source):
-        model = nn.Linear(16384, 16384)
-        nn.init.normal_(model.weight)
-    print("compiler", "torch._dynamo" in sys.modules)
-    print("grown", (peak() - before) >> 10)
-"""
-
-
 def test_a_gigabyte_is_built_without_memory() -> None:
     """A model of 1 GiB is built without growth of the process at any time."""
-    child = python(BIG, fresh=True)
-    assert child.expect("compiler") == "compiler False"  # which takes seconds to load, for shapes of the meta device
+    child = python(
+        """
+        import resource, torch
+        from shared_rpc import materialize
+        from torch import nn
+
+        def build(size):
+            with materialize({"weight": torch.empty(size, size), "bias": torch.empty(size)}):
+                nn.init.normal_(nn.Linear(size, size).weight)
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+        before = build(3)
+        print("grown", (build(16384) - before) >> 10)
+        """,
+        fresh=True,
+    )
     assert int(child.expect("grown").split()[1]) < 64
     assert child.close() == (0, "")

@@ -1,22 +1,31 @@
-"""Arguments in memory that the server shared: they are sent by name, without a copy."""
+"""Memory of a server in its clients: objects of any class and size, which are sent back by name, without a copy."""
 
 from __future__ import annotations
 
+import importlib
+import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from torch import nn
 
 from shared_rpc import Provider, Server
+from shared_rpc.codec import by_value, placement
+from shared_rpc.codec.by_value import pickle_by_value
+from shared_rpc.memory.arena import pack
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.records import SegmentInfo, StorageEntry, TensorEntry, TensorTable
 from shared_rpc.protocol.values import TensorRef, encode
-from tests.kit.apps import Connect
+from tests.kit.apps import Connect, Serve
 from tests.kit.raw import Raw
 
+Elsewhere = Callable[..., Any]
 Remote = Callable[[str], tuple[Any, int]]
 
 #: Runs code in a client process, and counts the bytes that its arguments were copied into.
@@ -56,7 +65,7 @@ def shared(device: str, no_leaks: None, base_path: str) -> Iterator[Provider]:
 
 
 @pytest.fixture
-def remote(shared: Provider, elsewhere: Callable[..., Any]) -> Remote:
+def remote(shared: Provider, elsewhere: Elsewhere) -> Remote:
     """``remote(code)`` runs code of a client process; returns its ``answer``, and the number of bytes copied for arguments."""
     return lambda code: tuple(elsewhere(COUNTED.format(code=textwrap.indent(textwrap.dedent(code), "    "))))
 
@@ -152,3 +161,61 @@ def test_tensors_that_exceed_the_named_segment_are_refused(shared: Provider, con
         assert error.code == "codec"
         found = raw.ask(named(info.id))
         assert isinstance(found, m.Result)
+
+
+# Objects of any class and size.
+
+
+@pytest.fixture
+def provider(base_path: str, device: str) -> Provider:
+    """A provider on each kind of device."""
+    return Provider(base_path, device=device)
+
+
+def test_more_segments_than_a_message_carries_arrive(
+    device: str, get: Serve, elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An object in 260 segments; a message carries 253 descriptors at most."""
+    monkeypatch.setattr(placement, "pack", partial(pack, limit=1))
+    get([torch.full((2,), number, device=device) for number in range(260)])
+    answer = elsewhere('answer = [tensor.unique().tolist() for tensor in client.call("get")]')
+    assert answer == [[number] for number in range(260)]
+
+
+@pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
+def test_recurrent_layers_stay_in_shared_memory(device: str, get: Serve, elsewhere: Elsewhere) -> None:
+    """On a GPU torch would move their weights into one block, on either side."""
+    model = nn.LSTM(4, 4, device=device)
+    get(model)
+    for number in (2, 3):
+        elsewhere(
+            """
+            import warnings
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                model = client.call("get")
+                model.flatten_parameters()
+                model.to(device)(torch.ones(1, 1, 4, device=device))
+                model.weight_ih_l0.data.fill_(number)
+                answer = model.weight_ih_l0.sum().item()  # waits for the GPU
+            """,
+            number=number,
+        )
+        assert model.weight_ih_l0.unique().tolist() == [number]
+        model.flatten_parameters()
+
+
+def test_modules_registered_by_value_are_not_needed(
+    device: str, get: Serve, elsewhere: Elsewhere, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those given to ``pickle_by_value`` need not exist in the client."""
+    (tmp_path / "only_in_the_server.py").write_text("import torch\n\nclass Net(torch.nn.Linear):\n    answer = 42\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    private = importlib.import_module("only_in_the_server")
+    pickle_by_value(private)
+    try:
+        get(private.Net(2, 2, device=device))
+        assert elsewhere('answer = client.call("get").answer') == 42
+    finally:
+        by_value._names.discard(private.__name__)
+        del sys.modules[private.__name__]

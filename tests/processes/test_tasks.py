@@ -14,14 +14,7 @@ import pytest
 import torch
 
 from shared_rpc import Client, Provider, cancelled, progress, raise_if_cancelled
-from shared_rpc.errors import (
-    CapabilityError,
-    DeadlineExceeded,
-    EndpointNotFound,
-    ServerBusy,
-    TaskCancelled,
-    TaskError,
-)
+from shared_rpc.errors import CapabilityError, DeadlineExceeded, EndpointNotFound, ServerBusy, TaskCancelled, TaskError
 from shared_rpc.protocol.tasks import Progress, TaskInfo, TaskStatus
 from shared_rpc.server.core import Core
 from tests.kit.apps import App, Connect, Serve, shares_memory
@@ -74,6 +67,7 @@ def test_submitted_tasks_can_be_waited_for(app: App) -> None:
     before = time.time()
     task_id = app.provider.submit("ones", 3)
     assert torch.equal(app.provider.wait_for_task(task_id, 10), torch.full((3,), 2.0))
+    assert torch.equal(app.provider.execute("ones", 3, scale=4.0), torch.full((3,), 4.0))
     info = app.provider.get_task_status(task_id)
     assert before <= info.created_at <= info.started_at <= info.finished_at <= time.time()
     assert (info.endpoint, info.status, info.cache_key) == ("ones", "completed", "ones(size=3, scale=2.0)")

@@ -17,11 +17,7 @@ import torch
 
 from shared_rpc import Client, Provider, Server
 from shared_rpc.client.steps import Request, ask
-from shared_rpc.errors import (
-    CapabilityError,
-    ServerBusy,
-    StaleHandleError,
-)
+from shared_rpc.errors import CapabilityError, ServerBusy, StaleHandleError
 from shared_rpc.execution.device_memory import DeviceMemory
 from shared_rpc.protocol import generations as g
 from shared_rpc.protocol import messages as m
