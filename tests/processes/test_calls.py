@@ -136,9 +136,6 @@ def test_retained_exceptions_keep_no_memory(provider: Provider, serve: Serve, co
     eventually(is_unmapped)
 
 
-# Concurrency.
-
-
 def test_an_abandoned_inner_call_continues(provider: Provider, serve: Serve, connect: Connect) -> None:
     """Its result is cached for later calls, and no lease is left."""
     ready = asyncio.Event()
@@ -162,9 +159,6 @@ def test_an_abandoned_inner_call_continues(provider: Provider, serve: Serve, con
     with client.call("slow") as handle:
         assert handle.value.sum() == 4
     assert server.info()["builds"] == 2
-
-
-# Waiters that leave.
 
 
 def test_queued_work_without_waiters_never_runs(

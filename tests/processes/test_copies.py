@@ -299,9 +299,6 @@ def test_errors_of_the_driver_are_reported(fake: fake_driver.Driver, memory: Blo
     assert len(memory.gpu_copies) == 0
 
 
-# The reader of files.
-
-
 @on_host
 def test_a_failing_progress_callback_ends_the_reading(filled: Filled) -> None:
     """Its exception is raised once no thread reads any more."""

@@ -94,9 +94,6 @@ def test_stalled_frames_end_their_connection(intake: Intake, connected: Callable
     assert intake.expire(1000.0) is None
 
 
-# A stream of frames.
-
-
 @pytest.mark.asyncio
 async def test_queued_answers_use_no_descriptor() -> None:
     """A queued message references the owner of its descriptor until it is written, however often it is queued."""

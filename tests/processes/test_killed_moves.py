@@ -23,6 +23,7 @@ from tests.kit.moving import APP, MovedBuffer, back_of, to_of
 from tests.kit.processes import Program, eventually
 from tests.kit.service_manager import ServiceManager
 
+MakeManager = Callable[..., ServiceManager]
 #: What brokers are started with here: no zygote, which would come while some moves are made and not while others are.
 WITHOUT_ZYGOTE = "--no-preload"
 #: Bytes of an object, and of one whose file has two parts.
@@ -303,21 +304,15 @@ BROKERING = {
 }
 
 
-@pytest.fixture
-def manager(make_manager: Callable[..., ServiceManager]) -> ServiceManager:
-    """A service manager that leaves the socket to the broker."""
-    return make_manager(listen=False)
-
-
 @pytest.mark.parametrize(
     ("device", "move", "step"),
     [(*move, step) for move, steps in BROKERING.items() for step in (*steps, *(STORING if move[0] == "cpu" else ()))],
 )
 def test_killed_brokers_of_a_service_manager_keep_the_object(
-    broker_app: BrokerApp, manager: ServiceManager, killing: Killing, spill: Path, device: str, move: str, step: str
+    broker_app: BrokerApp, make_manager: MakeManager, killing: Killing, spill: Path, device: str, move: str, step: str
 ) -> None:
     """The next one has it in the source or the target tier; the manager stores nothing else."""
-
+    manager = make_manager(listen=False)
     broker_app.file.write_text(APP.format(watching=""))
     broker = manager.start(program=broker_app.program(killing.code(OF_BROKERS), spill_dir=str(spill), preload=False))
     subject = MovedBuffer(broker_app, device, nbytes_for(step))

@@ -78,7 +78,8 @@ def test_a_gigabyte_is_built_without_memory() -> None:
 
         def build(size):
             with materialize({"weight": torch.empty(size, size), "bias": torch.empty(size)}):
-                nn.init.normal_(nn.Linear(size, size).weight)
+                model = nn.Linear(size, size)
+                nn.init.normal_(model.weight)
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
         before = build(3)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,13 +20,20 @@ from torch import nn
 from shared_rpc import Provider, Server
 from shared_rpc.codec import by_value, placement
 from shared_rpc.codec.by_value import pickle_by_value
+from shared_rpc.codec.storages import whole_tensor
+from shared_rpc.errors import CapabilityError
 from shared_rpc.memory.arena import pack
+from shared_rpc.memory.backends.host import HOST
+from shared_rpc.memory.mapping import MAPPINGS
+from shared_rpc.memory.records import Record
+from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import messages as m
-from shared_rpc.protocol.records import SegmentInfo, StorageEntry, TensorEntry, TensorTable
+from shared_rpc.protocol.records import Access, SegmentInfo, StorageEntry, TensorEntry, TensorTable
 from shared_rpc.protocol.values import TensorRef, encode
 from tests.kit.apps import Connect, Serve
 from tests.kit.raw import Raw
 
+on_the_host = pytest.mark.parametrize("device", ["cpu"], indirect=True)
 Elsewhere = Callable[..., Any]
 Remote = Callable[[str], tuple[Any, int]]
 
@@ -149,7 +158,7 @@ def named(segment_id: str, nbytes: int = 16) -> m.Call:
     )
 
 
-@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+@on_the_host
 def test_tensors_that_exceed_the_named_segment_are_refused(shared: Provider, connect: Connect) -> None:
     """The server uses its own sizes, whatever the client sends."""
     with connect() as good, Raw(good.socket_path) as raw, good.call("weights", 4):
@@ -219,3 +228,53 @@ def test_modules_registered_by_value_are_not_needed(
     finally:
         by_value._names.discard(private.__name__)
         del sys.modules[private.__name__]
+
+
+# Memory that is shared with access="read" although a process had write access before.
+
+
+#: See the fixture.
+Received = Callable[..., tuple[Segment, torch.Tensor]]
+NBYTES = 8192
+
+
+@pytest.fixture
+def received(no_leaks: None) -> Iterator[Received]:
+    """``received(access, owner)`` is memory of another process, announced with that access, and a tensor over it here."""
+    with ExitStack() as stack:
+
+        def received(access: Access = "read_write", owner: str = "") -> tuple[Segment, torch.Tensor]:
+            made = stack.enter_context(HOST.create(NBYTES))
+            segment = stack.enter_context(made.duplicate(access))
+            with MAPPINGS.attach([segment], keep=True, owner=owner) as [mapping]:
+                return segment, whole_tensor(mapping, NBYTES)
+
+        yield received
+
+
+@on_the_host
+@pytest.mark.parametrize("access", ["read_write", "read"])
+def test_memory_of_a_caller_is_copied(received: Received, published: Callable[..., Record], access: Access) -> None:
+    """Whatever access the caller announced, it can still write to it: readers get other, sealed memory."""
+    segment, tensor = received(access)
+    (shared,) = published(tensor, "read").segments
+    os.pwrite(segment.fileno(), b"changed", 0)
+    assert os.pread(shared.fileno(), 7, 0) == bytes(7)
+    with pytest.raises(CapabilityError, match="shared read-only"):
+        HOST.map(shared.fileno(), NBYTES, "read_write")
+
+
+@on_the_host
+@pytest.mark.parametrize(("access", "owner"), [("read_write", ""), ("read", "a server")])
+def test_other_memory_is_not_copied(received: Received, published: Callable[..., Record], access: Access, owner: str) -> None:
+    """Memory shared for writing, and memory already sealed by a server, such as another one's result returned by a worker."""
+    segment, tensor = received(access, owner)
+    (shared,) = published(tensor, access).segments
+    assert os.path.samestat(os.fstat(shared.fileno()), os.fstat(segment.fileno()))
+
+
+@on_the_host
+def test_clients_cannot_seal_writable_memory(published: Callable[..., Record]) -> None:
+    """A seal would keep every later client from mapping the memory as shared."""
+    with pytest.raises(PermissionError):
+        HOST.seal(published(torch.zeros(NBYTES)).segments[0].fileno())

@@ -234,7 +234,7 @@ def test_a_dropped_async_client_ends_its_session(
 ) -> None:
     """On its loop, without blocking it, and after the loop's end. Handles keep their client."""
 
-    async def main() -> AsyncClient:
+    async def main() -> None:
         client = AsyncClient(base_path, device="cpu", timeout=30.0)
         handle = await client.call("kept", 3)
         dropped = weakref.ref(client)
@@ -243,11 +243,11 @@ def test_a_dropped_async_client_ends_its_session(
         del handle
         await anyio.to_thread.run_sync(await_end, server)
         assert dropped() is None
-        other = AsyncClient(base_path, device="cpu", timeout=30.0)
-        await other.ping()
-        return other
 
     anyio.run(main, backend=anyio_backend)
+    other = AsyncClient(base_path, device="cpu", timeout=30.0)
+    anyio.run(other.ping, backend=anyio_backend)
+    del other
     await_end(server)
 
 

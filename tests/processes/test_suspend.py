@@ -163,18 +163,6 @@ def test_an_object_is_active_until_its_last_handle_is_suspended(load: Callable[[
 # Memory of a client.
 
 
-def test_another_client_of_the_process_keeps_the_memory(client: Client, other: Client) -> None:
-    """Memory is mapped once in a process, until no client has a handle active; each reports to its own session."""
-    one, theirs = client.call("load"), other.call("load")
-    value = one.value
-    one.suspend()
-    assert (is_mapped(value), active(theirs)) == (True, 1)
-    theirs.suspend()
-    assert (is_mapped(value), active(theirs)) == (False, 0)
-    one.resume()
-    assert (has_numbers(value), active(theirs)) == (True, 1)
-
-
 def test_suspended_values_cannot_be_arguments(client: Client) -> None:
     """Sending a tensor reads it: the error gives the remedy."""
     handle = client.call("load")
@@ -263,17 +251,19 @@ def test_evicted_objects_return_at_their_address(client: Client, endpoint: str) 
     assert len(MAPPINGS) == others + 1
 
 
-def test_writes_survive_an_eviction(client: Client, other: Client) -> None:
-    """Of this process or another one; and later writes are visible to all."""
+def test_objects_of_several_clients_are_evicted_once_all_are_suspended(client: Client, other: Client) -> None:
+    """Memory is mapped once in a process, until no client has a handle active; writes survive, and later ones reach all."""
     handle, theirs = client.call("load"), other.call("load")
-    handle.value.mul_(3)
+    value = handle.value.mul_(3)
     handle.suspend()
+    assert (is_mapped(value), active(theirs)) == (True, 1)
     with pytest.raises(ServerBusy):
         client.evict(handle)
     theirs.suspend()
+    assert (is_mapped(value), active(theirs)) == (False, 0)
     evict(client, handle.object_id)
     handle.resume()
-    handle.value.add_(1)
+    value.add_(1)
     theirs.resume()
     assert torch.equal(theirs.value, torch.arange(SIZE) * 3 + 1)
 

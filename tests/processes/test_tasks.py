@@ -58,9 +58,6 @@ def changes(reports: list[TaskInfo]) -> list[tuple[str, bool]]:
     return [(info.status.value, info.cancel_requested) for info in reports]
 
 
-# Submitting.
-
-
 def test_submitted_tasks_can_be_waited_for(app: App) -> None:
     """A task has the result of a call, and all its facts are reported."""
     app.share("ones")(lambda size, scale=2.0: torch.ones(size) * scale)
@@ -97,9 +94,6 @@ def test_invalid_submits_are_refused(app: App) -> None:
     with pytest.raises(CapabilityError):
         app.provider.submit("ones", object())
     assert app.provider.list_tasks() == []
-
-
-# Watching.
 
 
 def test_callbacks_report_every_change_in_order(app: App, go: threading.Event, begun: threading.Event) -> None:
@@ -149,9 +143,6 @@ def test_a_failing_callback_ends_the_wait(app: App, go: threading.Event, begun: 
     eventually(lambda: app.ask(watchers) == 0)
     go.set()
     assert app.provider.wait_for_task(task_id, 10).tolist() == [5, 5]
-
-
-# Waiting.
 
 
 def test_a_wait_can_end_before_its_task(app: App, go: threading.Event, begun: threading.Event) -> None:
@@ -222,9 +213,6 @@ def test_managed_results_are_held_by_their_task(app: App) -> None:
     with pytest.raises(TaskError) as caught:
         app.provider.get_task_result(task_id)
     assert caught.value.reason == "released"
-
-
-# Failures.
 
 
 def test_failing_endpoints_fail_their_task(app: App) -> None:

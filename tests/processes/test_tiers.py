@@ -164,18 +164,6 @@ def test_every_access_restores_the_object(client: Client, way: str) -> None:
     assert found.sum() == 45
 
 
-def test_evictable_objects_of_an_endpoint_are_evicted(client: Client) -> None:
-    """The error names the others, their users and the remedy, and the number of evicted ones."""
-    with client.call("model", 4) as used:
-        client.call("model", 5).release()
-        busy = (
-            rf"1 objects were moved, and 1 were not: object {used.object_id}.*in use by pid {os.getpid()}: suspend or release"
-        )
-        with pytest.raises(ServerBusy, match=busy):
-            client.evict("model")
-    assert sorted(info["tier"] for info in client.list_objects()) == ["device", "file"]
-
-
 @pytest.mark.parametrize(
     ("endpoint", "to", "error", "says"),
     [

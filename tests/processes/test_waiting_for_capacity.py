@@ -147,17 +147,6 @@ def test_waiting_tasks_are_cancelled_at_once(full: Full, client: Client, unit: i
         assert client.get_object_info(first.object_id)["tier"] == "device"
 
 
-def test_a_server_that_refuses_does_so_at_once(full: Full, client: Client, unit: int) -> None:
-    """Like the default: cached objects without holders are dropped, and nothing waits."""
-    full(1, when_full="refuse")
-    client.call("model", 1, unit).release()
-    with client.call("model", 2, unit) as handle:
-        for request in (lambda: client.call("model", 3, unit), lambda: client.create_buffer(unit)):
-            with pytest.raises(ServerBusy, match=f"{unit} bytes .*quota .* is {unit}, and {unit}"):
-                request()
-        assert [info["object_id"] for info in client.list_objects()] == [handle.object_id]
-
-
 @pytest.mark.parametrize(
     ("options", "text"),
     [
