@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from shared_rpc.codec.blocks import storages_of_parameters
 from shared_rpc.codec.buffers import PickledBuffers
-from shared_rpc.codec.parameters import storages_of_parameters
 from shared_rpc.codec.refusals import reason_against
 from shared_rpc.codec.single import is_plain
 from shared_rpc.codec.skeleton import Scan, dump, graph_outside

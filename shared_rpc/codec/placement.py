@@ -15,9 +15,8 @@ from collections.abc import Iterable
 import msgspec
 import torch
 
-from shared_rpc.codec.blocks import Block, Span, blocks, spans
+from shared_rpc.codec.blocks import Block, Span, blocks, spans, storages_of_parameters
 from shared_rpc.codec.buffers import PickledBuffers, place
-from shared_rpc.codec.parameters import storages_of_parameters
 from shared_rpc.codec.reducers import make_storage
 from shared_rpc.codec.skeleton import Scan, load
 from shared_rpc.codec.storages import copy_bytes, current_stream

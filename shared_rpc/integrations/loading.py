@@ -168,7 +168,7 @@ def release(module: nn.Module) -> None:
 
 
 def _storages(module: nn.Module) -> Iterator[torch.UntypedStorage]:
-    from shared_rpc.codec.parameters import strided
+    from shared_rpc.codec.blocks import strided
 
     for parameter in module.parameters():
         for tensor in strided(parameter):
