@@ -23,7 +23,7 @@ from shared_rpc.zygote.child import become, open_descriptors, own_path, run_prog
 from shared_rpc.zygote.imports import Files, changeable, changes_since, preload, shadowed
 from shared_rpc.zygote.process import fork, fork_watched, pss_of, refuse
 from shared_rpc.zygote.safety import try_fork, unsafe
-from shared_rpc.zygote.wire import GO, GREETING, Lost, framed, receive, send
+from shared_rpc.zygote.wire import GO, GREETING, Lost, framed, receive, receive_fds, send
 
 #: Makes torch check for a GPU by the management library instead of CUDA: several libraries check on import.
 _ASK_NVML = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
@@ -63,7 +63,7 @@ class Control:
 
     def next(self) -> socket.socket | None:
         """Wait for a client; return None when the zygote must end."""
-        _, fds, _, _ = socket.recv_fds(self._socket, 1, 1, socket.MSG_CMSG_CLOEXEC)
+        _, fds, _ = receive_fds(self._socket, 1, 1)
         return socket.socket(fileno=fds[0]) if fds else None
 
     def leave(self) -> None:

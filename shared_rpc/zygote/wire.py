@@ -20,6 +20,7 @@ A command of ``shared-rpc run`` loads this module: its start is visible to the u
 
 from __future__ import annotations
 
+import array
 import json
 import os
 import signal
@@ -62,6 +63,16 @@ def send(sock: socket.socket, data: bytes, fds: Sequence[int] = ()) -> None:
     sock.sendall(data)
 
 
+def receive_fds(sock: socket.socket, nbytes: int, most: int) -> tuple[bytes, list[int], int]:
+    """Receive bytes and descriptors, which are close-on-exec, and the flags: socket.recv_fds() of Python 3.11 requests none."""
+    data, ancillary, flags, _ = sock.recvmsg(nbytes, socket.CMSG_LEN(most * 4), socket.MSG_CMSG_CLOEXEC)
+    fds = array.array("i")
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
+    return data, fds.tolist(), flags
+
+
 def receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Wait for a message; return it and its descriptors, which the caller owns.
 
@@ -93,7 +104,7 @@ def _message(data: bytes) -> object:
 def _exactly(sock: socket.socket, size: int, fds: list[int]) -> bytes:
     data = b""
     while len(data) < size:
-        part, more, flags, _ = socket.recv_fds(sock, min(size - len(data), 1 << 16), 253, socket.MSG_CMSG_CLOEXEC)
+        part, more, flags = receive_fds(sock, min(size - len(data), 1 << 16), 253)
         fds += more
         if flags & socket.MSG_CTRUNC:
             raise Lost("file descriptors were lost: too many are open in this process (RLIMIT_NOFILE, ulimit -n)")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import os
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from shared_rpc.zygote.wire import framed, receive, send
 from tests.kit.processes import PYTHONPATH, eventually
 from tests.kit.zygotes import Zygote
 
@@ -44,6 +46,16 @@ def with_torch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
     zygote.prepare("torch", "numpy", "numpy.random", "tempfile", "multiprocessing", "random", "concurrent.futures")
     yield zygote
     zygote.close()
+
+
+def test_received_descriptors_are_not_inherited() -> None:
+    """By programs that the receiver executes."""
+    one, other = socket.socketpair()
+    with one, other, open(os.devnull, encoding="ascii") as file:
+        send(one, framed({"type": "Fork"}), [file.fileno()])
+        _, [received] = receive(other)
+    assert not os.get_inheritable(received)
+    os.close(received)
 
 
 # Properties of a fork.
