@@ -258,8 +258,8 @@ class EndpointStatistics(TypedDict):
     errors: int
 
 
-class BufferInfo(TypedDict):
-    """Description of a buffer.
+class BufferInfo(TypedDict, total=False):
+    """The keys of :class:`ObjectInfo` that only buffers have, always all of them.
 
     ``state`` is ``"listed"``, or the reason why clients can no longer get it. It expires at ``expires_at`` and may be got
     ``accesses_left`` times; None for no limit.
@@ -294,7 +294,7 @@ class MoveInfo(TypedDict):
     seconds: float
 
 
-class ObjectInfo(TypedDict):
+class ObjectInfo(BufferInfo):
     """An object of a server, as ``get_object_info`` returns it.
 
     ``nbytes`` are shared by all, ``private_nbytes`` copied by each process that has the object. ``current`` is True if the
@@ -305,7 +305,7 @@ class ObjectInfo(TypedDict):
     ``tier`` is the place of its bytes. ``active`` is the number of sessions that hold it and have not suspended it, ``pinned``
     is True if it is never evicted, ``copies`` the bytes of its good copies in lower tiers. ``moving`` is set during a move.
 
-    A buffer has the keys of :class:`~shared_rpc.protocol.infos.BufferInfo` as well.
+    Only buffers have the keys of :class:`~shared_rpc.protocol.infos.BufferInfo`.
     """
 
     object_id: str
@@ -329,9 +329,6 @@ class ObjectInfo(TypedDict):
     moving: NotRequired[MovingInfo]
     candidate: NotRequired[bool]
     lifetime: NotRequired[str]
-    state: NotRequired[str]
-    expires_at: NotRequired[float | None]
-    accesses_left: NotRequired[int | None]
 
 
 #: Kinds of holders of an object.
