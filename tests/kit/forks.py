@@ -58,7 +58,7 @@ MODULES = """
 """
 #: Variables with these prefixes are read when a process starts. (Imports in this process set those of torch's compiler.)
 _READ_EARLY = ("PYTHON", "LD_", "OMP_NUM_THREADS", "MALLOC_", "LC_", "LANG")
-#: These take effect in a fork, or make no difference: all of them are unbuffered.
+#: These take effect in a fork, or are read on use: a driver of Ray sets the last one.
 _CARRIED_OUT = frozenset({"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONBREAKPOINT"})
 _PR_SET_CHILD_SUBREAPER = 36
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
 from shared_rpc import AsyncClient, Client, Provider
-from shared_rpc.client.steps import BlockingMethods, Operation, Work, drive
 from shared_rpc.operations import Operations
-from shared_rpc.operations.binding import Context, Leased, Steps, bound, operation
+from shared_rpc.operations.binding import operation
 from shared_rpc.operations.handles import lending
-
-T = TypeVar("T")
 
 #: Of every public operation its name and its one definition.
 DEFINED = {
@@ -21,33 +18,6 @@ DEFINED = {
     for name in dir(Operations)
     if isinstance(found := inspect.getattr_static(Operations, name), operation | lending)
 }
-
-
-class Recorder(BlockingMethods):
-    """A driver that records operations, without a server."""
-
-    def _run(self, operation: Operation[T]) -> T:
-        return drive(operation, lambda step: step.function())
-
-
-class Sums:
-    """Two operations."""
-
-    @operation
-    def add(ctx: Context, one: int, /, other: int = 1, **more: int) -> Steps[int]:
-        """Add numbers."""
-        return int((yield Work(lambda: one + other + sum(more.values()))))
-
-    @lending
-    def lend(ctx: Context, name: str) -> Steps[Leased[bytes]]:
-        """Lend a named value."""
-        yield Work(name.encode)
-        return Leased()
-
-
-@bound
-class Calculator(Recorder, Sums):
-    """A class bound to them."""
 
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient, Provider])
@@ -71,27 +41,3 @@ def test_annotations_name_the_class_of_handles(kind: Any, handle: str) -> None:
     assert inspect.signature(kind.latest).parameters["handle"].annotation == f"{handle}[T]"
     assert inspect.signature(kind.list_tasks).return_annotation == "list[TaskInfo]"
     assert kind.list_tasks.__annotations__ == {"status": "str | None", "return": "list[TaskInfo]"}
-
-
-def test_operations_are_driven_with_their_arguments() -> None:
-    """Positional, by name and variadic; a mismatch is a TypeError that names the operation."""
-    assert Calculator().add(2) == 3
-    assert Calculator().add(2, other=5, self=1, ctx=1) == 9
-    with pytest.raises(TypeError, match=r"add\(\) missing 1 required positional argument"):
-        Calculator().add()
-
-
-def test_own_methods_of_a_class_are_not_replaced() -> None:
-    """Of the class or of a subclass; the others are bound."""
-
-    @bound
-    class Own(Recorder, Sums):
-        def add(self, one: int, /, other: int = 1, **more: int) -> int:
-            return 0
-
-    class Further(Calculator):
-        def add(self, one: int, /, other: int = 1, **more: int) -> int:
-            return super().add(one, other, **more) * 10
-
-    assert (Own().add(2), Further().add(2)) == (0, 30)
-    assert isinstance(Own().lend("a"), Leased)
