@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tests.kit.modes import changed
 
 CLIENT_MODES = ("default dtype bfloat16", "default device meta", "no_grad", "inference_mode", "autocast")
 
@@ -37,25 +40,14 @@ def repeatable(device: str) -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-@contextlib.contextmanager
-def mode(name: str, device: str) -> Iterator[None]:
+def mode(name: str, device: str) -> contextlib.AbstractContextManager[None]:
     """A mode, as it is set for a whole process or around a call."""
-    if name == "default dtype bfloat16":
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(before)
-    elif name == "default device meta":
-        torch.set_default_device("meta")
-        try:
-            yield
-        finally:
-            torch.set_default_device(None)
-    elif name == "autocast":
-        with torch.autocast(device, dtype=torch.bfloat16):
-            yield
-    else:
-        with getattr(torch, name)():
-            yield
+    modes: dict[str, Any] = {
+        "default dtype bfloat16": lambda: changed(torch.set_default_dtype, torch.bfloat16, torch.get_default_dtype()),
+        "default device meta": lambda: changed(torch.set_default_device, "meta", None),
+        "autocast": lambda: torch.autocast(device, dtype=torch.bfloat16),
+        "no_grad": torch.no_grad,
+        "inference_mode": torch.inference_mode,
+    }
+    found: contextlib.AbstractContextManager[None] = modes[name]()
+    return found

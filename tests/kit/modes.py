@@ -29,7 +29,8 @@ class NoFunction(TorchFunctionMode):
 
 
 @contextmanager
-def _set(change: Callable[[Any], None], value: Any, before: Any) -> Iterator[None]:
+def changed(change: Callable[[Any], None], value: Any, before: Any) -> Iterator[None]:
+    """Change a setting of torch within the block."""
     change(value)
     try:
         yield
@@ -64,9 +65,9 @@ MODES: dict[str, Callable[[Callable[[], Any]], Any]] = {
     "a dispatch mode": _in(NoDispatch),
     "a function mode": _in(NoFunction),
     "torch.device": _in(lambda: torch.device("meta")),
-    "default device": _in(lambda: _set(torch.set_default_device, "meta", None)),
-    "default dtype": _in(lambda: _set(torch.set_default_dtype, torch.float16, torch.float32)),
-    "deterministic": _in(lambda: _set(torch.use_deterministic_algorithms, True, False)),
+    "default device": _in(lambda: changed(torch.set_default_device, "meta", None)),
+    "default dtype": _in(lambda: changed(torch.set_default_dtype, torch.float16, torch.float32)),
+    "deterministic": _in(lambda: changed(torch.use_deterministic_algorithms, True, False)),
     "inference_mode": _in(torch.inference_mode),
     "no_grad": _in(torch.no_grad),
     "vmap": _transformed(torch.vmap),
