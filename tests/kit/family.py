@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import re
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,23 +16,9 @@ from shared_rpc.memory.mapping import MAPPINGS
 from tests.kit.processes import links_of
 
 
-def segments() -> list[str]:
-    """Return the id of the segment behind each host mapping of this process."""
-    return re.findall(r"memfd:shared-rpc-(\w+)", Path("/proc/self/maps").read_text())
-
-
 def descriptors() -> int:
     """Return the descriptors of this process that keep host segments alive."""
     return sum("memfd:shared-rpc" in link for link in links_of())
-
-
-def private() -> int:
-    """Return the bytes of memory that is private to this process, and of torch's copies for others."""
-    rollup = Path("/proc/self/smaps_rollup").read_text()
-    bytes_ = sum(int(amount) * 1024 for amount in re.findall(r"Private_\w+: +(\d+) kB", rollup))
-    for start, end in re.findall(r"^(\w+)-(\w+) .*/torch_", Path("/proc/self/maps").read_text(), re.MULTILINE):
-        bytes_ += int(end, 16) - int(start, 16)
-    return bytes_
 
 
 def settle() -> None:
