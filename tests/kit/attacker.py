@@ -30,11 +30,11 @@ from tests.kit.raw import Raw, frame_of, sealed_memory
 #: A uid without an account, different from the kernel's overflow uid.
 STRANGER = 23456
 
-_DROP = """\
+_DROP = f"""\
 import encodings.idna, logging, os, sys, tests.kit.raw
 os.setgroups([])
-os.setresgid({uid}, {uid}, {uid})
-os.setresuid({uid}, {uid}, {uid})
+os.setresgid({STRANGER}, {STRANGER}, {STRANGER})
+os.setresuid({STRANGER}, {STRANGER}, {STRANGER})
 """
 
 CONTAINER = ("unshare", "--user", "--map-current-user", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc")
@@ -50,32 +50,24 @@ needs_another_uid = pytest.mark.skipif(os.geteuid() != 0, reason="only root can 
 needs_namespaces = pytest.mark.skipif(not _can_unshare(), reason="this machine does not allow user, pid and mount namespaces")
 
 
-def as_uid(
-    code: str,
-    *arguments: str,
-    before: str = "",
-    uid: int = STRANGER,
-    environ: dict[str, str] | None = None,
-    cwd: Path | None = None,
-) -> Child:
+def as_uid(code: str, *arguments: str, before: str = "") -> Child:
     """Run code as another user. See :func:`common_directory` for files that it is to reach.
 
     :param before: code that runs as this user, for imports: the other one may not be able to read where the interpreter lies.
     """
-    code = "\n".join([textwrap.dedent(before), _DROP.format(uid=uid), textwrap.dedent(code)])
-    return Child("-c", code, *arguments, environ=environ, cwd=cwd)
+    return Child("-c", "\n".join([textwrap.dedent(before), _DROP, textwrap.dedent(code)]), *arguments)
 
 
-def in_namespaces(code: str, *arguments: str, environ: dict[str, str] | None = None, cwd: Path | None = None) -> Child:
+def in_namespaces(code: str, *arguments: str) -> Child:
     """Run code as this user, in user, pid and mount namespaces of its own with its own /proc: another container."""
-    return Child("-c", textwrap.dedent(code), *arguments, environ=environ, cwd=cwd, before=CONTAINER)
+    return Child("-c", textwrap.dedent(code), *arguments, before=CONTAINER)
 
 
 @contextmanager
-def common_directory(mode: int = 0o1777) -> Iterator[Path]:
-    """Make a directory that all users reach: sticky and writable for everybody, as /tmp is, or with another mode."""
+def common_directory() -> Iterator[Path]:
+    """Make a directory that all users reach: sticky and writable for everybody, as /tmp is."""
     directory = Path(tempfile.mkdtemp())
-    directory.chmod(mode)
+    directory.chmod(0o1777)
     try:
         yield directory
     finally:

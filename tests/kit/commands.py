@@ -75,9 +75,9 @@ class Ran:
 class _Output(io.TextIOWrapper):
     """The end of a pipe that calls functions once its reader can see their texts: when these have been flushed."""
 
-    def __init__(self, encoding: str, when: Mapping[str, Callable[[], object]]) -> None:
+    def __init__(self, when: Mapping[str, Callable[[], object]]) -> None:
         self._bytes = io.BytesIO()
-        super().__init__(self._bytes, encoding=encoding)
+        super().__init__(self._bytes, encoding="utf-8")
         self._when = dict(when)
 
     def flush(self) -> None:
@@ -91,26 +91,24 @@ class _Output(io.TextIOWrapper):
         return self._seen()
 
     def _seen(self) -> str:
-        return self._bytes.getvalue().decode(self.encoding)
+        return self._bytes.getvalue().decode()
 
 
 def cli(
     *arguments: str,
     environ: Mapping[str, str] | None = None,
     cwd: Path | None = None,
-    encoding: str = "utf-8",
     when: Mapping[str, Callable[[], object]] | None = None,
 ) -> Ran:
     """Run ``shared-rpc`` in this process. ``serve`` fails where it would become a broker: use a process for that.
 
-    :param encoding: of standard output.
     :param when: functions to call once the reader of the output could have seen their texts.
     """
 
     def become(path: str, words: list[str]) -> None:
         raise AssertionError(f"the command becomes {words}")
 
-    output, errors, code = _Output(encoding, when or {}), io.StringIO(), 0
+    output, errors, code = _Output(when or {}), io.StringIO(), 0
     with (
         patch.dict(os.environ, environ or {}),
         patch("os.execv", become),
@@ -126,7 +124,7 @@ def cli(
     return Ran(code, output.text(), errors.getvalue())
 
 
-def spawn(*arguments: str, environ: Mapping[str, str] | None = None, cwd: Path | None = None, **options: Any) -> Ran:
+def spawn(*arguments: str, cwd: Path | None = None, **options: Any) -> Ran:
     """Run ``shared-rpc`` in a process of its own."""
     done = run(
         [sys.executable, *MODULE, *arguments],
@@ -135,6 +133,6 @@ def spawn(*arguments: str, environ: Mapping[str, str] | None = None, cwd: Path |
         stdin=subprocess.DEVNULL,
         cwd=cwd,
         timeout=50,
-        env={**os.environ, "PYTHONPATH": PYTHONPATH, **(environ or {})},
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
     )
     return Ran(done.returncode, done.stdout or "", done.stderr or "")

@@ -262,9 +262,9 @@ class BackendConformance:
 
             yield vacated
 
-    def fill(self, backend: Backend, segment: Segment, address: int, access: str = "read_write") -> None:
+    def fill(self, backend: Backend, segment: Segment, address: int) -> None:
         """Map a segment at a vacated address."""
-        assert backend.map(segment.fileno(), segment.info.nbytes, access, at=address) == address
+        assert backend.map(segment.fileno(), segment.info.nbytes, "read_write", at=address) == address
 
     def empty(self, backend: Backend, segment: Segment, address: int) -> None:
         """Vacate a filled range."""

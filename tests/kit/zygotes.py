@@ -143,9 +143,9 @@ class Zygote:
             for fd in (nothing, folder, output_end, errors_end):
                 os.close(fd)
 
-    def fork(self, module: str, *words: str, fds: Sequence[int] = (), **options: Any) -> Fork:
+    def fork(self, module: str, *words: str, **options: Any) -> Fork:
         """Fork a process that runs a module."""
-        answer, watcher, output, errors = self.begin(module, *words, fds=fds, **options)
+        answer, watcher, output, errors = self.begin(module, *words, **options)
         assert answer["type"] == "Forked", answer
         watcher.sendall(GO)
         self._forks.append(Fork(WatchedProcess(answer["pid"], watcher), output, errors))
