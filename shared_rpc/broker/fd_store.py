@@ -362,9 +362,10 @@ class FdStore:
                 os.close(fd)
         objects = self._recover_state(fds.pop(STATE, None))
         self._stored, self._unused = set(fds), set(fds)
+        for found in objects:
+            self._put(found)
         cores = {key: serve(service.serve, service.server_id) for key, service in list(self._state.services.items())}
         for found in sorted(objects, key=lambda found: found.facts.created_at):
-            self._put(found)
             try:
                 if found.key not in cores:
                     raise ValueError(f"its provider {found.key!r} is not stored")

@@ -16,7 +16,7 @@ from shared_rpc.cli.discovery import live_servers, the_owner, the_server
 from shared_rpc.cli.options import Arguments, BasePath, Json, Socket, Timeout, is_list, keywords
 from shared_rpc.cli.rendering import ago, as_json, bars, listing, percent, size, status_of, steps, task_object, took
 from shared_rpc.errors import ConfigurationError, SharedRPCError, StaleHandleError, TaskCancelled, one_line
-from shared_rpc.operations.tasks import fetch_task, watched
+from shared_rpc.operations.tasks import fetch_claimed, watched
 from shared_rpc.protocol.infos import ObjectInfo
 from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
 
@@ -165,7 +165,7 @@ def _await_task(client: Client, task_id: str, timeout: float | None, display: Li
         _check(info)
         facts = _facts(client, info)
         if fetch:
-            client._run(fetch_task(task_id, None, poll=True)).close()
+            client._run(fetch_claimed(info), timeout=seconds).close()
     display.end(facts)
 
 

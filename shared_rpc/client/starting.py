@@ -43,7 +43,9 @@ def listens(path: str) -> bool:
             probe.connect(path)
         except BlockingIOError:  # its backlog is full
             return True
-        except OSError:
+        except OSError as error:
+            if error.errno is None:  # a signal handler's own
+                raise
             return False
         return True
 

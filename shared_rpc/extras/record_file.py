@@ -244,9 +244,10 @@ class FileRecord(ExportedRecord):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
         with _readable(self.path), ExitStack() as opened:
+            self._fd = -1
+            opened.callback(self.close)
             # Opening a pipe without a writer would block.
             self._fd = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            opened.callback(self.close)
             status = os.fstat(self._fd)
             _check_file(self.path, status)
             header, self._layout, self._digests = _read_head(self._fd, self.path, status.st_size)

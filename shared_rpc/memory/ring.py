@@ -37,7 +37,7 @@ MOST_READERS, _CREATOR = 60, 61
 _BEGIN, _STRIDE = 128, 64
 _ABSENT, _PRESENT, _CLOSED = range(3)
 #: Nanoseconds. Peers that are about to answer have done so by then; to sleep and to be woken takes as long.
-_SPIN = 100_000
+_SPIN = 100_000 if len(os.sched_getaffinity(0)) > 1 else 0
 _WORD = 0xFFFFFFFF
 
 

@@ -49,7 +49,7 @@ _META, _NAME = _HEADER // 2, 1000
 #: Upper bound of a piece's bytes in a header besides its name.
 _PIECE = 700
 _MOST_SLOTS = 1024
-#: Places of a slot that a process remembers: messages often repeat the same tensors.
+#: Places of tensors that a process remembers for all slots: messages often repeat the same tensors.
 _MOST_PLACES = 8192
 #: Seconds for a channel's creator to write its settings after the channel is listed.
 _SOON = 5.0
@@ -170,12 +170,13 @@ def _read(address: int, limit: int) -> bytes:
 
 
 class _Slot:
-    """The memory of a slot."""
+    """The memory of a slot, of which at most ``places`` places are remembered."""
 
-    def __init__(self, flat: torch.Tensor) -> None:
+    def __init__(self, flat: torch.Tensor, places: int) -> None:
         self.device = flat.device
         self.nbytes = len(flat)
         self._flat = flat
+        self._places = places
         self._placed: dict[_Piece, torch.Tensor] = {}
 
     def read_from(self, address: int, header: _Header) -> None:
@@ -187,7 +188,7 @@ class _Slot:
         """Return a piece's elements, as a tensor of the whole's shape, or as a flat part of it, for this module alone."""
         found = self._placed.get(piece)
         if found is None:
-            if len(self._placed) >= _MOST_PLACES:
+            if len(self._placed) >= self._places:
                 self._placed.clear()
             found = self._placed[piece] = self.view(piece)
         return found
@@ -218,13 +219,14 @@ class Parts:
         self.handles: tuple[Any, ...] = data, control
         self.ring = ring
         flat: torch.Tensor = data.value.view(-1)
-        self.slots = [_Slot(flat[at * settings.nbytes : (at + 1) * settings.nbytes]) for at in range(settings.slots)]
+        places = max(_MOST_PLACES // settings.slots, 64)
+        self.slots = [_Slot(flat[at * settings.nbytes : (at + 1) * settings.nbytes], places) for at in range(settings.slots)]
         headers = range(_SETTINGS, _SETTINGS + (_HEADER + _SMALL) * settings.slots, _HEADER + _SMALL)
         self.headers = [control.value.data_ptr() + at for at in headers]
-        self.small_slots = [_Slot(control.value[at + _HEADER : at + _HEADER + _SMALL]) for at in headers]
+        self.small_slots = [_Slot(control.value[at + _HEADER : at + _HEADER + _SMALL], places) for at in headers]
         #: A reader's copy of the content of a small slot.
         with _plainly():
-            self.private = _Slot(torch.empty(_SMALL, dtype=torch.uint8))
+            self.private = _Slot(torch.empty(_SMALL, dtype=torch.uint8, device="cpu"), places)
         mapping = MAPPINGS.find(flat.data_ptr())
         assert mapping is not None, "a buffer is mapped"
         self._backend: Any = mapping[0].backend

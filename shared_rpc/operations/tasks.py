@@ -16,13 +16,14 @@ from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
 Callback = Callable[[TaskInfo], object]
 
 
-def fetch_task(task_id: str, callback: Callback | None, poll: bool) -> Operation[ReceivedResult]:
-    """Wait for a task and take its record, without rebuilding the value.
+def fetch_claimed(info: TaskInfo) -> Operation[ReceivedResult]:
+    """Take the record of a task that this session has claimed by :func:`watched`, without rebuilding the value."""
+    what = _waiting(info.task_id)
+    return result_of(what, (yield _claimed(info, what)))
 
-    :param callback: called with every change. If it raises, the result was not taken.
-    :param poll: do not wait.
-    """
-    return result_of(_waiting(task_id), (yield from _ended(task_id, callback, poll)))
+
+def _claimed(info: TaskInfo, what: str) -> Request:
+    return Request(m.FetchTask(info.task_id, info.object_id or ""), what, at_once=True)
 
 
 def _waiting(task_id: str) -> str:
@@ -34,12 +35,14 @@ def _ended(task_id: str, callback: Callback | None, poll: bool) -> Operation[Rep
     if callback is None:
         return cast(Reply, (yield Request(m.WaitTask(task_id, poll=poll), what)))
     info = yield from watched(task_id, callback, poll, what=what, claim=True)
-    return cast(Reply, (yield Request(m.FetchTask(task_id, info.object_id or ""), what, at_once=True)))
+    return cast(Reply, (yield _claimed(info, what)))
 
 
 def watched(task_id: str, callback: Callback | None, poll: bool, *, what: str = "", claim: bool = False) -> Operation[TaskInfo]:
-    """Wait for a task to end, without fetching its result; for the parameters see :func:`fetch_task`.
+    """Wait for a task to end, without fetching its result.
 
+    :param callback: called with every change.
+    :param poll: do not wait.
     :param claim: have the session hold the result, so that it can be fetched then.
     """
     callback = callback or _unheard

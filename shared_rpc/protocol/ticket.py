@@ -18,7 +18,7 @@ import msgspec
 from shared_rpc.errors import ConfigurationError, StaleHandleError, TicketError
 from shared_rpc.protocol.own_files import file_problem
 
-_FORMAT = 1
+_FORMAT = 2
 #: Maximum bytes. Only a cache key can be long: a template may put a whole argument into it.
 _LIMIT = 1 << 20
 
@@ -33,7 +33,7 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     ``kind`` is ``"result"`` or ``"buffer"``. The ``endpoint`` is for readers of the file.
     """
 
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     socket_path: _Path
     server_id: _Id
     object_id: _Id

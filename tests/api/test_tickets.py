@@ -62,7 +62,7 @@ def test_tickets_describe_the_object(client: Client, server: Server, path: Path)
     assert Ticket.from_json(ticket.to_json()) == ticket
     fields = json.loads(path.read_text())
     assert fields["socket_path"] == server.socket_path
-    assert (fields["version"], fields["kind"], fields["endpoint"]) == (1, "result", "made")
+    assert (fields["version"], fields["kind"], fields["endpoint"]) == (2, "result", "made")
 
 
 def test_clients_are_created_from_tickets(server: Server, client: Client, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

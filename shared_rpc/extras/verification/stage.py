@@ -232,7 +232,8 @@ class Stage:
                     os.kill(pid, signal.SIGKILL)
             time.sleep(_PAUSE)
         for process in self._started:
-            process.wait()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_END)
         shutil.rmtree(self.folder, ignore_errors=True)
         for number, before in self._handlers.items():
             signal.signal(number, before)
