@@ -130,30 +130,13 @@ def descriptors_of_half_frames(stack: ExitStack, path: str) -> None:
                 raw.send(begin[number : number + 1], [fd] * 253)
 
 
-def unread_answers(stack: ExitStack, path: str, endpoint: str, *, same: bool = False) -> None:
-    """Make calls whose results have descriptors, and read no answer; ``same``: all of them for one result."""
+def unread_answers(stack: ExitStack, path: str) -> None:
+    """Make calls of ``each``, whose results have descriptors, and read no answer."""
     raw = stack.enter_context(Raw(path))
     raw.sock.settimeout(1.0)
     with suppress(OSError):
         for number in range(1, 9001):
-            raw.sock.sendall(frame_of(m.Call(endpoint, [1 if same else number]), number))
-
-
-def long_lists(stack: ExitStack, path: str) -> None:
-    """Send requests whose bodies are lists of the maximum length."""
-    empty, text, short = b"\x90", b"\xa0", b"\x93\xa0\x01\xa0"
-    raw = stack.enter_context(Raw(path))
-    raw.sock.settimeout(120.0)
-    for kind, before, each, size in (
-        (m.InvalidateCall, b"\x93\xa1e\xdd%b", empty, 1),
-        (m.Release, b"\x91\xdd%b", text, 1),
-        (m.Hold, b"\x93\xdd%b", text, 1),
-        (m.Call, b"\x95\xa1e\x90\x80\x94\x90\x90\x90\x90\xdd%b", short, len(short)),
-    ):
-        count = (15 << 20) // size
-        body = before % count.to_bytes(4, "big") + each * count + (b"\x80" if kind is m.InvalidateCall else b"")
-        raw.send(b"".join(encode_frame(NUMBERS[kind], 1, body)))
-        raw.hear()
+            raw.sock.sendall(frame_of(m.Call("each", [number]), number))
 
 
 def waiters(stack: ExitStack, path: str) -> None:

@@ -78,9 +78,7 @@ def served(broker_app: BrokerApp) -> Iterator[Served]:
     [
         attacker.half_frames,
         attacker.descriptors_of_half_frames,
-        lambda stack, path: attacker.unread_answers(stack, path, "each"),
-        lambda stack, path: attacker.unread_answers(stack, path, "model", same=True),
-        attacker.long_lists,
+        attacker.unread_answers,
         attacker.waiters,
     ],
     ids=["half frames", "descriptors of half frames", "unread answers", "one unread answer", "long lists", "waiters"],

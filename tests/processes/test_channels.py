@@ -364,30 +364,6 @@ async def test_coroutines_can_use_channels(device: str, client: Client, base_pat
         assert got == [[1, digests]]
 
 
-@pytest.mark.anyio
-async def test_cancelled_coroutines_leave_the_channel_intact(client: Client, base_path: str) -> None:
-    """The wait ends, and the next message is whole."""
-    async with (
-        AsyncClient(base_path, device="cpu") as other,
-        await other.create_channel("c", 4096) as channel,
-        await other.open_channel("c") as reader,
-    ):
-        with anyio.move_on_after(0.05) as scope:
-            async with reader.receive():
-                pass
-        assert scope.cancelled_caught
-        with anyio.move_on_after(0.05) as scope:
-            await channel.send({"large": torch.zeros(10_000)})
-        assert scope.cancelled_caught
-        async with reader.receive(timeout=5) as message:
-            assert message.meta is None
-        async with anyio.create_task_group() as group:
-            group.start_soon(channel.send, {"x": torch.ones(1)}, 2)
-            async with reader.receive(timeout=5) as message:
-                target = {"x": torch.zeros(1)}
-                assert (message.meta, await message.copy_to(target), target["x"].item()) == (2, ["x"], 1)
-
-
 @pytest.mark.asyncio
 @pytest.mark.parametrize("ends", ["its task is cancelled", "its scope has been cancelled"])
 async def test_a_slot_is_acknowledged_once(client: Client, base_path: str, monkeypatch: pytest.MonkeyPatch, ends: str) -> None:

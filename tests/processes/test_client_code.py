@@ -68,15 +68,6 @@ def test_no_code_is_accepted(server: Callable[[str], Server], connect: Connect) 
     assert client.call("total", [torch.ones(2)]).tolist() == 2.0
 
 
-@pytest.mark.usefixtures("admitted_source")
-def test_a_source_of_records_may_send_records(server: Callable[[str], Server], connect: Connect) -> None:
-    """The server has started its process."""
-    server("none")
-    client = connect()
-    with client.source(), client.prepare("load") as handle, client.export(handle) as record:
-        assert client.adopt(record).generation == 2
-
-
 def test_no_record_is_accepted(server: Callable[[str], Server]) -> None:
     """Even from a client that skips the check."""
     with Raw(server("none").socket_path) as raw:

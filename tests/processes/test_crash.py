@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared_rpc import Client, errors
+from shared_rpc import errors
 from tests.kit.brokers import BrokerApp, another_worker, begun, fds_of, is_running, worker_pids
 from tests.kit.deep import deep
 from tests.kit.processes import eventually, sigstop
@@ -41,23 +41,6 @@ def test_a_crash_is_described(app: BrokerApp, how: str, name: str | None, code: 
     assert (crash.value.signal, crash.value.exit_code) == (name, code)
     assert "its last words" in crash.value.stderr
     assert client.call("pid").item() == another_worker(client, first)
-
-
-def test_oom_kills_are_mentioned(app: BrokerApp, tmp_path: Path) -> None:
-    """If the kernel's count of them has grown."""
-    counts = tmp_path / "vmstat"
-    counts.write_text("nr_free_pages 5\noom_kill 7\n")
-    app.start_program(
-        app.program(f"import pathlib; from shared_rpc.broker import worker; worker._COUNTS = pathlib.Path({str(counts)!r})")
-    )
-    client = app.connect()
-    with pytest.raises(errors.WorkerCrashed) as crash:
-        client.call("end", "kill")
-    assert "for lack of memory" not in str(crash.value)
-    another_worker(client, 0)
-    counts.write_text("nr_free_pages 5\noom_kill 9\n")
-    with pytest.raises(errors.WorkerCrashed, match=r"for lack of memory: 2 OOM kill\(s\)"):
-        client.call("end", "kill")
 
 
 def test_objects_survive_their_worker(app: BrokerApp) -> None:
@@ -199,27 +182,6 @@ def test_chunks_survive_their_worker(app: BrokerApp) -> None:
     eventually(lambda: client.get_server_info()["pools"]["chunks"] <= 1)
 
 
-def test_a_flood_on_standard_error_blocks_nothing(app: BrokerApp) -> None:
-    """With unread output of the broker: it neither blocks an endpoint nor fills memory."""
-    app.write("""
-        @provider.share(cache=False)
-        def shout():
-            for _ in range(1000):
-                sys.stderr.write("x" * 60_000 + "\\n")
-            return torch.ones(1)
-    """)
-    broker = app.start()
-    client = app.connect(timeout=8)
-    client.call("echo", torch.ones(1))
-
-    def resident() -> int:
-        return int(Path(f"/proc/{broker.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-    before = resident()
-    assert client.call("shout").item() == 1
-    assert resident() - before < 8 << 20
-
-
 def test_a_child_of_the_worker_does_not_hide_its_end(app: BrokerApp) -> None:
     """It has copies of the worker's descriptors, like the processes of a data loader."""
     client = app.serve("""
@@ -278,31 +240,3 @@ def test_stopping_a_broker_ends_everything(
         running.result(20)
     assert not is_running(worker)
     assert not os.path.exists(f"{app.base_path}-cpu.sock")
-
-
-def test_an_ended_session_leaves_no_descriptors(app: BrokerApp) -> None:
-    """Neither in the broker nor in the worker, which had arenas for its arguments and results."""
-    broker = app.start(WITHOUT_ZYGOTE)
-    watcher = app.connect()
-    worker = worker_pids(watcher)[0]
-
-    def use() -> None:
-        with Client(app.base_path, device="cpu") as client:
-            kept = [client.call("echo", torch.ones(1000)) for _ in range(3)]
-            for _ in range(100):
-                client.call("echo", kept[0])
-        eventually(lambda: watcher.get_server_info()["sessions"] == 1)
-
-    use()
-    before = fds_of(broker.pid), fds_of(worker)
-    for _ in range(5):
-        use()
-    eventually(lambda: fds_of(broker.pid) <= before[0] and fds_of(worker) <= before[1], what="descriptors are closed")
-
-
-def test_a_replaced_worker_exits_normally(app: BrokerApp, tmp_path: Path) -> None:
-    """Exit callbacks of the app run."""
-    app.write(f"import atexit; atexit.register(lambda: open({str(tmp_path / 'bye')!r}, 'w').close())")
-    app.start()
-    app.connect().reload()
-    eventually((tmp_path / "bye").exists)

@@ -64,30 +64,6 @@ fork()
     assert ran.stderr == ""
 
 
-def test_failures_are_reported_as_unraisable() -> None:
-    """Other callbacks run, and both processes continue."""
-    ran = run("""
-# In one piece, too.
-sys.unraisablehook = lambda it: os.write(2, f"ignored {it.exc_type.__name__}: {it.exc_value}\\n".encode())
-
-@after_fork
-def one(): raise ValueError("of one")
-@after_fork
-def two(): sys.exit("of two")
-@around_fork
-def three(): return lambda: 1 / 0
-@around_fork
-def four(): return lambda: say("four")
-@after_fork
-def five(): say("five")
-fork(lambda: say("child"))
-say("parent")
-""")
-    assert sorted(ran.stdout.split()) == ["child", "five", "four", "four", "parent"]
-    zero = "ignored ZeroDivisionError: division by zero"
-    assert sorted(ran.stderr.splitlines()) == ["ignored SystemExit: of two", "ignored ValueError: of one", zero, zero]
-
-
 def test_a_lock_that_another_thread_held_is_free() -> None:
     """In every child, and before the first callback."""
     ran = run("""

@@ -105,13 +105,3 @@ def test_the_joiner_of_a_named_cluster_is_an_entry_point(monkeypatch: pytest.Mon
     found = EntryPoint("join", "some_distribution.join:main", "shared_rpc.cluster")
     monkeypatch.setattr("importlib.metadata.entry_points", lambda **asked: [found] if asked["name"] == "join" else [])
     assert check_cluster("prod")[-4:] == ["-m", "some_distribution.join", "--name", "prod"]
-
-
-@pytest.mark.parametrize(
-    ("cluster", "message"),
-    [("no-such-program --x", "use a cluster's name, or the command line"), ("'", "is no command line")],
-)
-def test_an_invalid_cluster_is_refused(provider: Provider, cluster: str, message: str) -> None:
-    """At the server's start."""
-    with pytest.raises(ConfigurationError, match=message):
-        Server(provider, cluster=cluster).start()

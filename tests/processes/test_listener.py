@@ -109,15 +109,6 @@ def test_other_files_are_not_replaced(path: str, serve: Serve) -> None:
 # The end.
 
 
-def test_stop_removes_only_the_own_socket(path: str, serve: Serve) -> None:
-    """A file that has replaced it stays."""
-    server = serve()
-    os.unlink(path)
-    Path(path).write_text("precious")
-    server.stop()
-    assert Path(path).read_text() == "precious"
-
-
 # The directory.
 
 

@@ -10,14 +10,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing
 
-import msgspec
 import pytest
 
 from shared_rpc import Provider
 from shared_rpc.errors import CapabilityError
 from shared_rpc.memory.backends import fd_server as fd_server_module
 from shared_rpc.memory.backends import liveness
-from shared_rpc.memory.backends.choice import lifetime
 from shared_rpc.memory.backends.fd_server import FD_SERVER, fetch
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.records import Record
@@ -25,19 +23,9 @@ from shared_rpc.protocol.records import EMPTY_TABLE
 from shared_rpc.server.core import Core
 from tests.kit.apps import Serve
 from tests.kit.bound_host import BoundHost
-from tests.kit.processes import Child, Program, eventually, open_fds
+from tests.kit.processes import Program, eventually, open_fds
 
-#: A process that receives a descriptor over a socket, and holds it until it ends.
-HOLDER = """
-    import socket, sys
-    with socket.socket(socket.AF_UNIX) as sock:
-        sock.connect({path!r})
-        _, fds, _, _ = socket.recv_fds(sock, 1, 1)
-        print("holds")
-        sys.stdin.readline()
-"""
-
-#: A process that issues an export descriptor and sends it.
+#: A process that issues an export descriptor and sends it, with a child, which outlives it.
 MAKER = """
     import os, socket, sys
     from shared_rpc.memory.backends import liveness
@@ -45,11 +33,10 @@ MAKER = """
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect({path!r})
         socket.send_fds(sock, [b"x"], [fd])
-    print("sent")
+    os.fork() and os.wait()
+    print("child", os.getpid())
     sys.stdin.readline()
 """
-#: The same with a child, which outlives it.
-FORKING_MAKER = MAKER.replace('print("sent")', 'os.fork() and os.wait(); print("child", os.getpid())')
 
 
 @pytest.fixture
@@ -65,16 +52,6 @@ def listener(tmp_path: str) -> Iterator[socket.socket]:
         sock.bind(f"{tmp_path}/listener.sock")
         sock.listen()
         yield sock
-
-
-def holder(listener: socket.socket, fd: int, program: Program) -> Child:
-    """Start a process that holds a copy of a descriptor."""
-    child = program(HOLDER.format(path=listener.getsockname()))
-    connection, _ = listener.accept()
-    with connection:
-        socket.send_fds(connection, [b"x"], [fd])
-    child.expect("holds")
-    return child
 
 
 def received(listener: socket.socket) -> int:
@@ -107,18 +84,6 @@ def test_the_last_copy_in_this_process_ends_it(ended: threading.Event) -> None:
     eventually(lambda: open_fds() <= before, what=f"{before} open descriptors")
 
 
-def test_copies_in_other_processes_count(ended: threading.Event, listener: socket.socket, program: Program) -> None:
-    """Until each of these processes has exited, or was killed."""
-    fd = liveness.issue(b"content", ended.set)
-    one, other = holder(listener, fd, program), holder(listener, fd, program)
-    os.close(fd)
-    one.tell("enough")
-    one.close()
-    assert stays_unset(ended)
-    other.kill()
-    assert ended.wait(10)
-
-
 # The content.
 
 
@@ -147,18 +112,6 @@ def test_a_mutable_memfd_is_refused(seals: int) -> None:
 # The end of the maker.
 
 
-def test_the_end_of_the_maker_is_detected(listener: socket.socket, program: Program) -> None:
-    """As soon as it is killed; the content stays readable."""
-    child = program(MAKER.format(path=listener.getsockname()))
-    fd = received(listener)
-    child.expect("sent")
-    assert liveness.maker_lives(fd)
-    child.kill()
-    assert not liveness.maker_lives(fd)
-    assert liveness.read(fd) == b"from afar"
-    os.close(fd)
-
-
 def test_a_forked_child_keeps_no_memory(program: Program) -> None:
     """It closes inherited segments: the memory is freed although the child lives."""
     child = program(
@@ -182,13 +135,14 @@ def test_a_forked_child_keeps_no_memory(program: Program) -> None:
 
 def test_a_forked_child_does_not_represent_the_maker(listener: socket.socket, program: Program) -> None:
     """A child that outlives its parent does not make the parent look alive."""
-    child = program(FORKING_MAKER.format(path=listener.getsockname()))
+    child = program(MAKER.format(path=listener.getsockname()))
     fd = received(listener)
     grandchild = int(child.expect("child").split()[1])
     assert liveness.maker_lives(fd)
     os.kill(child.pid, signal.SIGKILL)
     child.process.wait()
     assert not liveness.maker_lives(fd)
+    assert liveness.read(fd) == b"from afar"
     os.kill(grandchild, signal.SIGKILL)
     os.close(fd)
 
@@ -207,15 +161,6 @@ def test_memory_is_not_freed_while_the_device_cannot_be_waited_for() -> None:
     backend.waits_for = True
     with closing(backend.create(1)):
         assert len(backend.freed) == 1
-
-
-def test_lifetimes_are_described() -> None:
-    """That of the maker, if the descriptor says so: the claim of a client is not enough."""
-    with closing(BoundHost().create(1)) as segment:
-        assert lifetime([segment]) == f"bound to the life of pid {os.getpid()}"
-    with closing(HOST.create(1)) as segment:
-        segment.info = msgspec.structs.replace(segment.info, mechanism="pool")
-        assert lifetime([segment]) == ""
 
 
 def test_objects_end_with_the_process_that_made_their_memory(provider: Provider, serve: Serve) -> None:

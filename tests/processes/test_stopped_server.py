@@ -53,13 +53,3 @@ def test_client_timeouts_hold(server: Child, broker_app: BrokerApp, operation: C
         operation(client)
     assert time.monotonic() - begin < PROMPT
     os.kill(server.pid, signal.SIGCONT)
-
-
-def test_handles_are_not_stale(server: Child, broker_app: BrokerApp) -> None:
-    """The server's state is unknown, which is an error."""
-    handle = broker_app.connect(timeout=0.5).call("held")
-    sigstop(server.pid)
-    with pytest.raises(DeadlineExceeded):
-        handle.is_stale()
-    os.kill(server.pid, signal.SIGCONT)
-    assert not handle.is_stale()

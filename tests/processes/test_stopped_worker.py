@@ -21,7 +21,7 @@ from shared_rpc.execution.run import Run
 from shared_rpc.memory.records import Arguments
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.specs import EndpointSpec
-from tests.kit.brokers import BrokerApp, fds_of, is_running, worker_pids
+from tests.kit.brokers import BrokerApp, fds_of, worker_pids
 from tests.kit.processes import eventually, sigstop
 
 #: More than the capacity of a socket that is not read.
@@ -92,21 +92,6 @@ def test_calls_wait_until_a_worker_reads(
     eventually(lambda: len(client.list_runs()) >= 8)
     os.kill(pid, signal.SIGKILL)
     assert [call.result(30)[0] for call in calls] == list(range(8))
-
-
-def test_a_broker_ends_with_queued_calls(
-    app: BrokerApp, stop: Callable[[], int], threads: concurrent.futures.ThreadPoolExecutor
-) -> None:
-    """Their callers get an error, and the worker ends with the broker."""
-    broker = app.start()
-    client = app.connect(connect_timeout=0.0)
-    pid = stop()
-    calls = [threads.submit(client.call, "echo", torch.ones(3_000_000)) for _ in range(8)]
-    eventually(lambda: len(client.list_runs()) >= 8)
-    broker.process.terminate()
-    assert broker.close()[0] == 0
-    assert all(isinstance(call.exception(10), errors.ConnectionClosed) for call in calls)
-    assert not is_running(pid)
 
 
 def test_calls_go_to_a_worker_that_reads(

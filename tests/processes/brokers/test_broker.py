@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-from pathlib import Path
-
 import msgspec
 import pytest
 import torch
@@ -12,7 +9,6 @@ import torch
 from shared_rpc import TaskInfo, errors
 from shared_rpc.protocol import messages as m
 from tests.kit.brokers import BrokerApp, worker_pids
-from tests.kit.processes import eventually
 from tests.kit.raw import Raw
 
 
@@ -69,26 +65,6 @@ def test_endpoints_that_would_wait_for_themselves_are_refused(app: BrokerApp) ->
     for name, why in (("itself", "it would wait forever"), ("on_the_loop", "was called on the worker's event loop")):
         with pytest.raises(errors.ConfigurationError, match=why):
             client.call(name)
-
-
-def test_calls_go_to_the_least_busy_worker(
-    app: BrokerApp, threads: concurrent.futures.ThreadPoolExecutor, tmp_path: Path
-) -> None:
-    """Results of each worker stay valid, and their chunks return to it."""
-    client = app.serve(options=["--workers", "3"])
-    busy = [threads.submit(client.call, "slow", str(tmp_path / "go"), key) for key in range(3)]
-    eventually(lambda: len(list(tmp_path.glob("go-begun-*"))) == 3)
-    assert {int(path.name.rpartition("-")[2]) for path in tmp_path.glob("go-begun-*")} == set(worker_pids(client))
-    (tmp_path / "go").touch()
-    for call in busy:
-        call.result(20)
-    x = torch.arange(2000.0)
-    kept = list(threads.map(lambda number: client.call("echo", x + number), range(24)))
-    again = list(threads.map(lambda one: client.call("echo", one), kept))
-    assert all(torch.equal(one, x + number) for results in (kept, again) for number, one in enumerate(results))
-    del kept, again
-    client.call("echo", x)
-    eventually(lambda: client.get_server_info()["pools"]["chunks"] <= 1)
 
 
 def test_errors_of_endpoints_keep_their_type(app: BrokerApp) -> None:
@@ -148,28 +124,6 @@ def test_results_can_be_arguments(app: BrokerApp) -> None:
     weight = client.call("model").weight.detach()
     assert client.call("where", weight).tolist() == [1, 64]
     assert client.call("echo", kept + 1).tolist() == [2] * 50
-
-
-def test_generations_can_be_refreshed(app: BrokerApp) -> None:
-    """By a client or an endpoint; subscribers are notified, and holders keep the old one."""
-    client = app.serve("""
-        count = 0
-
-        @provider.share(managed=True)
-        def counted():
-            global count
-            count += 1
-            return torch.full((4,), float(count))
-
-        @provider.share(cache=False)
-        def renew():
-            return torch.tensor(provider.refresh("counted").generation)
-    """)
-    with client.refreshes() as news:
-        old = client.call("counted")
-        assert (client.refresh("counted").generation, next(news).generation) == (2, 2)
-        assert (client.call("renew"), next(news).generation) == (3, 3)
-    assert (old.value.tolist(), old.is_current(), old.latest().value.tolist()) == ([1] * 4, False, [3] * 4)
 
 
 def test_in_process_serves_without_workers(app: BrokerApp) -> None:

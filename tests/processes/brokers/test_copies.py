@@ -291,20 +291,6 @@ def test_a_cancelled_copy_stops_its_worker(copier: Copier, filled: Filled, held:
         copy.close()
 
 
-def test_a_stalled_worker_times_out(
-    copier: Copier, filled: Filled, held: Path, monkeypatch: pytest.MonkeyPatch, driver: str
-) -> None:
-    """The waiting request fails instead of waiting without limit."""
-    if driver != "fake":
-        pytest.skip("a GPU copies")
-    monkeypatch.setattr(broker_memory, "_STEP_PATIENCE", 0.3)
-    segment = filled()
-    held.touch()
-    with pytest.raises(WorkerCrashed, match=r"has copied nothing for 0\.3 s"):
-        copier.memory.lower([segment], "host")
-    held.unlink()
-
-
 # Copies and allocations by a worker without the app.
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -177,19 +176,3 @@ def test_an_adopted_object_survives_its_broker(places: list[Place], broker_app: 
         assert [segment.info.access for segment in again.segments] == ["read", "private", "copy"]
         assert again.header.table == record.header.table
     assert not (broker_app.file.parent / "built").exists()
-
-
-def test_a_promoted_candidate_is_stored(places: list[Place], broker_app: BrokerApp, manager: ServiceManager) -> None:
-    """From its promotion on, while the previous one is removed."""
-    broker = manager.start()
-    client: Any = broker_app.connect()
-    client.call("held").release()
-    manager.expect(lambda: len(manager.objects()) == 1)
-    (first,) = manager.objects()
-    with client.prepare("held") as candidate:
-        made = client.promote(candidate)
-    manager.expect(lambda: [name for name in manager.objects() if made.object_id in name] != [])
-    manager.expect(lambda: first not in manager.objects())
-    broker.kill()
-    manager.start()
-    assert [info["object_id"] for info in broker_app.connect().list_objects()] == [made.object_id]

@@ -43,18 +43,6 @@ def test_results_of_changed_endpoints_are_rebuilt(app: BrokerApp) -> None:
     eventually(lambda: not is_running(earlier[0]), what="the old worker ends")
 
 
-@pytest.mark.parametrize(("objects", "value", "left"), [("none", 1.0, {"model": False, "answer": True}), ("all", 2.0, {})])
-def test_a_reload_can_drop_all_objects_or_none(app: BrokerApp, objects: str, value: float, left: dict[str, bool]) -> None:
-    """Kept ones of changed endpoints report that they are stale."""
-    client = app.serve()
-    client.call("model")
-    client.call("answer")
-    app.write(NEW)
-    client.reload(objects)
-    assert {info["endpoint"]: info["stale"] for info in client.list_objects()} == left
-    assert client.call("answer").tolist() == [value, value]
-
-
 def test_code_that_does_not_load_changes_nothing(app: BrokerApp) -> None:
     """The old workers stay, the error gives the reason, and the next attempt succeeds."""
     client = app.serve()

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import sys
-from collections.abc import Callable, Iterator
+import struct
 from pathlib import Path
 
 import pytest
 
-from shared_rpc.broker.systemd import Notifier, inherit
-from shared_rpc.settings import take_service_variables
-from tests.kit.deep import deep
+from shared_rpc.broker.systemd import inherit
 from tests.kit.processes import Child
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -35,10 +31,9 @@ for number, kind in enumerate(kinds):
     if kind == "memory":
         fd = os.memfd_create("stored", 0)
     elif kind != "nothing":
-        sock = socket.socket(socket.AF_INET if kind == "internet" else socket.AF_UNIX)
+        sock = socket.socket(socket.AF_UNIX)
         if kind == "listens":
             sock.bind(sys.argv[3])
-        if kind in ("listens", "internet"):
             sock.listen()
         fd = sock.detach()
     if kind != "nothing":
@@ -85,7 +80,6 @@ def test_descriptors_for_another_pid_are_left_alone(children: list[Child], tmp_p
     ("kinds", "why"),
     [
         ("mute", "socket 'mute' is no listening Unix stream socket: use ListenStream= with a path"),
-        ("internet", "socket 'internet' is no listening Unix stream socket"),
         ("memory nothing", "LISTEN_FDS=2, but descriptor 4 is not open"),
     ],
 )
@@ -94,67 +88,16 @@ def test_unusable_descriptors_are_configuration_errors(children: list[Child], ki
     assert why in taken(children, kinds).expect("refused")
 
 
-def test_the_variables_are_removed() -> None:
-    """A process started later must not inherit them."""
-    environ = {"LISTEN_FDS": "1", "LISTEN_PID": "7", "LISTEN_FDNAMES": "a", "NOTIFY_SOCKET": "@x", "FDSTORE": "9", "HOME": "/"}
-    assert len(take_service_variables(environ)) == 5
-    assert environ == {"HOME": "/"}
-
-
-@pytest.fixture(params=["path", *deep("abstract")])
-def notified(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[socket.socket, Notifier]]:
-    """The manager's end, and the notifier."""
-    address = str(tmp_path / "notify") if request.param == "path" else f"@shared-rpc-test-{os.getpid()}"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
-        sock.bind(address.replace("@", "\0", 1) if request.param == "abstract" else address)
-        sock.settimeout(5)
-        notifier = inherit({"NOTIFY_SOCKET": address}).notifier
-        yield sock, notifier
-        notifier._socket.close()
-
-
-def received(sock: socket.socket) -> tuple[list[str], list[int]]:
-    """Receive one message: its lines, and its descriptors."""
-    data, fds, _, _ = socket.recv_fds(sock, 1 << 16, 4, socket.MSG_CMSG_CLOEXEC)
-    return data.decode().split("\n"), fds
-
-
-@pytest.mark.parametrize(
-    ("tell", "lines"),
-    [
-        (lambda notifier: notifier.ready("well"), ["READY=1", "STATUS=well"]),
-        (lambda notifier: notifier.status("well"), ["STATUS=well"]),
-        (lambda notifier: notifier.stopping(), ["STOPPING=1"]),
-        (lambda notifier: notifier.remove("a-1"), ["FDSTOREREMOVE=1", "FDNAME=a-1"]),
-    ],
-)
-def test_notifications_follow_sd_notify(
-    notified: tuple[socket.socket, Notifier], tell: Callable[[Notifier], None], lines: list[str]
-) -> None:
-    """One message each, in the format of sd_notify(3)."""
-    sock, notifier = notified
-    tell(notifier)
-    assert received(sock) == (lines, [])
-
-
-def test_descriptors_are_stored_by_name(notified: tuple[socket.socket, Notifier]) -> None:
-    """The sender keeps its copy, and the manager does not poll it for a hang-up."""
-    sock, notifier = notified
-    fd = os.memfd_create("memory", os.MFD_CLOEXEC)
-    notifier.store("segment-0a", fd)
-    lines, fds = received(sock)
-    assert lines == ["FDSTORE=1", "FDNAME=segment-0a", "FDPOLL=0"]
-    assert os.path.sameopenfile(fds[0], fd)
-    for one in (fd, *fds):
-        os.close(one)
-
-
-def test_a_stuck_manager_does_not_block(notified: tuple[socket.socket, Notifier], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stuck_manager_does_not_block(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its queue is full: lost messages are logged after a moment, and the broker continues."""
-    _, notifier = notified
-    notifier._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, b"\0" * 8 + (10_000).to_bytes(8, sys.byteorder))
-    for _ in range(5000):
-        notifier.status("again")
-        if caplog.records:
-            break
+    address = str(tmp_path / "notify")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(address)
+        notifier = inherit({"NOTIFY_SOCKET": address}).notifier
+        notifier._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 10_000))
+        for _ in range(5000):
+            notifier.status("again")
+            if caplog.records:
+                break
+        notifier._socket.close()
     assert "cannot send STATUS=again to the service manager" in caplog.text

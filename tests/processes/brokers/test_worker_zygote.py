@@ -179,18 +179,6 @@ def test_a_stopped_zygote_is_replaced(app: ImpatientApp) -> None:
     eventually(lambda: not is_running(zygote), what="it has been ended")
 
 
-def test_a_broker_ends_despite_a_stopped_zygote(app: ImpatientApp) -> None:
-    """Quickly, and even while it waits for a fork."""
-    broker = app.start()
-    client = app.connect()
-    zygote = zygote_ready(client)
-    sigstop(zygote)
-    os.kill(worker_pids(client)[0], signal.SIGKILL)
-    broker.process.send_signal(signal.SIGINT)
-    assert broker.close()[0] == 0
-    eventually(lambda: not is_running(zygote))
-
-
 def test_a_killed_broker_leaves_nothing(app: ImpatientApp) -> None:
     """Neither zygote nor forks, although they are not notified."""
     broker = app.start("--workers", "2")

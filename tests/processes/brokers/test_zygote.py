@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 
 from shared_rpc.zygote.wire import framed, receive, send
-from tests.kit.processes import PYTHONPATH, eventually
+from tests.kit.processes import eventually
 from tests.kit.zygotes import Zygote
 
 #: torch is imported again in each.
@@ -117,21 +116,6 @@ def test_atexit_callbacks_of_imports_run_once_per_fork(zygote: Zygote, tmp_path:
     zygote.socket.close()
     assert zygote.process.wait(20) == 0
     assert sorted((tmp_path / "end").read_text().split()) == sorted(str(fork.pid) for fork in forks)
-
-
-def test_descriptors_of_libraries_stay_open(make: Callable[..., Zygote], tmp_path: Path) -> None:
-    """libffi maps a file that it opened when ctypes was imported, by number: no fork has another file there."""
-    library = importlib.import_module("_ctypes").__file__
-    early = tmp_path / "early"
-    early.mkdir()
-    (early / "sitecustomize.py").write_text(f"import os; os.dup2(os.open({library!r}, os.O_RDONLY), 5)")
-    zygote = make(environ={"PYTHONPATH": os.pathsep.join([str(early), str(tmp_path), PYTHONPATH])})
-    zygote.write("looks", "import os; from tell import say; say(os.readlink('/proc/self/fd/5'))")
-    zygote.prepare()
-    fork = zygote.fork("looks")
-    assert (fork.read_message(), fork.close()) == (library, (0, ""))
-    with open(os.devnull) as one:
-        assert "a library in the zygote uses descriptor" in zygote.refused("looks", fds=[one.fileno()] * 3, at=3)["why"]
 
 
 # Conditions that make a process unfit to be forked.
@@ -246,31 +230,6 @@ def test_forks_have_the_variables_set_by_imports(make: Callable[..., Zygote]) ->
 
 
 # When it cannot be forked.
-
-
-def test_failed_forks_are_refused(zygote: Zygote) -> None:
-    """The zygote serves the next request."""
-    zygote.write(
-        "limits",
-        """
-        import os
-        fork, calls = os.fork, []
-
-        def limited():
-            calls.append(1)
-            if len(calls) == 2:
-                raise OSError(12, "Cannot allocate memory")
-            return fork()
-
-        os.fork = limited
-    """,
-    )
-    zygote.write("says", "from tell import say; say(1)")
-    zygote.prepare("limits")
-    refused = zygote.refused("says")
-    assert "memory" in refused["why"]
-    assert not refused["stale"]
-    assert zygote.fork("says").read_message() == 1
 
 
 def test_forks_leave_nothing_in_the_zygote(zygote: Zygote) -> None:

@@ -20,7 +20,6 @@ from shared_rpc.errors import (
     StaleHandleError,
 )
 from shared_rpc.memory.mapping import MAPPINGS
-from shared_rpc.server import generations as generations_module
 from tests.kit.apps import App, Connect, Serve, at_once
 from tests.kit.processes import Program, eventually
 
@@ -364,16 +363,6 @@ def test_slow_readers_get_the_latest_of_each(client: Client, connect: Connect) -
         goes.set()
         eventually(lambda: len(calls) == 3)
     assert calls == [("load(size=1)", 2), ("load(size=2)", 51), ("load(size=1)", 22)]
-
-
-def test_the_news_is_bounded(client: Client, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of keys is not: slow readers miss the oldest refreshes."""
-    monkeypatch.setattr(generations_module, "_REMEMBERED", 3)
-    with client.refreshes() as news:
-        for size in range(1, 6):
-            client.call("load", size)
-            client.refresh("load", size)
-        assert [next(news).cache_key for _ in range(3)] == [f"load(size={size})" for size in (3, 4, 5)]
 
 
 def test_the_blocking_iterator_misses_nothing(client: Client) -> None:
