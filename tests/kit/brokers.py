@@ -126,9 +126,9 @@ class BrokerApp:
         """Return a broker of the app that runs custom code first; the options are those of :class:`ServeOptions`."""
         return BrokerProgram(code + _RUN, [str(self.file), *ServeOptions(base_path=self.base_path, **options).words])
 
-    def start_program(self, program: BrokerProgram) -> Child:
-        """Start such a broker, and wait until it serves the app."""
-        child = Child("-c", program.code, *program.words, cwd=self.file.parent, has_workers=True)
+    def start_program(self, program: BrokerProgram, **options: Any) -> Child:
+        """Start such a broker, and wait until it serves the app; the options are those of :class:`Child`."""
+        child = Child("-c", program.code, *program.words, cwd=self.file.parent, has_workers=True, **options)
         self._children.append(child)
         child.expect("serving")
         return child

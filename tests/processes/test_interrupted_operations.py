@@ -46,10 +46,6 @@ from shared_rpc import Provider
 provider = Provider(device="cpu")
 
 @provider.share(cache=False)
-def nothing(x=1):
-    return None
-
-@provider.share(cache=False)
 def doubled(x):
     return x * 2
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,45 +57,27 @@ SAYS = """
 """
 
 
-#: ``shared-rpc serve`` with a broker that makes its zygote as soon as the imports are known, without a delay of two seconds,
-#: or of more after each kill.
-SERVE = """
-import os, runpy, sys
+#: Before a broker that makes its zygote as soon as the imports are known, without a delay of two seconds, or of more after
+#: each kill.
+IMPATIENT = """
 from shared_rpc.broker import supervisor, zygote
-from shared_rpc.cli.__main__ import main
-
-def become(program, words):
-    assert words[1:3] == ["-P", "-m"]
-    sys.argv[:] = words[3:]
-    runpy.run_module("shared_rpc.broker", run_name="__main__", alter_sys=True)
-
 zygote._SETTLE = 0.05
 supervisor._FIRST_PAUSE = 0.0
-os.execv = become
-main()
 """
 
 
-class ImpatientApp(BrokerApp):
-    """An app for such a broker."""
-
-    def start(self, *options: str, fresh: bool = False, **environ: str) -> Child:
-        """Start a broker of the app, and wait until it serves."""
-        child = Child(
-            "-c", SERVE, "serve", str(self.file), *options, cwd=self.file.parent, environ=environ, fresh=fresh, has_workers=True
-        )
-        self._children.append(child)
-        child.expect("serving")
-        return child
+Start = Callable[..., Child]
 
 
 @pytest.fixture
-def app(tmp_path: Path, base_path: str, children: list[Child]) -> Iterator[ImpatientApp]:
-    """An app, not served yet."""
-    app = ImpatientApp(tmp_path, base_path, children)
-    app.write()
-    yield app
-    app.close()
+def start(app: BrokerApp) -> Start:
+    """``start(**options)`` starts a broker of the app, which finds the packages installed in ``site``."""
+
+    def start(*, site: Path | None = None, fresh: bool = False, **options: Any) -> Child:
+        environ = {} if site is None else {"PYTHONPATH": f"{PYTHONPATH}{os.pathsep}{site}"}
+        return app.start_program(app.program(IMPATIENT, **options), fresh=fresh, environ=environ)
+
+    return start
 
 
 def sockets_of(pid: int) -> set[str]:
@@ -103,9 +85,9 @@ def sockets_of(pid: int) -> set[str]:
     return {link for link in links_of(pid) if link.startswith("socket:")}
 
 
-def test_later_workers_are_forks(app: ImpatientApp) -> None:
+def test_later_workers_are_forks(app: BrokerApp, start: Start) -> None:
     """The first ones are new processes, and report the imports. No fork has a connection of the broker or of another worker."""
-    broker = app.start("--workers", "2", fresh=True)
+    broker = start(workers=2, fresh=True)
     client = app.connect()
     assert not any(map(is_fork, worker_pids(client)))
     zygote_ready(client)
@@ -119,9 +101,10 @@ def test_later_workers_are_forks(app: ImpatientApp) -> None:
     assert client.call("model").weight[0, 0] == 4
 
 
-def test_the_exit_of_a_fork_is_reported(app: ImpatientApp) -> None:
+def test_the_exit_of_a_fork_is_reported(app: BrokerApp, start: Start) -> None:
     """Its signal, and its last output, like those of a new process."""
-    client = app.serve()
+    start()
+    client = app.connect()
     zygote_ready(client)
     pid = replaced(client)
     with pytest.raises(Exception, match=rf"the worker \(pid {pid}\) was killed by SIGSEGV.*its last words") as crash:
@@ -129,16 +112,18 @@ def test_the_exit_of_a_fork_is_reported(app: ImpatientApp) -> None:
     assert "its last words" in crash.value.stderr
 
 
-def test_no_preload_disables_the_zygote(app: ImpatientApp) -> None:
+def test_no_preload_disables_the_zygote(app: BrokerApp, start: Start) -> None:
     """With ``--no-preload`` every worker is a new process."""
-    client = app.serve(options=["--no-preload"])
+    start(preload=False)
+    client = app.connect()
     assert zygote_of(client) == {"state": "off", "why": "--no-preload"}
     assert not is_fork(replaced(client))
 
 
-def test_a_killed_watcher_ends_its_worker(app: ImpatientApp) -> None:
+def test_a_killed_watcher_ends_its_worker(app: BrokerApp, start: Start) -> None:
     """The kernel kills the worker, which is replaced."""
-    client = app.serve()
+    start()
+    client = app.connect()
     zygote_ready(client)
     pid = replaced(client)
     watcher = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
@@ -150,9 +135,10 @@ def test_a_killed_watcher_ends_its_worker(app: ImpatientApp) -> None:
 # When something happens to the zygote.
 
 
-def test_a_killed_zygote_is_replaced(app: ImpatientApp) -> None:
+def test_a_killed_zygote_is_replaced(app: BrokerApp, start: Start) -> None:
     """The workers stay, and a worker needed in between is a new process."""
-    client = app.serve()
+    start()
+    client = app.connect()
     zygote = zygote_ready(client)
     worker = replaced(client)
     os.kill(zygote, signal.SIGKILL)
@@ -164,9 +150,9 @@ def test_a_killed_zygote_is_replaced(app: ImpatientApp) -> None:
     assert is_fork(replaced(client))
 
 
-def test_a_stopped_zygote_is_replaced(app: ImpatientApp) -> None:
+def test_a_stopped_zygote_is_replaced(app: BrokerApp, start: Start) -> None:
     """After a short wait; attaching continues meanwhile."""
-    broker = app.start()
+    broker = start()
     client = app.connect()
     client.call("model")
     zygote = zygote_ready(client)
@@ -179,9 +165,9 @@ def test_a_stopped_zygote_is_replaced(app: ImpatientApp) -> None:
     eventually(lambda: not is_running(zygote), what="it has been ended")
 
 
-def test_a_killed_broker_leaves_nothing(app: ImpatientApp) -> None:
+def test_a_killed_broker_leaves_nothing(app: BrokerApp, start: Start) -> None:
     """Neither zygote nor forks, although they are not notified."""
-    broker = app.start("--workers", "2")
+    broker = start(workers=2)
     client = app.connect()
     zygote = zygote_ready(client)
     client.reload()
@@ -201,16 +187,11 @@ def site(tmp_path: Path) -> Path:
     return folder
 
 
-def start_with(app: ImpatientApp, site: Path, *options: str) -> Child:
-    """Start a broker that finds the installed packages."""
-    return app.start(*options, PYTHONPATH=f"{PYTHONPATH}{os.pathsep}{site}")
-
-
-def test_packages_that_change_on_disk_are_reloaded(app: ImpatientApp, site: Path) -> None:
+def test_packages_that_change_on_disk_are_reloaded(app: BrokerApp, start: Start, site: Path) -> None:
     """The next worker has the new version, followed by a new zygote."""
     (site / "versioned.py").write_text("VERSION = 1\n")
     app.write(SAYS, "import versioned\n@provider.share(cache=False)\ndef version(): return as_bytes(versioned.VERSION)")
-    start_with(app, site)
+    start(site=site)
     client = app.connect()
     zygote = zygote_ready(client)
     (site / "versioned.py").write_text("VERSION = 22\n")
@@ -221,10 +202,12 @@ def test_packages_that_change_on_disk_are_reloaded(app: ImpatientApp, site: Path
     assert text(client, "version") == "22"
 
 
-def test_the_users_own_modules_are_never_preloaded(app: ImpatientApp, tmp_path: Path) -> None:
+def test_the_users_own_modules_are_never_preloaded(app: BrokerApp, start: Start, tmp_path: Path) -> None:
     """A fork reads their present version."""
     (tmp_path / "own.py").write_text("VALUE = 1\n")
-    client = app.serve(SAYS, "import own\n@provider.share(cache=False)\ndef value(): return as_bytes(own.VALUE)")
+    app.write(SAYS, "import own\n@provider.share(cache=False)\ndef value(): return as_bytes(own.VALUE)")
+    start()
+    client = app.connect()
     zygote = zygote_ready(client)
     assert str(tmp_path / "own.py") not in Path(f"/proc/{zygote}/maps").read_text()
     (tmp_path / "own.py").write_text("VALUE = 22\n")
@@ -233,12 +216,12 @@ def test_the_users_own_modules_are_never_preloaded(app: ImpatientApp, tmp_path: 
     assert text(client, "value") == "22"
 
 
-def test_apps_that_set_variables_have_new_processes(app: ImpatientApp, site: Path) -> None:
+def test_apps_that_set_variables_have_new_processes(app: BrokerApp, start: Start, site: Path) -> None:
     """Imports may depend on the variable, which the server names."""
     (site / "reads.py").write_text("import os\nSEEN = os.environ.get('LEVEL')\n")
     level = "import reads\n@provider.share(cache=False)\ndef level(): return as_bytes(reads.SEEN)"
     app.write(SAYS, level)
-    start_with(app, site)
+    start(site=site)
     client = app.connect()
     zygote_ready(client)
     assert is_fork(replaced(client))
@@ -249,12 +232,14 @@ def test_apps_that_set_variables_have_new_processes(app: ImpatientApp, site: Pat
     assert "the app sets LEVEL while it is loaded" in zygote_of(client)["why"]
 
 
-def test_apps_that_fail_in_forks_have_new_processes(app: ImpatientApp) -> None:
+def test_apps_that_fail_in_forks_have_new_processes(app: BrokerApp, start: Start) -> None:
     """After a new process has loaded the app, no further forks are tried."""
-    client = app.serve("""
+    app.write("""
         if "--forked" in sys.argv:
             os.kill(os.getpid(), 11)
     """)
+    start()
+    client = app.connect()
     zygote_ready(client)
     earlier = worker_pids(client)[0]
     os.kill(earlier, signal.SIGKILL)
