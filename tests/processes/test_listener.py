@@ -1,17 +1,23 @@
-"""The listening socket: its directory, its permissions, and its owner when two servers compete for it."""
+"""The listening socket: its directory, its permissions, and its owner when several servers compete for it."""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import stat
+import threading
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from shared_rpc import Provider, Server
 from shared_rpc.errors import ConfigurationError
-from tests.kit.apps import Connect, Serve
+from shared_rpc.protocol.election import Election
+from shared_rpc.server.listener import bind_socket
+from tests.kit.apps import Connect, Serve, at_once
 from tests.kit.attacker import STRANGER, as_uid, common_directory, needs_another_uid, needs_namespaces
 from tests.kit.processes import Child, Program, sigstop
 
@@ -186,3 +192,46 @@ def test_the_overflow_uid_matches_no_user(children: list[Child]) -> None:
     code = "import os; from shared_rpc.protocol.peers import is_own; print(os.geteuid(), is_own(os.geteuid()))"
     children.append(Child("-c", code, before=("unshare", "--user")))
     assert children[0].expect("").endswith("False")
+
+
+def test_one_of_several_servers_gets_the_socket(path: str) -> None:
+    """However their steps interleave."""
+    for _ in range(25):
+        start = threading.Barrier(4)
+
+        def race(start: threading.Barrier = start) -> socket.socket:
+            start.wait()
+            return bind_socket(path)
+
+        outcomes = at_once(*[race] * 4)
+        (listener,) = (one for one in outcomes if isinstance(one, socket.socket))
+        for lost in outcomes:
+            assert lost is listener or (isinstance(lost, ConfigurationError) and "is served by" in str(lost))
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(path)
+            listener.accept()[0].close()
+        listener.close()  # its file stays, as after SIGKILL
+
+
+# Elections.
+
+
+@pytest.fixture
+def elections(tmp_path: Path) -> Iterator[tuple[Election, Election]]:
+    """Two processes' views of one lock."""
+    with closing(Election(f"{tmp_path}/s")) as one, closing(Election(f"{tmp_path}/s")) as other:
+        yield one, other
+
+
+@pytest.mark.parametrize("lasting", [True, False])
+def test_failures_are_reported_to_waiting_processes(
+    elections: tuple[Election, Election], tmp_path: Path, lasting: bool
+) -> None:
+    """A permanent one also to later ones, until it expires."""
+    one, other = elections
+    one.record_failure("the reason", lasting)
+    assert other.failure() == "the reason"
+    with closing(Election(f"{tmp_path}/s")) as later:
+        assert later.failure() == ""
+        assert later.lasting_failure(since=0.0) == ("the reason" if lasting else "")
+        assert later.lasting_failure(since=float("inf")) == ""

@@ -1,17 +1,23 @@
-"""A broker keeps a process running that joins it to a cluster; each of the two ends with the other."""
+"""A server or broker keeps a process running that joins it to a cluster; each of the two ends with the other."""
 
 from __future__ import annotations
 
 import os
 import signal
+import textwrap
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
+import torch
 
-from shared_rpc import Client
+from shared_rpc import Client, Provider, Server
+from shared_rpc.errors import ConfigurationError
+from shared_rpc.server.joiner import check_cluster
+from tests.kit.apps import Connect, Serve
 from tests.kit.brokers import BrokerApp, is_running
 from tests.kit.joiners import FAITHLESS, PROGRAM, command_of, source_of
-from tests.kit.processes import Child, eventually
+from tests.kit.processes import Child, eventually, links_of
 
 
 @pytest.fixture
@@ -66,3 +72,90 @@ def test_the_app_or_the_environment_can_name_the_cluster(app: BrokerApp, program
     app.start().kill()
     app.start("--cluster-program", "")
     assert app.connect().get_server_info()["source"] is None
+
+
+@pytest.fixture
+def faithless(tmp_path: Path) -> str:
+    """The command line of a joiner that outlives its server."""
+    return command_of(tmp_path, FAITHLESS)
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_a_server_starts_a_joiner(provider: Provider, serve: Serve, connect: Connect, faithless: str) -> None:
+    """It gets the server's socket, answers its misses, and ends with it."""
+    provider.share("load", managed=True)(lambda: torch.ones(1))
+    server = serve(cluster=faithless, source_grace=600.0)
+    client = connect()
+    client.call("load").release()
+    info = source_of(client)
+    assert (info["cluster"], info["pid"], info["joiner"]["starts"]) == (faithless, info["joiner"]["pid"], 1)
+    assert info["status"] == {"cluster": "test", "node": "a", "nodes": 1}
+    assert is_running(info["pid"])
+    server.stop()
+    assert not is_running(info["pid"])
+
+
+def test_a_missing_distribution_is_reported(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the extra; nothing listens."""
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: ())
+    server = Server(provider, cluster="prod")
+    with pytest.raises(ConfigurationError, match=r"pip install 'shared-rpc\[ray\]'"):
+        server.start()
+    assert not server.running and not Path(server.socket_path).exists()
+
+
+def test_a_joiner_ends_with_a_killed_script(base_path: str, faithless: str, children: list[Child]) -> None:
+    """Even if a process forked by the script, which is not the server's, survives."""
+    code = """
+    import os, sys, time
+    import torch
+    from shared_rpc import Client, Provider, Server
+
+    provider = Provider(device="cpu", cluster=sys.argv[1])
+    provider.share("load", managed=True)(lambda: torch.ones(1))
+    server = Server(provider).start()
+    provider.call("load").release()
+    if os.fork() == 0:
+        print("child", os.getpid(), flush=True)
+        time.sleep(60)
+        os._exit(0)
+    time.sleep(60)
+    """
+    child = Child("-c", textwrap.dedent(code), faithless)
+    children.append(child)
+    forked = int(child.expect("child").split()[1])
+    try:
+        with Client(base_path, device="cpu") as client:
+            pid = source_of(client)["pid"]
+        assert not pipes_of(pid) & pipes_of(forked)
+        child.process.kill()
+        child.process.wait()
+        eventually(lambda: not is_running(pid))
+        assert is_running(forked)
+    finally:
+        os.kill(forked, signal.SIGKILL)
+
+
+def pipes_of(pid: int) -> set[str]:
+    """Return the pipes of a process."""
+    return {link for link in links_of(pid) if link.startswith("pipe:")}
+
+
+def test_a_failed_joiner_is_reported(
+    provider: Provider, serve: Serve, connect: Connect, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With its last line; calls are built after the grace period."""
+    wrong = command_of(tmp_path, "raise SystemExit('no cluster is there')")
+    provider.share("load", managed=True)(lambda: torch.ones(1))
+    serve(cluster=wrong, source_grace=0.1)
+    client = connect()
+    client.call("load").release()
+    eventually(lambda: "exited with code 1: no cluster is there" in source_of(client)["joiner"]["problem"])
+    assert "the next one is started in 0.5 s" in caplog.text
+
+
+def test_the_joiner_of_a_named_cluster_is_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is started with the cluster's name; nothing of the distribution is imported."""
+    found = EntryPoint("join", "some_distribution.join:main", "shared_rpc.cluster")
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda **asked: [found] if asked["name"] == "join" else [])
+    assert check_cluster("prod")[-4:] == ["-m", "some_distribution.join", "--name", "prod"]

@@ -1,4 +1,4 @@
-"""A worker that does not read because it is stopped: the broker's queue for it is limited, and dropped with its callers."""
+"""A stopped worker or server, as under a debugger: the broker's queue for a worker is limited; clients do not wait longer."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -14,15 +15,17 @@ from typing import Any, cast
 import pytest
 import torch
 
-from shared_rpc import AsyncClient, errors
+from shared_rpc import AsyncClient, Client, Provider, Server, errors
 from shared_rpc.broker import dispatch as dispatch_module
 from shared_rpc.broker.dispatch import Backlog
+from shared_rpc.client.exchange import PROMPT
+from shared_rpc.errors import DeadlineExceeded
 from shared_rpc.execution.run import Run
 from shared_rpc.memory.records import Arguments
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.specs import EndpointSpec
 from tests.kit.brokers import BrokerApp, fds_of, worker_pids
-from tests.kit.processes import eventually, sigstop
+from tests.kit.processes import Child, eventually, sigstop
 
 #: More than the capacity of a socket that is not read.
 LARGE = "x" * 4_000_000
@@ -151,3 +154,41 @@ def test_backlogs_are_limited(unit: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert not backlog.remove(runs[1])
     backlog.check(run(**size), "")
     assert list(backlog) == [runs[0], runs[2], runs[3]]
+
+
+@pytest.fixture
+def stopping_server(no_leaks: None, broker_app: BrokerApp) -> Child:
+    """A server of another process."""
+    return broker_app.start("--in-process")
+
+
+def leases(client: Client) -> int:
+    """Return the leases on objects of a server."""
+    return client.get_server_info()["leases"]
+
+
+def test_dropped_handles_delay_no_other(stopping_server: Child, broker_app: BrokerApp, base_path: str) -> None:
+    """A lease of another server ends at once, and that of the stopped one when it continues."""
+    provider = Provider(f"{base_path}-other", device="cpu")
+    provider.share("held", managed=True)(lambda: torch.ones(3))
+    stopped = broker_app.connect()
+    with Server(provider), Client(f"{base_path}-other", device="cpu") as other:
+        first, second, third = stopped.call("held"), stopped.call("held"), other.call("held")
+        sigstop(stopping_server.pid)
+        del first, second, third
+        eventually(lambda: leases(other) == 0, seconds=60)
+    os.kill(stopping_server.pid, signal.SIGCONT)
+    eventually(lambda: leases(stopped) == 0, seconds=60)
+
+
+@pytest.mark.parametrize("operation", [Client.ping, lambda client: client.on_refresh(print)], ids=["ping", "subscription"])
+def test_client_timeouts_hold(stopping_server: Child, broker_app: BrokerApp, operation: Callable[[Client], object]) -> None:
+    """An operation ends soon after its timeout, although the server does not confirm the cancellation."""
+    client = broker_app.connect(timeout=0.5)
+    client.ping()
+    sigstop(stopping_server.pid)
+    begin = time.monotonic()
+    with pytest.raises(DeadlineExceeded):
+        operation(client)
+    assert time.monotonic() - begin < PROMPT
+    os.kill(stopping_server.pid, signal.SIGCONT)
