@@ -81,7 +81,6 @@ def served(broker_app: BrokerApp) -> Iterator[Served]:
         attacker.unread_answers,
         attacker.waiters,
     ],
-    ids=["half frames", "descriptors of half frames", "unread answers", "one unread answer", "long lists", "waiters"],
 )
 def test_clients_are_served_during_an_attack(served: Served, attack: Attack) -> None:
     """In bounded time and memory; and the broker survives."""
