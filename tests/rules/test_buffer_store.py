@@ -39,11 +39,10 @@ class Buffers(Shelf):
         name: str = "own",
         ttl: float | None = None,
         max_accesses: int | None = None,
-        nbytes: int = 100,
         linger: float = 0.0,
     ) -> StoredObject:
         """Make a new buffer that a session holds."""
-        return self.table.add(session, record_of(name, nbytes=nbytes), ttl, max_accesses, linger=linger)
+        return self.table.add(session, record_of(name), ttl, max_accesses, linger=linger)
 
     def end(self, session: str, stored: StoredObject) -> float | None:
         """End a session's lease, like a server; return the seconds that the buffer lingers."""

@@ -50,10 +50,10 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Layers, and an output that is tied to the input."""
 
-    def __init__(self, size: int = 4, layers: int = 2) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.tied = Tied()
-        self.blocks = nn.ModuleList(Block(size) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(4) for _ in range(2))
 
 
 class Owner(nn.Module):

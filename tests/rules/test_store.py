@@ -25,12 +25,12 @@ from shared_rpc.server.state.runs import RunTable
 from tests.kit.clock import Clock
 
 
-def record_of(*segments: str, nbytes: int = 100) -> Record:
-    """Return a record of segments by id, each with a real descriptor and ``nbytes`` bytes."""
+def record_of(*segments: str) -> Record:
+    """Return a record of segments by id, each with a real descriptor and a hundred bytes."""
     opened = [
-        Segment.owning(SegmentInfo(name, nbytes, "cpu"), os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)) for name in segments
+        Segment.owning(SegmentInfo(name, 100, "cpu"), os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)) for name in segments
     ]
-    return Record(b"", EMPTY_TABLE, opened, nbytes * len(opened))
+    return Record(b"", EMPTY_TABLE, opened, 100 * len(opened))
 
 
 class Shelf:
@@ -52,11 +52,9 @@ class Shelf:
         """Count the open segments of these objects."""
         return sum(not segment.closed for stored in objects for segment in stored.record.segments)
 
-    def add(
-        self, key: str | None, *segments: str, holders: str = "", endpoint: str = "f", idle_ttl: float | None = None
-    ) -> StoredObject:
+    def add(self, key: str | None, *segments: str, holders: str = "") -> StoredObject:
         """Add a new object, held by sessions of one letter each."""
-        stored = self.store.add(endpoint, key, record_of(*(segments or (f"of {key}",))), idle_ttl)
+        stored = self.store.add("f", key, record_of(*(segments or (f"of {key}",))), None)
         for session in holders:
             self.leases.grant(session, stored.object_id)
         self.store.settle(stored.object_id)
@@ -182,9 +180,9 @@ def test_incarnations_have_unique_ids(shelf: Shelf) -> None:
 # Runs of endpoints.
 
 
-def opened(calls: RunTable[Any], endpoint: str, key: str | None, waiter: object, refreshes: str | None = None) -> Run[Any]:
+def opened(calls: RunTable[Any], endpoint: str, key: str | None, waiter: object) -> Run[Any]:
     """Return a new run of the table."""
-    run = Run(EndpointSpec(endpoint), key, Arguments(), {waiter: None}, refreshes)
+    run = Run(EndpointSpec(endpoint), key, Arguments(), {waiter: None})
     calls.open(run)
     return run
 

@@ -36,9 +36,9 @@ class Desk:
         assert task not in list(self.table)
         self.forgotten.append(task)
 
-    def task(self, status: TaskStatus = PENDING, endpoint: str = "f") -> Task[str]:
+    def task(self, status: TaskStatus = PENDING) -> Task[str]:
         """Return a new task in a given status."""
-        task = self.table.add(endpoint, None)
+        task = self.table.add("f", None)
         if status is not PENDING:
             self.table.advance(task, status)
         return task
