@@ -41,9 +41,10 @@ class Reports:
         """The modules that a library needs and that are not installed."""
         return [name for name in requires(library) if importlib.util.find_spec(name) is None]
 
-    def of(self, library: str, host: str) -> dict[str, Any]:
-        """The report of a visit; waits for it."""
-        return self._made[library, host].result()
+    def of(self, library: str, host: str) -> dict[str, Any] | None:
+        """Return the report of a visit, which is waited for; None if none of the wanted cases runs here."""
+        made = self._made.get((library, host))
+        return made.result() if made is not None else None
 
     def finished(self) -> dict[Visited, dict[str, Any]]:
         """The reports that there are."""

@@ -29,10 +29,11 @@ def report(visit: tuple[str, str], reports: Reports, request: pytest.FixtureRequ
         pytest.fail(f"{library} is not tested, because {', '.join(missing)} cannot be imported here")
     if missing:
         pytest.skip(f"{', '.join(missing)} cannot be imported here")
-    here = reports.cases(library)
-    if not here or request.node.callspec.params.get("case", here[0]) not in here:
+    case = request.node.callspec.params.get("case")
+    found = reports.of(library, host) if case is None or case in reports.cases(library) else None
+    if found is None:
         pytest.skip(f"{library} does not run it on {reports.device}")
-    return reports.of(library, host)
+    return found
 
 
 @pytest.mark.parametrize(("visit", "case"), CASES, ids=OF_CASES)
