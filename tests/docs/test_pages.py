@@ -46,6 +46,7 @@ def test_a_page_can_be_followed(page: Page, tmp_path: Path) -> None:
         pytest.skip(f"{', '.join(page.missing)} cannot be imported")
     with Walk(page, tmp_path) as walk:
         walk.follow()
+        assert len(walk.printed) == len(page.steps)
 
 
 @pytest.mark.parametrize("name", sorted(set(shared_rpc.__all__) - {"__version__", "errors"}))

@@ -18,3 +18,4 @@ def test_the_tutorial_can_be_followed(path: Path, tmp_path: Path) -> None:
     assert page.steps and not page.missing
     with Walk(page, tmp_path) as walk:
         walk.follow()
+        assert len(walk.printed) == len(page.steps)
