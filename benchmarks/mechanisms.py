@@ -85,9 +85,7 @@ def _gpu() -> tuple[str, dict[Mechanism, str]]:
 
         gpus = visible_gpus()
         return (gpus[0], survey(gpus[0])) if gpus else ("", dict.fromkeys(PREFERENCE, "no GPU here"))
-    except ImportError as error:
-        return "", dict.fromkeys(PREFERENCE, f"no GPU support here ({error})")
-    except SharedRPCError as error:
+    except (ImportError, SharedRPCError) as error:
         return "", dict.fromkeys(PREFERENCE, str(error))
 
 

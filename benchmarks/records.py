@@ -25,7 +25,7 @@ from shared_rpc.memory.mapping import MAPPINGS
 #: The names of the rows, in the order of measurement.
 _BUILD, _ATTACH = "build, and attach", "attach"
 _EXPORT, _IMPORT = "export to a file", "import from the file in the page cache"
-_ADOPT, _PROMOTE = "adopt from memory", "promote a candidate"
+_ADOPT = "adopt from memory"
 _LOAD = "load a safetensors file in the page cache"
 
 
@@ -58,7 +58,7 @@ def run(
         file.unlink()
         safetensors.torch.save_file({f"{n}.weight": torch.full((1024, 1024), float(n)) for n in range(megabytes // 4)}, weights)
         _measure_loads(loaders, weights, device, rounds, times)
-        for name in (_BUILD, _EXPORT, _IMPORT, _ATTACH, _ADOPT, _PROMOTE, _LOAD):
+        for name in (_BUILD, _EXPORT, _IMPORT, _ATTACH, _ADOPT, _LOAD):
             run.row(name, times.samples(name))
         loads = times.samples(_LOAD)
         run.row("the same, in GB/s", {name: nbytes / 1e9 / sample.p50 for name, sample in loads.items()}, "number")
@@ -77,12 +77,8 @@ def _measure(client: Client, megabytes: int, file: Path, times: Times) -> None:
         client.adopt(read)
     with times.of(_ATTACH):
         handle = client.call("layers", megabytes)
-    with handle, client.export(handle) as record:
-        with times.of(_ADOPT):
-            client.adopt(record)
-        # The earlier generation is held, as in production, so that freeing its memory is not measured.
-        with client.adopt_candidate(record) as candidate, client.call("layers", megabytes), times.of(_PROMOTE):
-            client.promote(candidate)
+    with handle, client.export(handle) as record, times.of(_ADOPT):
+        client.adopt(record)
 
 
 def _measure_loads(loaders: dict[str, Callable[..., object]], file: Path, device: str, rounds: int, times: Times) -> None:

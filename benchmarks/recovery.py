@@ -76,16 +76,15 @@ class _Broker:
 
         wait_for(self._client.get_server_info, came, 1e-3)
 
-    def wait_for_zygote(self) -> int:
-        """Wait until the next worker is a fork; return the bytes of its zygote."""
+    def wait_for_zygote(self) -> None:
+        """Wait until the next worker is a fork."""
 
         def begun(info: Any) -> bool:
             if info["zygote"]["state"] == "off":
                 raise RuntimeError(f"the broker has no zygote: {info['zygote']}")
             return bool(info["zygote"]["state"] == "ready")
 
-        info: Any = wait_for(self._client.get_server_info, begun, 0.1)
-        return int(info["zygote"]["pss"])
+        wait_for(self._client.get_server_info, begun, 0.1)
 
 
 def _kill_rows(run: Run, broker: _Broker, attaching: list[Process], attaches: int, rate: float, kills: int) -> None:
@@ -160,7 +159,7 @@ def _ready_rows(run: Run, broker: _Broker, plain: _Broker, restarts: int) -> Non
     times = Times()
     own = "import of the app's own modules"
     forked, new = "from SIGKILL to a new worker that is ready", "… with --no-preload"
-    nbytes = broker.wait_for_zygote()
+    broker.wait_for_zygote()
     for _ in range(restarts):
         times[own, OURS].append(float(run.program("-c", _OWN_IMPORTS, cores=run.server_cores)))
         for killed, name in ((broker, forked), (plain, new)):
@@ -173,7 +172,6 @@ def _ready_rows(run: Run, broker: _Broker, plain: _Broker, restarts: int) -> Non
         samples = times.samples(name)
         goal = Goal("≤", 0.4, "+ the own modules") if name == forked else None
         run.row(name, samples, "s", goal, measured=samples[OURS].p50 - alone)
-    run.row("memory of the zygote (PSS)", nbytes, "bytes")
 
 
 def _broker_rows(run: Run, client: Client) -> None:

@@ -17,7 +17,7 @@ import typer
 from benchmarks.clients import throughput
 from benchmarks.processes import process_counts, used
 from benchmarks.runner import ECHO, OURS, Goal, Json, Run, Sample, Unit, interleaved, shown, timed
-from benchmarks.sides import PEER, PEERS, Echo, Ours, SharedTensor, Side, Started, present, serve
+from benchmarks.sides import PEER, PEERS, Echo, Ours, SharedTensor, Side, present, serve
 from benchmarks.workload import SMALL
 from shared_rpc import AsyncClient, Client
 
@@ -74,7 +74,7 @@ def run(
         _kept_results(run, connected[OURS].link, servers[OURS].process.pid, kept)
         count = long_run if long_run is not None else _LONG[device]
         if count:
-            _many_calls(run, servers[OURS], count)
+            _many_calls(run, connected[OURS].link, servers[OURS].process.pid, count)
         _cold_starts(run, processes)
 
 
@@ -189,61 +189,42 @@ _SETTLED = 5.0
 Counts = dict[str, int]
 
 
-def _many_calls(run: Run, ours: Started, calls: int) -> None:
-    """Make calls that take and return a small tensor, in a separate process."""
-    client = run.process(LongRun, address=ours.address, server=ours.process.pid, device=run.device)
-    seconds, before, after = client.ask("run", calls=calls)
-    client.close()
+def _many_calls(run: Run, client: Client, server: int, calls: int) -> None:
+    """Make calls that take and return a small tensor, and measure what they leave in this process and in the server."""
+
+    def call(count: int) -> None:
+        for _ in range(count):
+            client.call("plus_one", torch.ones(SMALL, device=run.device))
+
+    def reading() -> Counts:
+        call(1)
+        gc.collect()
+        counts = {"client": process_counts(os.getpid()), "server": process_counts(server)}
+        shared = sum(each["shared"] for each in counts.values())
+        found = {f"{who} {key}": each[key] for who, each in counts.items() for key in ("fds", "mappings")}
+        return {"memory": used(run.device) if run.device == "cuda" else shared, **found}
+
+    def lowest(wanted: Counts | None = None) -> Counts:
+        """Return the lowest of several readings; continue for :data:`_SETTLED` seconds while any count is above ``wanted``."""
+        end, number, found = time.monotonic() + _SETTLED, 0, reading()
+        while number < _READINGS or (
+            wanted is not None and any(found[key] > wanted[key] for key in wanted) and time.monotonic() < end
+        ):
+            number, found = number + 1, {key: min(value, found[key]) for key, value in reading().items()}
+        return found
 
     def row(name: str, keys: tuple[str, ...], unit: Unit = "number") -> None:
         text = ", ".join(f"{shown(before[key], unit)} → {shown(after[key], unit)}" for key in keys)
         grown = sum(max(after[key] - before[key], 0) for key in keys)
-        run.row(name, text, unit, Goal("≤", 0, "as after the first 100"), measured=grown)
+        run.row(name, text, unit, Goal("≤", 0, f"as after the first {_FIRST}"), measured=grown)
 
+    call(_FIRST)
+    gc.collect()
+    gc.freeze()  # so that collections of the readings skip the imported modules
+    before = lowest()
+    seconds = timed(lambda: call(calls))
+    after = lowest(before)
     run.row(f"{calls:,} calls, 4 KiB there and back: per call", seconds / calls)
     row(f"… {'GPU memory in use' if run.device == 'cuda' else 'shared memory'}", ("memory",), "bytes")
     row("… descriptors of client, server", ("client fds", "server fds"))
     row("… mappings of client, server", ("client mappings", "server mappings"))
-
-
-class LongRun:
-    """A client process that makes many calls.
-
-    :param server: pid of the server.
-    """
-
-    def __init__(self, address: str, server: int, device: str) -> None:
-        self._client, self._device = Client(socket_path=address), device
-        self._pids = {"client": os.getpid(), "server": server}
-
-    def run(self, calls: int) -> tuple[float, Counts, Counts]:
-        """Return the seconds of the calls, and the readings before and after them."""
-        self._call(_FIRST)
-        gc.collect()
-        gc.freeze()  # so that collections of the readings skip the imported modules
-        before = self._lowest()
-        seconds = timed(lambda: self._call(calls))
-        return seconds, before, self._lowest(before)
-
-    def _call(self, count: int) -> None:
-        for _ in range(count):
-            self._client.call("plus_one", torch.ones(SMALL, device=self._device))
-
-    def _read(self) -> Counts:
-        self._call(1)
-        gc.collect()
-        counts = {who: process_counts(pid) for who, pid in self._pids.items()}
-        shared = sum(each["shared"] for each in counts.values())
-        return {
-            "memory": used(self._device) if self._device == "cuda" else shared,
-            **{f"{who} {key}": each[key] for who, each in counts.items() for key in ("fds", "mappings")},
-        }
-
-    def _lowest(self, wanted: Counts | None = None) -> Counts:
-        """Return the lowest of several readings; continue for :data:`_SETTLED` seconds while any count is above ``wanted``."""
-        end, number, found = time.monotonic() + _SETTLED, 0, self._read()
-        while number < _READINGS or (
-            wanted is not None and any(found[key] > wanted[key] for key in wanted) and time.monotonic() < end
-        ):
-            number, found = number + 1, {key: min(value, found[key]) for key, value in self._read().items()}
-        return found

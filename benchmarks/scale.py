@@ -98,41 +98,32 @@ def _peer_row(run: Run) -> None:
 Counts = dict[str, int]
 
 
+#: What the server keeps for a client that is connected and holds the model.
+_KEPT = ("leases", "sessions", "fds")
+
+
 def _killed_rows(run: Run, ours: Started, count: int, shape: str) -> None:
     """Kill clients that hold the model: the server's state before, with them, and after."""
-
-    def row(name: str, wave: Sequence[Counts], key: str, goal: Goal, measured: int) -> None:
-        unit: Unit = "bytes" if key in ("memory", "shared") else "number"
-        text = " → ".join(shown(counts[key], unit) for counts in wave)
-        run.row(f"{count} clients killed{name}", text, unit, goal, measured=measured)
-
     holders = run.process(Holders, address=ours.address, call=["model", shape])
     with Client(socket_path=ours.address) as asking:
         _wave(holders, asking, ours, count)  # a warm-up, because the first growth of the allocator and the loop is not a leak
-        wave, seconds = _wave(holders, asking, ours, count)
-        last, _ = _wave(holders, asking, ours, count, invalidate=True)
+        before, during, after, seconds = _wave(holders, asking, ours, count)
     holders.close()
-    before, _, after = wave
-    for key in ("leases", "sessions", "fds"):
-        row(f": {key}", wave, key, Goal("≤", 0, "as before"), abs(after[key] - before[key]))
+
+    def row(name: str, key: str, unit: Unit, goal: Goal) -> None:
+        text = " → ".join(shown(counts[key], unit) for counts in (before, during, after))
+        run.row(f"{count} clients killed: {name}", text, unit, goal, measured=max(after[key] - before[key], 0))
+
+    for key in _KEPT:
+        row(key, key, "number", Goal("≤", 0, "as before"))
     # Python's allocator keeps some memory of the connections for the next ones.
-    row(
-        ": the server's memory",
-        wave,
-        "memory",
-        Goal("≤", 1 << 20, "more than before"),
-        max(after["memory"] - before["memory"], 0),
-    )
+    row("the server's memory", "memory", "bytes", Goal("≤", 1 << 20, "more than before"))
     run.row(f"{count} clients killed: until all is released", seconds)
-    row(", model invalidated: its memory", last, "shared", Goal("≤", 0, "all freed"), last[-1]["shared"])
 
 
-def _wave(
-    holders: Process, asking: Client, ours: Started, count: int, *, invalidate: bool = False
-) -> tuple[Sequence[Counts], float]:
+def _wave(holders: Process, asking: Client, ours: Started, count: int) -> tuple[Counts, Counts, Counts, float]:
     """Attach ``count`` clients, kill them, and wait until their resources are released.
 
-    :param invalidate: drop the model from the cache while they hold it, so that it is freed with its last holder.
     :return: the server's counts before, during and after, and the seconds from the kill to the latter.
     """
 
@@ -140,18 +131,13 @@ def _wave(
         info = asking.get_server_info()
         return {"leases": info["leases"], "sessions": info["sessions"], **process_counts(ours.process.pid)}
 
-    def released(found: Counts) -> bool:
-        return found["shared"] == 0 if invalidate else all(found[key] == before[key] for key in ("leases", "sessions", "fds"))
-
     before = counts()
     holders.ask("attach", count=count)
-    if invalidate:
-        asking.invalidate_endpoint_cache("model")
     during = counts()
     begin = time.monotonic()
     holders.ask("kill")
-    after = wait_for(counts, released, 1e-3)
-    return (before, during, after), time.monotonic() - begin
+    after = wait_for(counts, lambda found: all(found[key] == before[key] for key in _KEPT), 1e-3)
+    return before, during, after, time.monotonic() - begin
 
 
 class Idle:

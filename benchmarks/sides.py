@@ -23,7 +23,7 @@ from typing import Any, ClassVar, NamedTuple
 import msgspec
 import torch
 
-from benchmarks.processes import Process, readings, used
+from benchmarks.processes import Process, readings
 from benchmarks.runner import ECHO, OURS, Run
 from benchmarks.workload import Workload
 from shared_rpc import Client
@@ -170,18 +170,10 @@ class Ours(Side):
 
         def publish(endpoint: str, *args: Any) -> dict[str, float]:
             """Measure seconds and peak memory of publishing a loaded module."""
-            loaded = 0.0
             with readings(device) as memory:
-
-                def when_loaded() -> None:
-                    nonlocal loaded
-                    memory[:] = [used(device)]
-                    loaded = time.perf_counter()
-
-                workload.when_loaded = when_loaded
                 provider.call(endpoint, *args).release()
-                seconds = time.perf_counter() - loaded
-            return {"seconds": seconds, "peak": max(memory) - memory[0], "largest": workload.largest_storage}
+                seconds = time.perf_counter() - workload.loaded
+            return {"seconds": seconds, "peak": max(memory) - workload.used}
 
         return publish
 
@@ -193,12 +185,9 @@ class SharedTensor(Side):
 
     @classmethod
     def missing(cls, device: str = "") -> str | None:
-        try:
-            version = importlib.metadata.version("shared-tensor")
-        except importlib.metadata.PackageNotFoundError:
-            return f"shared-tensor is not installed (pip install --no-deps shared-tensor=={VERSION}) and was left out"
-        if version != VERSION:
-            return f"shared-tensor {version} is installed, not the {VERSION} of the goals, and was left out"
+        found = importlib.util.find_spec(cls.module) and importlib.metadata.version("shared-tensor")
+        if found != VERSION:
+            return f"{PEER} is not installed (pip install --no-deps shared-tensor=={VERSION}) and was left out"
         if device == "cpu":
             return f"{PEER} shares CUDA memory only and was left out of the rows with tensors on the host"
         return None

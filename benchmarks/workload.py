@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import nn
 
+from benchmarks.processes import used
+
 if TYPE_CHECKING:  # attaches of clients are measured with their imports
     from shared_rpc import Provider
 
@@ -132,10 +134,8 @@ class Workload:
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
-        #: Called when a model is in memory, before it is published.
-        self.when_loaded: Callable[[], None] = lambda: None
-        #: Bytes of the largest storage of the last model.
-        self.largest_storage = 0
+        #: When the last model was in memory, before it was published, and the memory in use then.
+        self.loaded, self.used = 0.0, 0
         # The first module on the meta device makes torch import more modules.
         self._make(lambda: Chain(1, 4))
 
@@ -212,8 +212,7 @@ class Workload:
                 parameter.fill_(1 + number % 100)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.largest_storage = max(parameter.untyped_storage().nbytes() for parameter in module.parameters())
-        self.when_loaded()
+        self.loaded, self.used = time.perf_counter(), used(self.device.type)
         return module.eval()
 
 
