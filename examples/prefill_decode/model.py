@@ -26,16 +26,6 @@ LAYER_MAP = {
 }
 
 
-class RMSNorm(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-5)
-        return (x.float() * scale).to(x.dtype) * self.weight
-
-
 class Rotary(nn.Module):
     """Computed tables, which no checkpoint contains."""
 
@@ -77,22 +67,17 @@ class Attention(nn.Module):
         cache[0, block, place], cache[1, block, place] = key, value
         # All positions of the request so far, gathered from its blocks.
         keys, values = (part[blocks].flatten(0, 1)[: int(positions[-1]) + 1] for part in cache)
-        repeated = config.heads // config.kv_heads
-        attended = F.scaled_dot_product_attention(
-            query.transpose(0, 1)[None],
-            keys.transpose(0, 1).repeat_interleave(repeated, 0)[None],
-            values.transpose(0, 1).repeat_interleave(repeated, 0)[None],
-            is_causal=count > 1,
-        )
+        query, keys, values = (x.transpose(0, 1)[None] for x in (query, keys, values))
+        attended = F.scaled_dot_product_attention(query, keys, values, is_causal=count > 1, enable_gqa=True)
         return self.out(attended[0].transpose(0, 1).reshape(count, -1))
 
 
 class Block(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.width)
+        self.attention_norm = nn.RMSNorm(config.width, eps=1e-5)
         self.attention = Attention(config)
-        self.mlp_norm = RMSNorm(config.width)
+        self.mlp_norm = nn.RMSNorm(config.width, eps=1e-5)
         self.gate = nn.Linear(config.width, config.hidden, bias=False)
         self.up = nn.Linear(config.width, config.hidden, bias=False)
         self.down = nn.Linear(config.hidden, config.width, bias=False)
@@ -112,7 +97,7 @@ class Decoder(nn.Module):
         self.embedding = nn.Embedding(config.vocabulary, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.rotary = Rotary(config.head_size)
-        self.norm = RMSNorm(config.width)
+        self.norm = nn.RMSNorm(config.width, eps=1e-5)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
 
     @torch.no_grad()

@@ -59,11 +59,8 @@ class Attention(nn.Module):
             project(x).view(batch, length, -1, self.head_width).transpose(1, 2)
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
-        scores = rotated(q) @ rotated(k).transpose(2, 3) / self.head_width**0.5
-        future = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
-        weights = scores.masked_fill(future, -torch.inf).softmax(-1)
-        return self.o_proj((weights @ v).transpose(1, 2).reshape(batch, length, -1))
+        attended = nn.functional.scaled_dot_product_attention(rotated(q), rotated(k), v, is_causal=True, enable_gqa=True)
+        return self.o_proj(attended.transpose(1, 2).reshape(batch, length, -1))
 
 
 def rotated(x: Tensor) -> Tensor:
