@@ -20,7 +20,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from shared_rpc.client.base import Turn
+from shared_rpc.client.base import BaseClient, Turn
 from shared_rpc.client.blocking import BlockingDriver
 from shared_rpc.client.exchange import release_for
 from shared_rpc.client.replies import too_late
@@ -420,6 +420,9 @@ class LoopbackRuntime(BlockingDriver, BlockingOperations):
         if session is self._link:  # else of the parent process
             self._post(m.Release([object_id]), session)
             yield from lease_ended(self, [object_id])
+
+    #: Without a wait for the GPU in the finaliser thread: an endpoint may be capturing a graph.
+    _end_lease_soon = BaseClient._end_lease_soon
 
     def _news_link(self) -> _NewsLink:
         return _NewsLink(self._engine)
