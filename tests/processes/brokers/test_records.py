@@ -87,26 +87,6 @@ def test_an_object_moves_between_brokers(places: list[Place]) -> None:
     assert (here.built, there.built, arrived.generation) == (1, 0, 1)
 
 
-def test_a_client_copies_records_without_torch(tmp_path: Path, children: list[Child], program: Program) -> None:
-    """It exports an object, writes the copy into memory of the broker, and adopts both."""
-    place = Place(tmp_path / "a", children)
-    place.client.call("net", 10).release()
-    code = """
-        import sys
-        from shared_rpc import Client
-        with Client({path!r}, device="cpu", timeout=30) as client:
-            (info,) = client.list_objects()
-            with client.export(info["object_id"]) as record, client.allocate(record.header) as allocated:
-                for source, target in zip(record.segments, allocated.segments):
-                    target.buffer()[:] = source.buffer()
-                print(client.adopt(allocated).generation, client.adopt(record).generation)
-        print("torch" in sys.modules, "shared_rpc.codec" in sys.modules)
-    """
-    child = program(code.format(path=place.app.base_path), fresh=True)
-    assert (child.expect("3"), child.expect("False")) == ("2 3", "False False")
-    place.close()
-
-
 @pytest.mark.parametrize(
     "code",
     [

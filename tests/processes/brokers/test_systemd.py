@@ -19,7 +19,7 @@ from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import tiers as t
 from tests.kit.brokers import APP, BrokerApp
-from tests.kit.processes import Child, Program, eventually, links_of
+from tests.kit.processes import Child, Program, eventually
 from tests.kit.raw import Raw
 from tests.kit.service_manager import ServiceManager
 
@@ -104,24 +104,6 @@ def test_objects_survive_a_killed_broker(app: BrokerApp, manager: ServiceManager
     assert {name: other.list_objects()[0][name] for name in same} == {name: facts[name] for name in same}
     gate.unlink()
     assert other.call("model", 9).weight[0, 0] == 9
-
-
-def test_objects_survive_repeated_kills(manager: ServiceManager, broker: Child, client: Client) -> None:
-    """Recovered objects are stored like new ones, and neither the store nor the descriptors grow."""
-    client.call("model")
-    client.call("model", 9)
-    counts = []
-    for size in (9, 10, 10):
-        broker = restart(broker, manager)
-        assert client.call("model", size).weight[0, 0] == size
-        eventually(lambda: loaded(client))
-        counts.append((sorted(name.partition("-")[0] for name in manager.names()), _memfds(broker.pid)))
-    assert counts[1] == counts[2] == (["object"] * 3 + ["segment"] * 3 + ["state"], 4)
-
-
-def _memfds(pid: int) -> int:
-    """Return the open segments of host memory of a process."""
-    return sum("memfd:" in link for link in links_of(pid))
 
 
 @pytest.mark.asyncio
