@@ -199,10 +199,10 @@ def children() -> Iterator[list[Child]]:
 
 @pytest.fixture
 def program(children: list[Child]) -> Program:
-    """``program(code)`` runs a piece of code in another process, which is killed at the end."""
+    """``program(code, *arguments)`` runs a piece of code in another process, which is killed at the end."""
 
-    def start(code: str, **options: Any) -> Child:
-        children.append(python(code, **options))
+    def start(code: str, *arguments: str, **options: Any) -> Child:
+        children.append(python(code, *arguments, **options))
         return children[-1]
 
     return start

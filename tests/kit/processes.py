@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from tests.kit.forks import NO_FORK_WARNING, PYTHONPATH, ROOT, Popen
 
@@ -100,9 +100,9 @@ class Child:
 Program = Callable[..., Child]
 
 
-def python(code: str, *, environ: dict[str, str] | None = None, fresh: bool = False) -> Child:
-    """Start a child that runs a piece of code."""
-    return Child("-c", textwrap.dedent(code), environ=environ, fresh=fresh)
+def python(code: str, *arguments: str, **options: Any) -> Child:
+    """Start a child that runs a piece of code; the options are those of :class:`Child`."""
+    return Child("-c", textwrap.dedent(code), *arguments, **options)
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 10.0, what: str = "", every: float = 0.002) -> float:

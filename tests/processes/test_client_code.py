@@ -19,7 +19,7 @@ from shared_rpc.protocol.peers import shares_pid_namespace
 from tests.kit.apps import Connect, Serve
 from tests.kit.attacker import in_namespaces, needs_namespaces
 from tests.kit.brokers import BrokerApp
-from tests.kit.processes import Child
+from tests.kit.processes import Child, Program
 from tests.kit.raw import Raw
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -75,11 +75,9 @@ def test_no_record_is_accepted(server: Callable[[str], Server]) -> None:
     assert isinstance(answer, m.Error) and answer.code == CapabilityError.code
 
 
-def test_the_own_pid_namespace_is_trusted(server: Callable[[str], Server], provider: Provider, children: list[Child]) -> None:
+def test_the_own_pid_namespace_is_trusted(server: Callable[[str], Server], provider: Provider, program: Program) -> None:
     """The server's own processes, and those of its pid namespace: these could as well attach a debugger to it."""
-    child = Child("-c", SEND, server("namespace").socket_path)
-    children.append(child)
-    assert child.expect("module") == "module 1.0"
+    assert program(SEND, server("namespace").socket_path).expect("module") == "module 1.0"
     assert provider.call("total", [torch.nn.Linear(1, 1)]).tolist() == 1.0
 
 

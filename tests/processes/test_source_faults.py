@@ -14,7 +14,7 @@ from shared_rpc import Source
 from shared_rpc.errors import ClusterError, ConnectionClosed
 from tests.kit.brokers import BrokerApp, begun
 from tests.kit.joiners import KNOWN_TOKEN, source_of
-from tests.kit.processes import Child, eventually
+from tests.kit.processes import Child, Program, eventually
 
 pytestmark = pytest.mark.usefixtures("admitted_source")
 
@@ -52,14 +52,11 @@ Start = Callable[[], Child]
 
 
 @pytest.fixture
-def start_source(app: BrokerApp, children: list[Child], tmp_path: Path) -> Start:
+def start_source(app: BrokerApp, program: Program) -> Start:
     """``start_source()`` starts a source in another process."""
-    file = tmp_path / "source.py"
-    file.write_text(SOURCE)
 
     def start() -> Child:
-        child = Child(str(file), app.base_path)
-        children.append(child)
+        child = program(SOURCE, app.base_path)
         child.expect("attached")
         return child
 

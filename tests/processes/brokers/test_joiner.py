@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import textwrap
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -17,11 +16,11 @@ from shared_rpc.server.joiner import check_cluster
 from tests.kit.apps import Connect, Serve
 from tests.kit.brokers import BrokerApp, is_running
 from tests.kit.joiners import FAITHLESS, PROGRAM, command_of, source_of
-from tests.kit.processes import Child, eventually, links_of
+from tests.kit.processes import Child, Program, eventually, links_of
 
 
 @pytest.fixture
-def program(tmp_path: Path) -> str:
+def joiner(tmp_path: Path) -> str:
     """The command line of a joiner."""
     return command_of(tmp_path, PROGRAM)
 
@@ -40,9 +39,9 @@ def test_a_joiner_ends_with_its_broker(app: BrokerApp, tmp_path: Path) -> None:
     eventually(lambda: not is_running(pid))
 
 
-def test_an_ended_joiner_is_restarted(app: BrokerApp, program: str) -> None:
+def test_an_ended_joiner_is_restarted(app: BrokerApp, joiner: str) -> None:
     """The broker reports its exit status; calls in between wait for the next one."""
-    broker = app.start("--cluster-program", program, "--source-grace", "600")
+    broker = app.start("--cluster-program", joiner, "--source-grace", "600")
     client = app.connect()
     first = attached(client)
     os.kill(first, signal.SIGKILL)
@@ -55,20 +54,20 @@ def test_an_ended_joiner_is_restarted(app: BrokerApp, program: str) -> None:
     assert client.get_statistics()["held"]["builds"] == 1
 
 
-def test_a_joiner_does_not_keep_its_broker_running(app: BrokerApp, program: str) -> None:
+def test_a_joiner_does_not_keep_its_broker_running(app: BrokerApp, joiner: str) -> None:
     """The source of records does not count as a user."""
-    broker = app.start("--cluster-program", program, "--idle-exit", "1")
+    broker = app.start("--cluster-program", joiner, "--idle-exit", "1")
     assert broker.close()[0] == 0
 
 
-def test_the_app_or_the_environment_can_name_the_cluster(app: BrokerApp, program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_app_or_the_environment_can_name_the_cluster(app: BrokerApp, joiner: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The option takes precedence over Provider(cluster=...), and that over SHARED_TENSOR_CLUSTER."""
     monkeypatch.setenv("SHARED_TENSOR_CLUSTER", "./rya")
     child = Child("-m", "shared_rpc.cli", "serve", str(app.file), cwd=app.file.parent)
     code, said = child.close()
     assert code == 1 and "cluster='./rya': use a cluster's name, or the command line of a program" in said
     source = app.file.read_text()
-    app.file.write_text(source.replace('Provider(device="cpu")', f'Provider(device="cpu", cluster={program!r})'))
+    app.file.write_text(source.replace('Provider(device="cpu")', f'Provider(device="cpu", cluster={joiner!r})'))
     app.start().kill()
     app.start("--cluster-program", "")
     assert app.connect().get_server_info()["source"] is None
@@ -104,7 +103,7 @@ def test_a_missing_distribution_is_reported(provider: Provider, monkeypatch: pyt
     assert not server.running and not Path(server.socket_path).exists()
 
 
-def test_a_joiner_ends_with_a_killed_script(base_path: str, faithless: str, children: list[Child]) -> None:
+def test_a_joiner_ends_with_a_killed_script(base_path: str, faithless: str, program: Program) -> None:
     """Even if a process forked by the script, which is not the server's, survives."""
     code = """
     import os, sys, time
@@ -121,8 +120,7 @@ def test_a_joiner_ends_with_a_killed_script(base_path: str, faithless: str, chil
         os._exit(0)
     time.sleep(60)
     """
-    child = Child("-c", textwrap.dedent(code), faithless)
-    children.append(child)
+    child = program(code, faithless)
     forked = int(child.expect("child").split()[1])
     try:
         with Client(base_path, device="cpu") as client:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shared_rpc.broker.systemd import inherit
-from tests.kit.processes import Child
+from tests.kit.processes import Program
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -52,26 +52,19 @@ print("blocking", [listener.getblocking() for listener in inherited.listeners.va
 """
 
 
-def taken(children: list[Child], kinds: str, pid: str = "", path: str = "") -> Child:
-    """Start a process that gets descriptors of some kinds."""
-    child = Child("-c", TAKES, kinds, pid, path)
-    children.append(child)
-    return child
-
-
-def test_inherited_sockets_and_descriptors_are_taken(children: list[Child], tmp_path: Path) -> None:
+def test_inherited_sockets_and_descriptors_are_taken(program: Program, tmp_path: Path) -> None:
     """Sockets by their path, stored descriptors by name; children inherit neither them nor the variables."""
     path = str(tmp_path / "socket")
-    child = taken(children, "listens memory memory", path=path)
+    child = program(TAKES, "listens memory memory", "", path)
     assert child.expect("took") == f"took [{path!r}] [Passed(name='memory', fd=4), Passed(name='memory', fd=5)]"
     assert child.expect("left") == "left []"
     assert child.expect("inheritable") == "inheritable []"
     assert child.expect("blocking") == "blocking [False]"
 
 
-def test_descriptors_for_another_pid_are_left_alone(children: list[Child], tmp_path: Path) -> None:
+def test_descriptors_for_another_pid_are_left_alone(program: Program, tmp_path: Path) -> None:
     """``LISTEN_PID`` is not this process: nothing is touched."""
-    child = taken(children, "listens memory", "1", str(tmp_path / "socket"))
+    child = program(TAKES, "listens memory", "1", str(tmp_path / "socket"))
     assert child.expect("took") == "took [] []"
     assert child.expect("inheritable") == "inheritable [3, 4]"
 
@@ -83,9 +76,9 @@ def test_descriptors_for_another_pid_are_left_alone(children: list[Child], tmp_p
         ("memory nothing", "LISTEN_FDS=2, but descriptor 4 is not open"),
     ],
 )
-def test_unusable_descriptors_are_configuration_errors(children: list[Child], kinds: str, why: str) -> None:
+def test_unusable_descriptors_are_configuration_errors(program: Program, kinds: str, why: str) -> None:
     """The error names the socket or descriptor."""
-    assert why in taken(children, kinds).expect("refused")
+    assert why in program(TAKES, kinds, "").expect("refused")
 
 
 def test_a_stuck_manager_does_not_block(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
