@@ -254,11 +254,9 @@ class Run:
         self.device = device
         self.cores = frozenset(os.sched_getaffinity(0))
         ordered = sorted(self.cores)
-        middle = len(ordered) // 2
-        # A single core is used by both.
+        # A single core is used by both, as all are if they are not pinned.
+        middle = len(ordered) // 2 if pinned else 0
         self._client_cores, self.server_cores = frozenset(ordered[:middle] or ordered), frozenset(ordered[middle:])
-        if not pinned:
-            self._client_cores = self.server_cores = self.cores
         self._name, self._title, self._sides, self._pinned = name, title, sides, pinned
         self._path = json if json is not None else Path(__file__).parent / "results" / f"{name}.json"
         self._stack = ExitStack()
