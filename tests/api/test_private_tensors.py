@@ -148,6 +148,20 @@ def test_each_call_of_a_list_has_private_tensors(device: str, get: Serve, client
     assert (one[0].data_ptr() == other[0].data_ptr()) is cache
 
 
+def test_parts_of_results_share_parameters(device: str, provider: Provider, serve: Serve, client: Client) -> None:
+    """A short result in shared memory: its parameters stay there, and its other tensors do not."""
+    model = normed(device)
+    provider.share("whole")(lambda: model)
+    provider.share("part", cache=False, tensors="parameters")(lambda: model[1])
+    serve()
+    whole, part = client.call("whole"), client.call("part")
+    assert part.weight.data_ptr() == whole[1].weight.data_ptr()
+    part.running_mean.fill_(1)
+    assert [one[1].running_mean[0].item() for one in (whole, model)] == [0, 0]
+    whole[1].running_mean.fill_(2)
+    assert (model[1].running_mean[0].item(), part.running_mean[0].item()) == (2, 1)
+
+
 def test_attached_objects_can_be_arguments(device: str, provider: Provider, serve: Serve, elsewhere: Elsewhere) -> None:
     """The endpoint gets its own parameters, and the caller's present private tensors as copies."""
     model = normed(device)

@@ -341,6 +341,20 @@ def test_closing_a_source_ends_its_iteration(source: Source, server: Server, thr
     source.close()
 
 
+def test_a_source_without_a_block_is_attached_by_its_first_step(
+    server: Server, connect: Connect, client: Client, threads: ThreadPoolExecutor
+) -> None:
+    """And detached when it is closed."""
+    source = connect().source()
+    first = threads.submit(next, source)
+    eventually(lambda: (client.get_server_info()["source"] or {}).get("session") is not None)
+    call = threads.submit(client.call, "load", 1)
+    source.build(first.result(10)).release()
+    call.result(10).release()
+    source.close()
+    eventually(lambda: client.get_server_info()["source"]["session"] is None)  # type: ignore[index]
+
+
 def test_status_reports_are_shown(source: Source, client: Client) -> None:
     """Until the source is detached; the latest report counts, and an invalid one is refused."""
     source.report({"cluster": "c", "nodes": 1})
@@ -405,3 +419,20 @@ def test_a_provider_is_a_source_in_every_role(app: App, threads: ThreadPoolExecu
         miss = next(source)
         with source.build(miss) as built, call.result(10) as handle:
             assert built.object_id == handle.object_id and handle.value.item() == 1
+
+
+def test_adopting_processes_map_the_record_for_their_own_calls(
+    provider: Provider, model: Model, serve: Serve, base_path: str, threads: ThreadPoolExecutor
+) -> None:
+    """In the server role there is no live value of it."""
+    serve(source_grace=LONG)
+    with (
+        other_server(base_path) as elsewhere,
+        elsewhere.call("load", 8) as there,
+        elsewhere.export(there) as record,
+        provider.source() as source,
+    ):
+        call = threads.submit(provider.call, "load", 8)
+        with source.adopt(next(source), record), call.result(10) as handle:
+            assert torch.equal(handle.value, there.value)
+    assert model.builds == 0

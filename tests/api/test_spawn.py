@@ -411,3 +411,31 @@ def test_calls_continue_with_the_next_server(scripts: Scripts) -> None:
     os.close(with_all_its_threads)
     child.tell("again")
     assert int(child.expect("attached").split()[1]) != first
+
+
+def test_forked_children_release_the_lock(scripts: Scripts) -> None:
+    """A child forked while its parent starts a server does not keep others from starting one later."""
+    scripts.write(
+        SLOW,
+        """
+        if __name__ == "__main__":
+            import threading
+            starting = threading.Thread(target=lambda: print("attached", provider.get_runtime_info()["server"]["pid"]))
+            starting.start()
+            while not os.path.exists("loads"):
+                pass
+            if os.fork() == 0:
+                sys.stdin.readline()
+                os._exit(0)
+            starting.join()
+            sys.stdin.readline()
+    """,
+    )
+    child = scripts.run()
+    eventually(lambda: len(scripts.loads) == 1)
+    forked = Path(f"/proc/{child.pid}/task/{child.pid}/children")
+    eventually(lambda: bool(forked.read_text()))
+    (scripts.directory / "go").touch()
+    server = int(child.expect("attached").split()[1])
+    os.kill(server, signal.SIGKILL)
+    eventually(scripts.nothing_runs)

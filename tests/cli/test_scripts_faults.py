@@ -210,6 +210,33 @@ def test_many_descriptors_are_passed_on(place: Place) -> None:
 
 
 @needs_another_uid
+def test_a_zygote_serves_its_own_user_only(place: Place, zygote: int) -> None:
+    """The connection of another user is closed before anything is read from it."""
+    path = socket_of(place, zygote)
+    for folder in [Path(path).parent, *Path(path).parents]:
+        if folder.stat().st_mode & 0o011 != 0o011 and str(folder).startswith("/tmp"):
+            folder.chmod(folder.stat().st_mode | 0o011)
+    Path(path).chmod(0o666)
+    try:
+        code = f"""
+            import os, socket
+            os.setuid(65534)
+            s = socket.socket(socket.AF_UNIX)
+            s.connect({path!r})
+            try:
+                s.sendall({framed({"type": "TellState"})!r})
+                print("got", s.recv(100))
+            except (BrokenPipeError, ConnectionResetError):
+                print("got", b"")
+        """
+        ran = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
+        assert ran.stdout == "got b''\n"
+    finally:
+        Path(path).chmod(0o600)
+        Path(path).parent.chmod(0o700)
+
+
+@needs_another_uid
 def test_a_squatters_socket_is_not_used(place: Place, zygote: int) -> None:
     """Another user listens where the zygote would: nothing is sent to it."""
     path = socket_of(place, zygote)
@@ -280,3 +307,19 @@ def test_an_invalid_setting(place: Place) -> None:
     """The script runs, and a line names the variable."""
     ran = place.run(place.write(HAS_TORCH), environ={"SHARED_TENSOR_RUN_IDLE_EXIT": "soon"})
     assert ran == (0, "False\n", f"{WITHOUT}SHARED_TENSOR_RUN_IDLE_EXIT='soon': use a number of seconds, or leave it unset\n")
+
+
+def test_only_zygotes_are_stopped(tmp_path: Path, children: list[Child]) -> None:
+    """Another program of this user that listens where a zygote would is passed over."""
+    place = Place(tmp_path, tmp_path)
+    daemon = Child(
+        "-c",
+        "import socket, sys; s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); s.listen(); print('up'); input()",
+        f"{place.base_path}-key.zygote",
+    )
+    children.append(daemon)
+    daemon.expect("up")
+    reasons: list[str] = []
+    assert stop_zygotes(place.base_path, reasons.append) == []
+    assert f"(pid {daemon.pid}) did not answer as a zygote" in reasons[0]
+    assert daemon.process.poll() is None

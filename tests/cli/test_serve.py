@@ -76,6 +76,14 @@ def test_a_target_that_does_not_exist(app: Write, target: str, complaint: str) -
     assert str(caught.value).startswith(complaint)
 
 
+@pytest.mark.usefixtures("loading")
+def test_a_module_that_the_app_lacks(app: Write) -> None:
+    """It is not mistaken for the app itself."""
+    app("import no_such_library", "package/models.py")
+    with pytest.raises(ModuleNotFoundError, match="No module named 'no_such_library'"):
+        load_providers("package.models")
+
+
 @pytest.mark.parametrize(
     ("code", "options", "error"),
     [
