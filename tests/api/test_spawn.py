@@ -6,16 +6,20 @@ import fcntl
 import os
 import select
 import signal
+import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
-from shared_rpc import Client
+from shared_rpc import Client, Provider
 from shared_rpc.client.starting import log_path
-from shared_rpc.errors import ConnectError
+from shared_rpc.errors import ConfigurationError, ConnectError
+from shared_rpc.provider.spawn import target_of
 from tests.kit.brokers import is_running
 from tests.kit.processes import Child, eventually
 
@@ -287,6 +291,33 @@ def test_functions_without_a_file_are_refused(scripts: Scripts) -> None:
     assert "into a file, such as models.py, and import it here" in text
     pid = scripts.attached()
     assert scripts.run("-c", APP + TRY).expect("attached") == f"attached {pid}"
+
+
+def test_cells_of_a_notebook_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Although the program that runs them has a file."""
+    main: Any = ModuleType("__main__")
+    main.__file__ = str(tmp_path / "launcher.py")
+    Path(main.__file__).touch()
+    main.provider = Provider(device="cpu")
+    exec(compile("@provider.share\ndef cell():\n    pass", "/tmp/ipykernel_1/2.py", "exec"), vars(main))
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    with pytest.raises(ConfigurationError, match=r"functions without a \.py file"):
+        target_of(main.provider)
+
+
+@pytest.mark.parametrize(
+    ("modules", "error"), [([], "no global name of a module"), (["base", "other"], "are in several files: base, other")]
+)
+def test_providers_without_one_module_are_refused(monkeypatch: pytest.MonkeyPatch, modules: list[str], error: str) -> None:
+    """No worker could find it, or the choice is ambiguous."""
+    provider = Provider(device="cpu")
+    for name in modules:
+        module: Any = ModuleType(name)
+        module.provider = provider
+        exec(f"@provider.share\ndef in_{name}():\n    pass", vars(module))
+        monkeypatch.setitem(sys.modules, name, module)
+    with pytest.raises(ConfigurationError, match=error):
+        target_of(provider)
 
 
 def test_the_module_with_the_functions_is_served(scripts: Scripts) -> None:
