@@ -12,7 +12,7 @@ import torch
 from shared_rpc import Client, Provider, Server
 from shared_rpc.errors import BufferNotFound, CapabilityError, ConfigurationError
 from shared_rpc.memory.devices import device_id, facts_of
-from tests.kit.apps import EACH_ROLE, Connect
+from tests.kit.apps import App, Connect
 from tests.kit.processes import Child, eventually, python
 
 on_the_host = pytest.mark.parametrize("device", ["cpu"], indirect=True)
@@ -173,34 +173,20 @@ def test_invalid_requests_are_refused(client: Client, arguments: tuple[Any, ...]
     assert client.get_server_info()["objects"] == 0
 
 
-# By way of a provider: the same in every role.
-
-
-@pytest.fixture(params=EACH_ROLE)
-def provider(request: pytest.FixtureRequest, device: str, no_leaks: None, base_path: str) -> Iterator[Provider]:
-    """A provider in each role; a client's server is another one in this process."""
-    provider = Provider(base_path, execution_mode=request.param, device=device, server_startup_timeout=0)
-    owner = Provider(base_path, execution_mode="server", device=device)
-    if request.param == "client":
-        Server(owner).start()
-    yield provider
-    provider.close()
-    owner.close()
-
-
-def test_buffers_work_in_every_role(provider: Provider, device: str) -> None:
+def test_buffers_work_in_every_role(no_leaks: None, app: App) -> None:
     """A tensor of the requested form, in a handle; each access by id returns the same one, up to the limit."""
+    provider = app.provider
     with provider.create_buffer((2, 3), torch.float32, zero=True, ttl=60, max_accesses=1) as buffer:
-        assert (tuple(buffer.value.shape), buffer.value.dtype, buffer.value.device.type) == ((2, 3), torch.float32, device)
+        assert (tuple(buffer.value.shape), buffer.value.dtype, buffer.value.device.type) == ((2, 3), torch.float32, "cpu")
         assert not buffer.value.any()
         info = buffer.get_object_info()
         assert (info["kind"], info["state"], info["leases"], info["accesses_left"]) == ("buffer", "listed", 1, 1)
-        assert used(provider, device) == size(device)
+        assert used(provider) == size("cpu")
         with provider.get_buffer(buffer.object_id) as same:
             assert same.value is buffer.value
         assert reason(provider, buffer.object_id) == "exhausted"
         assert not buffer.is_stale()
-    eventually(lambda: used(provider, device) == 0)
+    eventually(lambda: used(provider) == 0)
 
 
 def test_endpoints_use_buffers_of_their_server(server: Server, shared: Provider, client: Client, device: str) -> None:

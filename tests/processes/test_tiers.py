@@ -142,6 +142,16 @@ def test_evicted_objects_are_restored_by_the_next_call(client: Client) -> None:
     assert client.get_object_info(object_id)["tier"] == "device"
 
 
+def test_objects_are_evicted_and_restored_by_endpoint(client: Client) -> None:
+    """All of them; those already in the tier are not moved."""
+    ids = {cold(client, size) for size in (10, 20)}
+    assert client.evict("model") == []
+    assert {(move["object_id"], move["tier"]) for move in client.restore("model")} == {(each, "device") for each in ids}
+    assert client.restore("model") == []
+    with pytest.raises(StaleHandleError):
+        client.restore("0" * 24)
+
+
 @pytest.mark.parametrize("way", ["call", "task", "latest", "ticket", "export"])
 def test_every_access_restores_the_object(client: Client, way: str) -> None:
     """The bytes are the same, in memory that later accesses share."""
