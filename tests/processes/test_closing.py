@@ -18,21 +18,13 @@ from tests.kit.closings import late_closings
 from tests.kit.processes import ROOT
 
 
-class Closes(list[tuple[int, str]]):
-    """The numbers of closed descriptors, each with the thread's name."""
-
-    def threads(self, number: int) -> list[str]:
-        """Return the threads that closed a descriptor."""
-        return [thread for closed, thread in self if closed == number]
-
-
 @pytest.fixture
-def closes(monkeypatch: pytest.MonkeyPatch) -> Closes:
-    """The descriptors that this process closes."""
-    close, seen = os.close, Closes()
+def closes(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
+    """The threads that close descriptors, by these."""
+    close, seen = os.close, {}
 
     def noted(number: int) -> None:
-        seen.append((number, threading.current_thread().name))
+        seen[number] = threading.current_thread().name
         close(number)
 
     monkeypatch.setattr(os, "close", noted)
@@ -52,7 +44,7 @@ def close(nbytes: int) -> int:
         return segment.fileno()
 
 
-def test_the_last_owner_closes_the_memory(spared: None, closes: Closes) -> None:
+def test_the_last_owner_closes_the_memory(spared: None, closes: dict[int, str]) -> None:
     """In another thread: memory still held by a reply is closed after that is sent."""
     segment = HOST.create(LARGE)
     reply, number = segment.duplicate(), segment.fileno()
@@ -60,17 +52,17 @@ def test_the_last_owner_closes_the_memory(spared: None, closes: Closes) -> None:
     assert len(CLOSER) == 0
     with late_closings():
         reply.close()
-        assert (len(CLOSER), CLOSER.left()) == (1, {"cpu": LARGE})
-    assert closes.threads(number) == ["shared-rpc-closer"]
+        assert (len(CLOSER), CLOSER.left(), number in closes) == (1, {"cpu": LARGE}, False)
+    assert closes[number] == "shared-rpc-closer"
 
 
-def test_other_memory_is_closed_at_once(closes: Closes) -> None:
+def test_other_memory_is_closed_at_once(closes: dict[int, str]) -> None:
     """By a thread that may block, and if it is small: waking another thread would take longer."""
     numbers = [close(LARGE)]
     with CLOSER.spare_this_thread():
         numbers.append(close(LARGE - 4096))
     for number in numbers:
-        assert closes.threads(number)[-1] == threading.current_thread().name
+        assert closes[number] == threading.current_thread().name
 
 
 #: Forks while memory is to be closed and another file has its number; prints what the child has.
