@@ -6,6 +6,7 @@ Also measures loading a safetensors file of as many bytes, with this library and
 from __future__ import annotations
 
 import gc
+import importlib.util
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ import safetensors.torch
 import torch
 import typer
 
-from benchmarks.runner import OURS, Device, Json, Run, Times, chosen
+from benchmarks.runner import OURS, Device, Goal, Json, Run, Times, chosen
 from shared_rpc import Client
 from shared_rpc.extras.record_file import FileRecord, save
 from shared_rpc.extras.safetensors import load
@@ -41,10 +42,12 @@ def run(
     loaders: dict[str, Callable[..., object]] = {OURS: load}
     if device != "cpu":  # on the host it only maps the file
         loaders["safetensors.torch.load_file"] = safetensors.torch.load_file
+        if importlib.util.find_spec("fastsafetensors"):
+            loaders["fastsafetensors"] = _fast_load
     title = f"Records of a module of {megabytes} MiB on {device}"
     times = Times()
     with (
-        Run("records", title, list(loaders), device, json) as run,
+        Run("records", title, list(loaders), device, json, pinned=False) as run,
         TemporaryDirectory(dir=folder, prefix="bench-") as place,
     ):
         file, weights = Path(place) / "module.record", Path(place) / "model.safetensors"
@@ -62,6 +65,9 @@ def run(
             run.row(name, times.samples(name))
         loads = times.samples(_LOAD)
         run.row("the same, in GB/s", {name: nbytes / 1e9 / sample.p50 for name, sample in loads.items()}, "number")
+        if device != "cpu":
+            speed = loads[OURS].p50 / times.samples(_IMPORT)[OURS].p50
+            run.row("the speed of the import, relative to the load", {OURS: speed}, "number", Goal("≥", 0.9))
         run.note(f"medians of {rounds} rounds; each builds, exports, imports, attaches and adopts in this order")
 
 
@@ -79,6 +85,13 @@ def _measure(client: Client, megabytes: int, file: Path, times: Times) -> None:
         handle = client.call("layers", megabytes)
     with handle, client.export(handle) as record, times.of(_ADOPT):
         client.adopt(record)
+
+
+def _fast_load(file: Path, device: str) -> object:
+    from fastsafetensors import fastsafe_open
+
+    with fastsafe_open([str(file)], nogds=True, device=f"cuda:{torch.cuda.current_device()}") as opened:
+        return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
 
 
 def _measure_loads(loaders: dict[str, Callable[..., object]], file: Path, device: str, rounds: int, times: Times) -> None:
