@@ -47,15 +47,14 @@ class Turn(msgspec.Struct, eq=False):
     request: Request | None = None
     link: Any = None
     reply: Reply | None = None
-    #: The handles so far, and the messages that release them.
-    lent: list[tuple[Lease[Any], m.Message | None]] = msgspec.field(default_factory=list)
+    #: The handles so far, each with the message that it came with, None for a lease by id, and the request.
+    lent: list[tuple[Lease[Any], m.Message | None, Request | None]] = msgspec.field(default_factory=list)
 
     def lend(self, make: Callable[[], Lease[Any]]) -> Lease[Any]:
         """Move the lease of the reply to a new handle, and return that: from the beginning on, only the handle releases it."""
         reply, self.reply = self.reply, None
         handle = make()
-        release = release_for(reply.message, self.request) if reply is not None else m.Release([handle.object_id])
-        self.lent.append((handle, release))
+        self.lent.append((handle, reply.message if reply is not None else None, self.request))
         return handle
 
     def owed(self) -> list[tuple[m.Message, object]]:
@@ -65,7 +64,10 @@ class Turn(msgspec.Struct, eq=False):
             self.request.frame.close()
         if self.reply is not None:
             owed.append((release_for(self.reply.message, self.request), self.link))
-        owed += [(release, handle._session) for handle, release in self.lent if handle._drop()]
+        for handle, message, request in self.lent:
+            if handle._drop():
+                release = release_for(message, request) if message is not None else m.Release([handle.object_id])
+                owed.append((release, handle._session))
         self.reply, self.lent = None, []
         return [(message, session) for message, session in owed if message is not None]
 
