@@ -93,9 +93,6 @@ def settle(device: str) -> None:
         torch.cuda.synchronize()
 
 
-# One memory.
-
-
 def test_two_processes_share_a_buffer(client: Client, peer: Child, device: str) -> None:
     """Both read and write it without a copy, even after the end of its creator; it ends with its last holder."""
     order = "kv = client.create_buffer((2, 4, 16), 'bfloat16', zero=True); print('made', kv.object_id)"

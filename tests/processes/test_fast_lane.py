@@ -85,9 +85,6 @@ def pools(server: Server) -> dict[str, int]:
     return facts
 
 
-# Calls.
-
-
 def test_pool_memory_is_reused(server: Server, client: Client) -> None:
     """After a thousand calls there are as many descriptors, mappings and bytes as after the first few."""
     x = torch.ones(1000, device=client.call("full", 1.0).device)
@@ -122,9 +119,6 @@ async def test_cancelled_calls_leave_no_chunks(server: Server) -> None:
             if pools(server)["chunks"] <= 2 and client._link.transfer.arguments.used <= 1:
                 return
         pytest.fail(f"{pools(server)}, {client._link.transfer.arguments.used} chunks of arguments")
-
-
-# Deaths.
 
 
 def test_a_client_killed_while_its_argument_is_read_leaves_nothing(

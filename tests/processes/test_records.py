@@ -269,9 +269,6 @@ def test_uncached_objects_need_a_call(here: Site, there: Site) -> None:
         assert there.client.adopt(record, "load", 3).generation == 1
 
 
-# Every class.
-
-
 @on_the_host
 def test_every_role_adopts(here: Site, app: App) -> None:
     """Including providers; the process of the endpoints attaches to adopted objects like any other."""

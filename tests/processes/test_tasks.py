@@ -13,12 +13,14 @@ import anyio.to_thread
 import pytest
 import torch
 
-from shared_rpc import Client, Provider, cancelled, progress, raise_if_cancelled
+from shared_rpc import Client, Provider, Server, cancelled, progress, raise_if_cancelled
 from shared_rpc.errors import CapabilityError, DeadlineExceeded, EndpointNotFound, ServerBusy, TaskCancelled, TaskError
+from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.tasks import Progress, TaskInfo, TaskStatus
 from shared_rpc.server.core import Core
-from tests.kit.apps import App, Connect, Serve, shares_memory
+from tests.kit.apps import App, Serve, shares_memory
 from tests.kit.processes import Program, eventually
+from tests.kit.raw import Raw
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -371,44 +373,54 @@ def test_tasks_behind_calls_are_not_kept(app: App) -> None:
 # Limits and deaths.
 
 
-def test_calls_beyond_max_tasks_are_refused(
-    provider: Provider, serve: Serve, connect: Connect, go: threading.Event, begun: threading.Event
-) -> None:
-    """Like a submit; other calls are not, and their runs do not wait for the worker's tasks."""
+@pytest.fixture
+def server(provider: Provider, serve: Serve, go: threading.Event, begun: threading.Event) -> Server:
+    """A server with one thread and one task at a time, of an endpoint that is always a task, and of another one."""
 
-    @provider.share(cache=False, execution="task")
+    @provider.share(cache=False, managed=True, execution="task")
     def held(number: int) -> torch.Tensor:
         begun.set()
         go.wait(30)
         return torch.full((4,), number)
 
     provider.share("other")(lambda: torch.ones(1))
-    serve(max_tasks=1, max_workers=1)
-    client = connect()
-    task_id = client.submit("held", 1)
+    return serve(max_tasks=2, max_workers=1)
+
+
+def test_calls_beyond_max_tasks_are_refused(client: Client, go: threading.Event, begun: threading.Event) -> None:
+    """Like a submit; other calls are not, and their runs do not wait for the worker's tasks."""
+    tasks = [client.submit("held", number) for number in (1, 2)]
     assert begun.wait(10)
     for refused in (client.call, client.submit):
-        with pytest.raises(ServerBusy, match="1 tasks are pending or running"):
-            refused("held", 2)
+        with pytest.raises(ServerBusy, match="2 tasks are pending or running"):
+            refused("held", 3)
     assert client.call("other") == 1
     go.set()
-    client.wait_for_task(task_id, 10)
-    assert client.call("held", 2).tolist() == [2] * 4
+    for task_id in tasks:
+        client.wait_for_task(task_id, 10).release()
+    assert client.call("held", 3).value.tolist() == [3] * 4
+
+
+def test_abandoned_calls_of_task_endpoints_are_dropped(
+    server: Server, client: Client, go: threading.Event, begun: threading.Event
+) -> None:
+    """If they have not begun; running ones continue, and are not kept."""
+    with Raw(server.socket_path) as raw:
+        for number in (1, 2):
+            raw.say(m.Call("held", [number]), number)
+        assert begun.wait(10)
+        eventually(lambda: server.engine.ask(watchers) == 2)
+    eventually(lambda: changes(client.list_tasks()) == [("running", False), ("cancelled", True)])
+    go.set()
+    eventually(lambda: len(client.list_tasks("completed")) == 1)
+    assert kept(client) == (0, 0)
 
 
 def test_killed_submitters_do_not_stop_their_task(
-    provider: Provider, serve: Serve, connect: Connect, program: Program, go: threading.Event, begun: threading.Event
+    server: Server, client: Client, program: Program, go: threading.Event, begun: threading.Event
 ) -> None:
     """It continues and keeps its result, which any process with the id can fetch."""
-
-    @provider.share(cache=False, managed=True)
-    def held() -> torch.Tensor:
-        begun.set()
-        go.wait(30)
-        return torch.full((4,), 7)
-
-    server, client = serve(), connect()
-    submitter = program("from shared_rpc import Client\nprint('task', Client(device='cpu').submit('held'))\ninput()")
+    submitter = program("from shared_rpc import Client\nprint('task', Client(device='cpu').submit('held', 7))\ninput()")
     task_id = submitter.expect("task").split()[1]
     assert begun.wait(10)
     submitter.kill()
