@@ -207,6 +207,31 @@ def test_files_end_the_connection(server: Server, good: Client, sent: bytes) -> 
     os.close(fd)
 
 
+def test_descriptors_with_a_blocking_close_do_not_block(
+    server: Server, good: Client, monkeypatch: pytest.MonkeyPatch, go: threading.Event
+) -> None:
+    """As on a file system in user space: another thread closes them."""
+    close, closed = os.close, threading.Event()
+    reader, writer = os.pipe()
+    file = os.stat(reader)
+
+    def wait(fd: int) -> None:
+        if fd != reader and os.path.samestat(os.fstat(fd), file):
+            go.wait(20)
+            closed.set()
+        close(fd)
+
+    with monkeypatch.context() as patch, Raw(server.socket_path) as raw:
+        patch.setattr(os, "close", wait)
+        raw.send(PING, [reader])
+        good.ping()
+        assert not closed.is_set()
+        go.set()
+        assert closed.wait(20)
+    os.close(reader)
+    os.close(writer)
+
+
 # Requests that are refused; the connection stays open.
 
 
