@@ -8,11 +8,11 @@ The manager keeps descriptors by name. It accepts the same open file only once, 
     segment-<device>-<inode>   a file: host memory, or a copy in a lower tier
     segment-<tier>-<id>        memory of a GPU, or a copy of it in memory of its driver, all of which has one inode
 
-The state is a memfd shared by broker and manager: it is stored once, and written in place. The first change in a turn of the
-loop is written at once, before a client has its reply, and all others of that turn together at its end. Descriptors are stored
-before the state names them, and removed once it no longer names them, so a broker killed in between leaves a consistent
-store. The next one drops descriptors that the state does not name, and incomplete objects: without its page, for example,
-processes that have the page would miss the writes of others.
+The state is a memfd shared by broker and manager: it is stored once, and written in place. The first changes in a turn of the
+loop are written at once, before a client has its reply, and the others of a turn with many together at its end. Descriptors
+are stored before the state names them, and removed once it no longer names them, so a broker killed in between leaves a
+consistent store. The next one drops descriptors that the state does not name, and incomplete objects: without its page, for
+example, processes that have the page would miss the writes of others.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ _HALVES = (1 << 12, 1 << 31)
 _HEAD = struct.Struct("<QQ16s")
 #: Maximum bytes of the state.
 _LIMIT = 1 << 30
+#: Changes in a turn of the loop that are written at once. One turn may serve several requests of one client.
+_AT_ONCE = 32
 
 
 class _Service(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -195,8 +197,9 @@ class FdStore:
         #: The names of each object's descriptors, and the number of objects that have a name.
         self._names: dict[str, set[str]] = {}
         self._uses: Counter[str] = Counter()
-        #: True if the state was written in this turn of the loop; and True if it has changed since.
-        self._turn = self._changed = False
+        #: The number of changes written in this turn of the loop, and True if the state has changed since.
+        self._written = 0
+        self._changed = False
 
     def close(self) -> None:
         """Ignore changes from now on."""
@@ -319,15 +322,16 @@ class FdStore:
             _log.warning(text, self._capacity, len(self._stored) + 1)
 
     def _change(self) -> None:
-        if self._turn:
+        if self._written == 0:
+            self._soon(self._end_turn)
+        if self._written < _AT_ONCE:
+            self._written += 1
+            self._write()
+        else:
             self._changed = True
-            return
-        self._turn = True
-        self._soon(self._end_turn)
-        self._write()
 
     def _end_turn(self) -> None:
-        self._turn = False
+        self._written = 0
         if self._changed:
             self._changed = False
             self._write()
