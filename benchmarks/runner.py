@@ -410,6 +410,8 @@ def _environ() -> dict[str, str]:
     """Return this process's environment with this package importable, and without roles and paths."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("SHARED_TENSOR_")}
     clean["PYTHONPATH"] = os.pathsep.join(path for path in (_ROOT, clean.get("PYTHONPATH", "")) if path)
+    # As for an installed package: without bytecode every import would compile.
+    clean.pop("PYTHONDONTWRITEBYTECODE", None)
     # shared-tensor logs every start and stop by default.
     clean["SHARED_TENSOR_LOG_LEVEL"] = "ERROR"
     return clean
