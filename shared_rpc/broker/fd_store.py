@@ -56,7 +56,7 @@ _HEAD = struct.Struct("<QQ16s")
 #: Maximum bytes of the state.
 _LIMIT = 1 << 30
 #: Changes in a turn of the loop that are written at once. One turn may serve several requests of one client.
-_AT_ONCE = 32
+_AT_ONCE = 8
 
 
 class _Service(msgspec.Struct, array_like=True, forbid_unknown_fields=True):

@@ -15,7 +15,7 @@ from contextlib import closing, suppress
 from shared_rpc.errors import ConnectError
 from shared_rpc.protocol.election import Election
 from shared_rpc.protocol.own_files import check_directory, open_own
-from shared_rpc.settings import ServeOptions, inheritable, program, server_environment
+from shared_rpc.settings import SOCKET_PATH_LIMIT, ServeOptions, inheritable, program, server_environment
 
 __all__ = ["LISTENING", "ServerStarter", "daemonize", "listens", "log_path", "start_detached", "start_once"]
 
@@ -37,7 +37,9 @@ def log_path(path: str) -> str:
 
 
 def listens(path: str) -> bool:
-    """Return True if a process listens at a path."""
+    """Return True if a process listens at a path. None can at one that is too long."""
+    if len(os.fsencode(path)) > SOCKET_PATH_LIMIT:
+        return False
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC) as probe:
         try:
             probe.connect(path)
