@@ -31,6 +31,9 @@ CONTENTS = {"gpu": b"of the GPU", "host": b"of the host"}
 #: They share their memory; the last one is made when that has moved already.
 OBJECTS = ["0" * 24, "1" * 24, "2" * 24]
 
+#: See :meth:`Moving.recovered`.
+Serving = Callable[[w.Serve, Mock, FdStore], object]
+
 
 class Moving:
     """Objects of a GPU's memory and of the host's, and the messages that describe their tiers to a service manager."""
@@ -42,10 +45,10 @@ class Moving:
         self._socket = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
         self._socket.bind(address)
         self._socket.setblocking(False)
-        notifier = Notifier(address)
+        self.notifier = notifier = Notifier(address)
         stack.callback(notifier._socket.close)
         #: Writes of the state that are due at the end of the turn.
-        self._due: list[Callable[[], None]] = []
+        self.due: list[Callable[[], None]] = []
         self.entries: list[tuple[str, int]] = []
         #: The names that were stored.
         self.stored: list[str] = []
@@ -53,7 +56,7 @@ class Moving:
         self.check: Callable[[], None] = lambda: None
         self._notify = notifier.notify
         notifier.notify = self._tell  # type: ignore[method-assign]
-        self.store = FdStore(notifier, soon=self._due.append)
+        self.store = FdStore(notifier, soon=self.due.append)
         core = Mock(server_id="server", **{"registry.all.return_value": []})
         self.store.keep_service(w.Serve("key", "socket", GPU, [], {"name": "vmm", "reason": "", "mps": False}, [], {}), core)
         #: The memory as it is on its devices, and on the host.
@@ -96,7 +99,7 @@ class Moving:
 
     def end_turn(self) -> None:
         """Send the changes."""
-        due, self._due[:] = list(self._due), []
+        due, self.due[:] = list(self.due), []
         for write in due:
             write()
 
@@ -115,11 +118,19 @@ class Moving:
                 return
             yield dict(line.split("=", 1) for line in data.decode().split("\n")), fds
 
-    def recovered(self) -> list[dict[str, bytes]]:
-        """Return the bytes that a broker would recover now, by the names of their segments."""
-        store = FdStore(Notifier(), soon=self._due.append)
-        core = Mock()
-        store.recover([Passed(name, os.dup(fd)) for name, fd in self.entries], lambda serve, server_id: core)
+    def recovered(self, notifier: Notifier | None = None, serving: Serving = lambda *_: None) -> list[dict[str, bytes]]:
+        """Return the bytes that a broker would recover now, by the names of their segments.
+
+        :param serving: called for each provider with its message, its new core and the store.
+        """
+        store = FdStore(notifier or Notifier(), soon=self.due.append)
+        core = Mock(server_id="another", **{"registry.all.return_value": []})
+
+        def serve(message: w.Serve, server_id: str) -> Mock:
+            serving(message, core, store)
+            return core
+
+        store.recover([Passed(name, os.dup(fd)) for name, fd in self.entries], serve)
         if store._file is not None:
             os.close(store._file.fd)
         recovered = []
@@ -188,6 +199,26 @@ def test_objects_survive_a_kill_during_the_writing_of_the_state(
     assert moving.recovered() == [CONTENTS] * 2
     moving.put("device", 3)
     assert moving.recovered() == [CONTENTS] * 3
+
+
+def test_the_second_change_of_a_turn_is_stored_before_its_end(moving: Moving) -> None:
+    """A broker that is killed has told its client about it already."""
+    moving.keep("device", 1)
+    moving.keep("device", 2)
+    assert moving.recovered() == [CONTENTS] * 3
+
+
+def test_objects_survive_a_kill_during_recovery(moving: Moving) -> None:
+    """Serving a provider changes the state before any object is recovered."""
+    moving.put("device", 0)
+    seen = []
+
+    def serving(message: w.Serve, core: Mock, store: FdStore) -> None:
+        store.keep_service(message, core)
+        seen.append(moving.recovered())
+
+    assert moving.recovered(moving.notifier, serving) == [CONTENTS] * 2
+    assert seen == [[CONTENTS] * 2]
 
 
 def test_failed_writes_of_the_state_are_retried(

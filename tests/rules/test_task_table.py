@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from itertools import product
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import settings
@@ -12,7 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from shared_rpc.errors import ServerBusy, TaskError
+from shared_rpc.execution.endpoints import Registry
 from shared_rpc.protocol.tasks import Progress, TaskInfo, TaskStatus
+from shared_rpc.server.core import Core
 from shared_rpc.server.state.tasks import TRANSITIONS, Task, TaskTable
 from tests.kit.clock import Clock
 
@@ -97,6 +100,17 @@ def test_expired_ids_are_reported(desk: Desk) -> None:
     with pytest.raises(TaskError, match=r"task server-1 has expired: .* for 10 s \(result_ttl\)") as caught:
         desk.table.get(task.info.task_id)
     assert caught.value.reason == "expired"
+
+
+def test_ids_are_not_used_again_by_the_next_server_of_the_same_id() -> None:
+    """It has recovered the objects, not the tasks: an earlier id is unknown."""
+    earlier, later = (Core(Registry(), Mock(), "cpu", server_id="server").tasks.table for _ in range(2))
+    task_ids = [earlier.add("f", None).info.task_id for _ in range(3)]
+    assert later.add("f", None).info.task_id not in task_ids
+    for task_id in task_ids:
+        with pytest.raises(TaskError) as caught:
+            later.get(task_id)
+        assert caught.value.reason == "unknown"
 
 
 @pytest.mark.parametrize(
