@@ -115,6 +115,24 @@ def test_other_files_are_not_replaced(path: str, serve: Serve) -> None:
 # The end.
 
 
+def test_stopping_again_leaves_the_next_server_alone(serve: Serve, connect: Connect) -> None:
+    """A server removes its own socket, once, whatever inode number the next one's has."""
+    first = serve()
+    first.stop()
+    serve()
+    first.stop()
+    connect().ping()
+
+
+def test_stop_removes_only_the_own_socket(path: str, serve: Serve) -> None:
+    """A file that has replaced it stays."""
+    server = serve()
+    os.unlink(path)
+    Path(path).write_text("precious")
+    server.stop()
+    assert Path(path).read_text() == "precious"
+
+
 # The directory.
 
 
@@ -153,9 +171,6 @@ def test_a_directory_of_another_user_is_refused(tmp_path: Path, serve: Serve) ->
     with pytest.raises(ConfigurationError, match=f"belongs to uid {NOBODY}, not 0: set SHARED_TENSOR_BASE_PATH"):
         serve()
     os.chown(tmp_path, 0, 0)
-
-
-# The path.
 
 
 # Other users.
