@@ -115,6 +115,18 @@ def test_builds_that_wait_for_capacity_can_be_abandoned(
     assert waiting(server) == 0
 
 
+def test_failing_builds_release_their_reservation(full: Full, shared: Provider, client: Client, device: str, unit: int) -> None:
+    """The memory that an earlier result of the endpoint needed is available again."""
+    results = [torch.zeros(unit, dtype=torch.uint8, device=device)]
+    shared.share("once", managed=True)(results.pop)
+    full(1)
+    client.call("once").release()
+    client.invalidate_endpoint_cache("once")
+    with pytest.raises(IndexError):
+        client.call("once")
+    assert used(client, device) == 0
+
+
 def test_waiting_tasks_report_the_capacity(full: Full, client: Client, device: str, unit: int) -> None:
     """And its holders; without a deadline they wait until there is capacity."""
     server = full(1)
