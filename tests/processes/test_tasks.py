@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import queue
 import threading
 import time
+import weakref
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,11 +17,20 @@ import pytest
 import torch
 
 from shared_rpc import Client, Provider, Server, cancelled, progress, raise_if_cancelled
-from shared_rpc.errors import CapabilityError, DeadlineExceeded, EndpointNotFound, ServerBusy, TaskCancelled, TaskError
+from shared_rpc.errors import (
+    CapabilityError,
+    DeadlineExceeded,
+    EndpointNotFound,
+    RemoteError,
+    ServerBusy,
+    TaskCancelled,
+    TaskError,
+)
+from shared_rpc.operations.tasks import fetch_claimed, watched
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.tasks import Progress, TaskInfo, TaskStatus
 from shared_rpc.server.core import Core
-from tests.kit.apps import App, Serve, shares_memory
+from tests.kit.apps import App, Connect, Serve, shares_memory
 from tests.kit.processes import Program, eventually
 from tests.kit.raw import Raw
 
@@ -339,6 +351,27 @@ def test_async_endpoints_are_cancelled_at_their_await(app: App, begun: threading
     assert (status(app, task_id), ended) == (("cancelled", True), [True])
 
 
+@pytest.mark.parametrize("app", ["local", "client"], indirect=True)
+def test_failures_keep_no_objects_of_their_endpoint(app: App) -> None:
+    """A task is remembered for an hour, but not the model that failed to load."""
+    seen: list[weakref.ref[torch.nn.Module]] = []
+
+    @app.share(cache=False)
+    def load() -> None:
+        module = torch.nn.ReLU()
+        seen.append(weakref.ref(module))
+        try:
+            raise ValueError(module, "x" * (1 << 15))
+        except ValueError as error:
+            raise ExceptionGroup("several", [error]) from error
+
+    task_id = app.provider.submit("load")
+    with pytest.raises((RemoteError, ExceptionGroup)):
+        app.provider.wait_for_task(task_id, 10)
+    assert status(app, task_id) == ("failed", False)
+    eventually(lambda: gc.collect() >= 0 and [one() for one in seen] == [None], seconds=1)
+
+
 # Endpoints that are always tasks.
 
 
@@ -414,6 +447,52 @@ def test_abandoned_calls_of_task_endpoints_are_dropped(
     go.set()
     eventually(lambda: len(client.list_tasks("completed")) == 1)
     assert kept(client) == (0, 0)
+
+
+def test_claimed_results_outlive_their_task(provider: Provider, serve: Serve, connect: Connect) -> None:
+    """The session that waited for it fetches the result after the task has expired."""
+    provider.share("ones", cache=False)(lambda: torch.ones(4))
+    serve(result_ttl=0.1)
+    client = connect()
+    info = client._run(watched(client.submit("ones"), None, False, claim=True))
+    eventually(lambda: not client.list_tasks())
+    assert kept(client) == (1, 1)
+    client._run(fetch_claimed(info)).close()
+    eventually(lambda: kept(client) == (0, 0))
+
+
+def test_slow_readers_miss_progress_only(provider: Provider, serve: Serve, connect: Connect, begun: threading.Event) -> None:
+    """Others get every report; a slow one gets the end, and its unread messages are bounded."""
+    count, waits, heard = 60, 200, threading.Semaphore(0)
+
+    @provider.share(cache=False)
+    def talk() -> None:
+        begun.wait(10)
+        for number in range(count):
+            progress(number, count, "x" * 400)
+            heard.acquire(timeout=10)
+
+    server, client = serve(), connect()
+    task_id = client.submit("talk")
+    done: list[float] = []
+
+    def callback(info: TaskInfo) -> None:
+        begun.set()
+        if info.progress is not None and info.status is TaskStatus.RUNNING:
+            done.append(info.progress.done)
+            heard.release()
+
+    with Raw(server.socket_path) as silent:
+        for number in range(waits):
+            silent.say(m.WaitTask(task_id, events=True), number + 1)
+        eventually(lambda: server.engine.ask(watchers) == waits)
+        client.wait_for_task(task_id, 20, callback)
+        assert done == list(range(count))
+        received = Counter[type[m.Message]]()
+        while received[m.Result] < waits:
+            received[type(silent.hear())] += 1
+    # About a megabyte in the server, and what the kernel takes: half a kilobyte for each.
+    assert waits < received[m.TaskUpdate] < count * waits // 2
 
 
 def test_killed_submitters_do_not_stop_their_task(
