@@ -8,6 +8,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 
 import msgspec
 import pytest
@@ -399,6 +400,29 @@ def test_excess_connections_are_refused(no_leaks: None, provider: Provider, serv
         assert isinstance(raw.ask(m.Ping()), m.Pong)
 
 
+def test_a_server_without_free_descriptors_refuses_connections(connect: Connect, program: Program, memory: int) -> None:
+    """With the reason, and serves again once some are free."""
+    program(
+        """
+        import resource, sys
+        from shared_rpc import Provider, Server
+
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+        with Server(Provider(device="cpu")):
+            print("serving")
+            sys.stdin.readline()
+        """
+    ).expect("serving")
+    client = connect(connect_timeout=10.0)
+    with ExitStack() as stack:
+        first = stack.enter_context(Raw(client.socket_path))
+        others = [stack.enter_context(Raw(client.socket_path, hello=False)) for _ in range(100)]
+        assert "nearly all of its 64 file descriptors open" in refused(others[-1]).text
+        first.say(m.Ping(), fds=[memory] * 30)
+        assert "file descriptors were lost: this process" in refused(first).text
+    eventually(lambda: client.get_server_info()["connections"] == 1)
+
+
 FLOOD = """
     import socket
 
@@ -420,6 +444,22 @@ def test_a_flood_of_connections_delays_no_client(server: Server, good: Client, p
     flood.kill()
     assert times[25] < 0.05
     assert times[-1] < 2
+
+
+def test_clients_that_do_not_read_are_not_read(server: Server, good: Client) -> None:
+    """The server stops reading, so that unread replies stay bounded; a client that reads late gets every reply."""
+    asked = 0
+    with Raw(server.socket_path) as raw:
+        raw.sock.settimeout(0.3)
+        with pytest.raises(TimeoutError):
+            while asked < 50_000:
+                raw.sock.send(frame_of(m.GetServerInfo(), asked + 1))
+                asked += 1
+        assert good.ping() < 1
+        raw.sock.settimeout(20.0)
+        for number in range(asked):
+            with closing(raw.hear_frame()) as frame:
+                assert frame.request_id == number + 1
 
 
 # Garbage by the thousand.
