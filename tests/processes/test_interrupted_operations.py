@@ -253,6 +253,18 @@ def test_interrupted_first_operations_leave_nothing(server: Child, watcher: Clie
         check_left(watcher, before, place)
 
 
+def test_interrupted_calls_keep_the_session(client: Client, watcher: Client) -> None:
+    """Its handles stay valid, also those of uncached objects."""
+    handle, other = client.call("own"), client.call("kept")
+    for point in (1, 60, 120):
+        assert interrupt(lambda: client.call("doubled", 1), point, Interrupted)
+    client.ping()
+    assert not handle.is_stale() and not other.is_stale()
+    handle.release()
+    other.release()
+    assert watcher.get_server_info()["leases"] == 0
+
+
 def test_interruptions_do_not_affect_other_threads(client: Client, watcher: Client) -> None:
     """Their operations complete."""
     ended = threading.Event()
@@ -261,8 +273,8 @@ def test_interruptions_do_not_affect_other_threads(client: Client, watcher: Clie
         while not ended.is_set():
             with client.call("own") as handle:
                 assert handle.value["a"].sum() == 4
+                assert not handle.is_stale()
             assert client.call("doubled", ARGUMENT).sum() == 999000
-            assert not handle.is_stale() or handle.released
 
     operation = functools.partial(OPERATIONS["a tensor there and back"], client)
     with ThreadPoolExecutor(3) as pool:
