@@ -136,6 +136,13 @@ def test_kept_buffers_outlive_their_creator(client: Client, peer: Child) -> None
     assert client.get_server_info()["buffers"] == 0
 
 
+def test_expired_buffers_are_freed(client: Client, device: str) -> None:
+    """By the server itself."""
+    client.create_buffer(100, ttl=0.1).release()
+    eventually(lambda: client.get_server_info()["objects"] == 0)
+    assert used(client, device) == 0
+
+
 def test_devices_are_listed(client: Client, device: str) -> None:
     """Kind, memory, and the server's use of it."""
     chosen = device_id(device)

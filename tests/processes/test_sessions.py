@@ -293,6 +293,15 @@ async def test_handles_are_async_context_managers(async_client: AsyncClient, ser
 
 
 @pytest.mark.anyio
+async def test_collected_handles_are_released(async_client: AsyncClient, server: Server) -> None:
+    """A handle that nobody refers to gives its lease back, while its client lives."""
+    await async_client.call("kept", 3)
+    gc.collect()
+    await anyio.to_thread.run_sync(eventually, lambda: server.info()["leases"] == 0)
+    assert await async_client.ping() < 5
+
+
+@pytest.mark.anyio
 async def test_rebuilding_does_not_block_the_loop(async_client: AsyncClient) -> None:
     """A large module is rebuilt in a thread; an existing one is returned at once."""
     ticks = []

@@ -23,7 +23,7 @@ from shared_rpc.protocol import messages as m
 from shared_rpc.provider.runtime import ServerRuntime
 from tests.kit.apps import Connect, Serve
 from tests.kit.processes import Program, eventually
-from tests.kit.raw import Raw
+from tests.kit.raw import Raw, frame_of
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -133,6 +133,17 @@ def test_endpoints_can_stop_their_server(provider: Provider, serve: Serve, conne
     with pytest.raises(ConnectionClosed):
         connect().call("end")
     eventually(lambda: not server.running and not server.busy)
+
+
+def test_unread_replies_do_not_delay_the_stop(serve: Serve) -> None:
+    """Of a client that sends until the server accepts no more."""
+    server = serve()
+    with Raw(server.socket_path) as raw:
+        raw.sock.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            while True:
+                raw.sock.sendall(frame_of(m.GetObjectInfo("k" * 50_000)))
+        stop(server)
 
 
 # Processes.

@@ -159,6 +159,34 @@ def test_waiting_tasks_are_cancelled_at_once(full: Full, client: Client, unit: i
         assert client.get_object_info(first.object_id)["tier"] == "device"
 
 
+def test_calls_join_a_waiting_result(
+    full: Full, client: Client, connect: Connect, threads: ThreadPoolExecutor, device: str, unit: int
+) -> None:
+    """It is built once, even if the client that asked first has ended."""
+    server, other = full(1), connect(device=device)
+    first = other.call("model", 1, unit)
+    answer = threads.submit(client.call, "model", 2, unit)
+    eventually(lambda: waiting(server) == 1)
+    joined = threads.submit(other.call, "model", 2, unit)
+    eventually(lambda: server.engine.ask(lambda core: sum(len(run.waiters) for run in core.runs.calls)) == 2)
+    client.close()
+    assert answer.exception(30) is not None
+    first.release()
+    with joined.result(30):
+        assert other.get_server_info()["builds"] == 2
+
+
+def test_a_stopping_server_refuses_waiting_requests(full: Full, client: Client, threads: ThreadPoolExecutor, unit: int) -> None:
+    """For results and for buffers, with the reason."""
+    server = full(1)
+    with client.call("model", 1, unit):
+        answers = [threads.submit(client.call, "model", 2, unit), threads.submit(client.create_buffer, unit)]
+        eventually(lambda: waiting(server) == 2)
+        server.stop()
+        for answer in answers:
+            assert "was stopped before" in str(answer.exception(30))
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
