@@ -8,7 +8,8 @@ import torch
 
 from shared_rpc import TaskInfo, errors
 from shared_rpc.protocol import messages as m
-from tests.kit.brokers import BrokerApp, worker_pids
+from tests.kit.brokers import BrokerApp, fds_of, worker_pids
+from tests.kit.processes import eventually
 from tests.kit.raw import Raw
 
 
@@ -146,3 +147,18 @@ def test_malformed_arguments_do_not_end_the_worker(app: BrokerApp) -> None:
             assert isinstance(answer, m.Error) and answer.code == errors.ProtocolError.code
     assert client.call("echo", torch.ones(3)).sum() == 3
     assert worker_pids(client) == [worker]
+
+
+def test_pooled_calls_leave_no_descriptors(app: BrokerApp) -> None:
+    """In broker and worker, once the worker has its zygote and the client its second connection."""
+    broker = app.start()
+    client = app.connect()
+    worker = worker_pids(client)[0]
+    x = torch.ones(3000)
+
+    def counts() -> tuple[int, int]:
+        for _ in range(50):
+            client.call("echo", x)
+        return fds_of(broker.pid), fds_of(worker)
+
+    eventually(lambda: counts() == counts())

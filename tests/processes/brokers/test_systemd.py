@@ -353,6 +353,36 @@ def test_stopping_is_reported_to_the_manager(
     assert not buffer.is_stale()
 
 
+def test_removed_providers_are_not_recovered(app: BrokerApp, manager: ServiceManager) -> None:
+    """Results of a provider that the app lacks are dropped with it; those of the others stay."""
+    app.write("""
+        second = Provider(os.environ["SHARED_TENSOR_BASE_PATH"] + "-2", device="cpu")
+        second.share("other")(lambda: torch.ones(1))
+    """)
+    broker = manager.start()
+    client = app.connect(connect_timeout=20)
+    client.call("model")
+    with Client(f"{app.base_path}-2", device="cpu") as other:
+        other.call("other")
+    app.write()
+    restart(broker, manager, 2)
+    manager.expect(lambda: len(manager.state.services) == len(manager.objects()) == 1)
+    assert not os.path.exists(f"{app.base_path}-2-cpu.sock")
+    assert list(ids(client)) == ["model(size=4)"]
+
+
+def test_another_provider_can_take_over_a_socket(app: BrokerApp, make_manager: Callable[..., ServiceManager]) -> None:
+    """It is served there, after the stored objects of the earlier one are dropped."""
+    manager = make_manager(listen=False)
+    broker = manager.start("--socket", manager.path)
+    client = app.connect(connect_timeout=20)
+    client.call("model")
+    app.file.write_text("from shared_rpc import Provider\nprovider = Provider('elsewhere', device='cpu')\n")
+    restart(broker, manager, 1, "--socket", manager.path).expect_error("are dropped")
+    assert client.get_server_info()["objects"] == 0
+    manager.expect(lambda: manager.names() == ["state"])
+
+
 def test_a_socket_without_a_provider_is_an_error(app: BrokerApp, manager: ServiceManager) -> None:
     """Its clients would wait without end, so the error names both."""
     broker = manager.start("--base-path", f"{app.base_path}-other", wait_for="")
