@@ -255,13 +255,12 @@ def test_interrupted_first_operations_leave_nothing(server: Child, watcher: Clie
 
 def test_interrupted_calls_keep_the_session(client: Client, watcher: Client) -> None:
     """Its handles stay valid, also those of uncached objects."""
-    handle, other = client.call("own"), client.call("kept")
-    for point in (1, 60, 120):
-        assert interrupt(lambda: client.call("doubled", 1), point, Interrupted)
-    client.ping()
-    assert not handle.is_stale() and not other.is_stale()
-    handle.release()
-    other.release()
+    operation = functools.partial(OPERATIONS["a tensor there and back"], client)
+    with client.call("own") as handle, client.call("kept") as other:
+        for point, kind in chosen(points_of(operation)):
+            place = interrupt(operation, point, kind)
+            client.ping()
+            assert not handle.is_stale() and not other.is_stale(), f"interrupted in {place}"
     assert watcher.get_server_info()["leases"] == 0
 
 
