@@ -180,6 +180,31 @@ def test_chunks_survive_their_worker(app: BrokerApp) -> None:
     eventually(lambda: client.get_server_info()["pools"]["chunks"] <= 1)
 
 
+def test_a_flood_on_standard_error_blocks_nothing(app: BrokerApp) -> None:
+    """Neither the endpoint nor the broker, whose own output is not read; and it does not fill the broker's memory."""
+    app.write("""
+        @provider.share(cache=False)
+        def shout():
+            for _ in range(1000):
+                sys.stderr.write("x" * 60_000 + "\\n")
+            return torch.ones(1)
+    """)
+    broker = app.start()
+    client = app.connect(timeout=8)
+    client.call("plain")
+    before = resident(broker.pid)
+    assert client.call("shout").item() == 1
+    assert resident(broker.pid) - before < 8 << 20
+    with pytest.raises(errors.WorkerCrashed):
+        client.call("end", "kill")
+    assert client.call("plain").item() == 0
+
+
+def resident(pid: int) -> int:
+    """Return the bytes of memory of a process."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def test_a_child_of_the_worker_does_not_hide_its_end(app: BrokerApp) -> None:
     """It has copies of the worker's descriptors, like the processes of a data loader."""
     client = app.serve("""
