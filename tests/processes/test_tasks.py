@@ -352,7 +352,8 @@ def test_async_endpoints_are_cancelled_at_their_await(app: App, begun: threading
 
 
 @pytest.mark.parametrize("app", ["local", "client"], indirect=True)
-def test_failures_keep_no_objects_of_their_endpoint(app: App) -> None:
+@pytest.mark.parametrize("carried", [True, False], ids=["in the exception", "in a frame"])
+def test_failures_keep_no_objects_of_their_endpoint(app: App, carried: bool) -> None:
     """A task is remembered for an hour, but not the model that failed to load."""
     seen: list[weakref.ref[torch.nn.Module]] = []
 
@@ -361,7 +362,7 @@ def test_failures_keep_no_objects_of_their_endpoint(app: App) -> None:
         module = torch.nn.ReLU()
         seen.append(weakref.ref(module))
         try:
-            raise ValueError(module, "x" * (1 << 15))
+            raise ValueError(*[module, "x" * (1 << 15)] * carried)
         except ValueError as error:
             raise ExceptionGroup("several", [error]) from error
 
