@@ -13,6 +13,7 @@ from tests.kit.processes import ROOT
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.deep
 def test_deploys_are_compared_with_rays_own_transfer(tmp_path: Path) -> None:
     """The goal applies to a deploy without its build; a swap is a part of a refresh."""
     path = tmp_path / "numbers.json"
