@@ -190,7 +190,7 @@ def package(session: nox.Session) -> None:
         first, second = (Path(place, name) for name in ("first", "second"))
         # By itself, `build` makes the wheel from the sdist; the second one is made from the tree, later.
         session.run("python", "-m", "build", "--outdir", str(first))
-        # The first one was made with nothing but what it asks for; that takes longer than to build.
+        # The first build ran in an isolated environment, whose installation takes longer than the build.
         session.run("python", "-m", "build", "--no-isolation", "--outdir", str(second), "--sdist", "--wheel")
         session.run("python", "tests/package/contents.py", str(first), str(second))
         others = Path(place, "others")

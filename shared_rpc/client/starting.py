@@ -37,7 +37,7 @@ def log_path(path: str) -> str:
 
 
 def listens(path: str) -> bool:
-    """Return True if a process listens at a path. None can at one that is too long."""
+    """Return True if a process listens at a path; False for one that is too long for a socket."""
     if len(os.fsencode(path)) > SOCKET_PATH_LIMIT:
         return False
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC) as probe:

@@ -45,7 +45,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Print what does not simply work; with ``--write``, keep the findings and make the page anew."""
+    """Print what does not simply work; with ``--write``, keep the findings and write the page."""
     reports = config.stash.get(_REPORTS, None)
     if reports is None:
         return

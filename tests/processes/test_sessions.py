@@ -294,7 +294,7 @@ async def test_handles_are_async_context_managers(async_client: AsyncClient, ser
 
 @pytest.mark.anyio
 async def test_collected_handles_are_released(async_client: AsyncClient, server: Server) -> None:
-    """A handle that nobody refers to gives its lease back, while its client lives."""
+    """A garbage-collected handle releases its lease while its client is open."""
     await async_client.call("kept", 3)
     gc.collect()
     await anyio.to_thread.run_sync(eventually, lambda: server.info()["leases"] == 0)
