@@ -69,8 +69,6 @@ class Run(msgspec.Struct, Generic[W], eq=False):
     progress: Any = None
     #: True once its executor has finished with the run.
     over: bool = False
-    #: The reservation for its result.
-    reservation: Any = None
     #: Private data of the executor.
     place: Any = None
 

@@ -204,7 +204,7 @@ class Capacity:
         :param owner: identifies the request, see :meth:`why`.
         :param sizes: bytes by device, allocated or about to be.
         :param totals: the memory of devices, the limit of those without a quota; by default they have no limit.
-        :param first: go before all pending requests, because ``owner`` already had its turn.
+        :param first: go before all pending requests, because they may wait for memory that the caller of ``owner`` uses.
         :param patient: False to be refused if evicting everything would not suffice now.
         :raises CapabilityError: if there can never be that much.
         :raises ServerBusy: if there is none and requests do not wait, or if pinned objects leave too little.

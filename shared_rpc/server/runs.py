@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
@@ -27,9 +27,6 @@ from shared_rpc.server.tiers import Tiers
 from shared_rpc.server.waiting import Delivery, Waiter, gone, resolve
 
 _log = logging.getLogger("shared_rpc.server")
-
-#: Number of recently built keys whose sizes are remembered.
-_KNOWN_SIZES = 1 << 14
 
 
 def _zeros() -> EndpointStatistics:
@@ -85,8 +82,6 @@ class Runs:
         self._generations = generations
         #: Offers a run to the source of records; returns False if it must be built here.
         self.ask: Callable[[Run[Waiter]], bool]
-        #: The sizes of the latest results by key, in bytes by device: an estimate for rebuilding them.
-        self._sizes: OrderedDict[str, dict[str, int]] = OrderedDict()
         #: For each serialized endpoint, the run whose turn it is, and the runs queued behind it.
         self._lines: defaultdict[str, deque[Run[Waiter]]] = defaultdict(deque)
 
@@ -200,33 +195,15 @@ class Runs:
             self._start(run)
 
     def _start(self, run: Run[Waiter]) -> None:
-        """Start a run once there is capacity for the size of its key's latest result, and free memory."""
-        sizes = self._sizes.get(run.key or run.former_key or "") if self._capacity.evicts else None
-        request = None
-        if sizes is not None:
-            try:
-                request = self._capacity.enter(run, sizes, first=any(waiter.inner for waiter in run.waiters))
-            except SharedRPCError as error:
-                self.fail(run, Failure.of(error))
-                return
-        if request is not None and request.granted:
-            run.reservation, request = request.reservation, None
-        if request is not None or (not run.pooled and frees_are_pending()):
-            self._state.waits.begin(run, self._start_later(run, request))
+        """Start a run, once dropped memory is free if the endpoint may allocate."""
+        if not run.pooled and frees_are_pending():
+            self._state.waits.begin(run, self._start_later(run))
         else:
             self._execute(run)
 
-    async def _start_later(self, run: Run[Waiter], request: CapacityRequest | None) -> None:
-        try:
-            if request is not None:
-                run.reservation = await self._capacity.granted(request)
-            await until_freed()
-        except SharedRPCError as error:
-            self.fail(run, Failure.of(error))
-            return
-        if run.over:  # it was withdrawn before this began
-            self._end_reservation(run)
-        else:
+    async def _start_later(self, run: Run[Waiter]) -> None:
+        await until_freed()
+        if not run.over:  # otherwise it was withdrawn before this began
             self._execute(run)
 
     def _execute(self, run: Run[Waiter]) -> None:
@@ -311,7 +288,6 @@ class Runs:
         self._state.misses.pop(run.miss, None)
         self._state.waits.leave(run)
         self._executor.withdraw(run)
-        self._end_reservation(run)
         close_arguments(run.arguments)
 
     def infos(self, limit: int) -> list[RunInfo]:
@@ -391,7 +367,6 @@ class Runs:
             self._start(line[0])
 
     def _finish(self, run: Run[Waiter], outcome: Completed | Failure) -> None:
-        had_turn = self._end_reservation(run)
         if isinstance(outcome, Failure):
             self._close(run, outcome)
             return
@@ -403,7 +378,7 @@ class Runs:
                 record.close()
             return
         sizes, descriptors = self._capacity.needs_of(record)
-        first = had_turn or any(waiter.inner for waiter in waiters)
+        first = any(waiter.inner for waiter in waiters)
         try:
             self._capacity.require_descriptors(descriptors)
             request = self._capacity.enter(run, sizes, first=first)
@@ -417,13 +392,6 @@ class Runs:
         self._state.waits.begin(run, self._keep_later(run, outcome, record, request))
         if not waiters:
             self._give_up_result(run)
-
-    def _end_reservation(self, run: Run[Waiter]) -> bool:
-        """End the reservation for a run's result; return False if there was none."""
-        reservation, run.reservation = run.reservation, None
-        if reservation is not None:
-            reservation.release()
-        return reservation is not None
 
     async def _keep_later(self, run: Run[Waiter], outcome: Completed, record: Record, request: CapacityRequest) -> None:
         """Keep the result of a run once there is capacity for it."""
@@ -449,8 +417,6 @@ class Runs:
     def _keep(self, run: Run[Waiter], outcome: Completed, record: Record, reservation: Reservation) -> None:
         """Keep the result of a run, within its reservation."""
         spec, key = run.spec, run.key
-        if self._capacity.evicts and (key or run.former_key):
-            self._remember(key or run.former_key or "", record)
         reservation.release()
         stored = self._objects.add(
             spec.name,
@@ -471,13 +437,6 @@ class Runs:
         if stored.listed:
             self.became_current(stored)
         self._state.settle(stored.object_id)
-
-    def _remember(self, key: str, record: Record) -> None:
-        """Remember the size of a key's result."""
-        self._sizes.pop(key, None)
-        self._sizes[key] = self._capacity.needs_of(record)[0]
-        if len(self._sizes) > _KNOWN_SIZES:
-            self._sizes.popitem(last=False)
 
     def _close(self, run: Run[Waiter], failure: Failure) -> None:
         self._resolve_all(run.spec.name, self.calls.close(run), failure)

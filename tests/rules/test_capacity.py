@@ -455,8 +455,8 @@ def test_failed_moves_are_retried_later(world: World) -> None:
     assert world.expire() is None and world.going == [(["x"], "host")]
 
 
-def test_requests_keep_their_turn_for_more_memory(world: World) -> None:
-    """If the result is larger than the reservation, the rest is requested before all others."""
+def test_calls_of_running_endpoints_go_first(world: World) -> None:
+    """Because the others may wait for memory that the endpoint uses."""
     world.put("x", {GPU: 60}, active="b")
     world.ask("a", gpu=90)
     assert world.ask("c", first=True, gpu=40).granted
