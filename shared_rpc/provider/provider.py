@@ -278,8 +278,8 @@ class Provider(BlockingOperations):
         module.
 
         :param name: the endpoint's name for clients; the function's own name by default.
-        :param execution: ``"task"`` for long-running endpoints: their calls are also tasks, visible to other clients, and use
-            separate threads from short calls. The default is ``"direct"``.
+        :param execution: ``"task"`` for long-running endpoints: their calls use the threads of tasks, so that they do not delay
+            short calls. The default is ``"direct"``.
         :param concurrency: ``"serialized"`` runs the endpoint one call at a time; the default is ``"parallel"``.
         :param cache: True, the default, if identical calls get the same object.
         :param cache_format_key: a format string over the arguments, such as ``"model:{hidden_size}"``: calls are identical if

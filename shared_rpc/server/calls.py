@@ -50,9 +50,6 @@ class Calls:
             waiter.pooled = True
         try:
             spec, key = self._bound(waiter, endpoint, lowered, arguments, chain)
-            if spec.execution == "task" and self._state.objects.current(key) is None:
-                self._tasks.call(waiter, self._tasks.submit(spec, key, arguments, chain, waiter, kept=False))
-                return
         except BaseException as error:
             close_arguments(arguments)
             resolve(waiter, Failure.unexpected(error, f"a call of {endpoint[:100]!r} cannot begin"))
@@ -117,7 +114,7 @@ class Calls:
         asker = Waiter(caller.session, lambda outcome: None, request_id=caller.name)
         try:
             spec, key = self._bound(asker, message.endpoint, lowered, arguments, frozenset())
-            return m.TaskIs(self._tasks.info(self._tasks.submit(spec, key, arguments, asker=asker)))
+            return m.TaskIs(self._tasks.info(self._tasks.submit(spec, key, arguments, asker)))
         except BaseException as error:
             close_arguments(arguments)
             resolve(asker, Failure.of(error))

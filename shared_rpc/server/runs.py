@@ -175,7 +175,7 @@ class Runs:
             waiter.arguments,
             publish=not waiter.local or key is not None or spec.managed or waiter.task is not None or waiter.prepares,
             chain=chain | {spec.name, key or former_key or spec.name},
-            background=waiter.task is not None or fresh,
+            background=waiter.task is not None or fresh or spec.execution == "task",
             session=waiter.session,
             pooled=waiter.pooled and key is None and not spec.managed and waiter.task is None,
             shares_slab=self._tiers.may_share_slab(spec),

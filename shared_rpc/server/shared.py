@@ -77,9 +77,7 @@ class State:
 
         :param users: see :meth:`Capacity.why`.
         """
-        # The deadline of a wait for a task is not the task's: it continues, and its info shows what it waits for.
-        owners = [waiter, waiter.run, waiter.behind, waiter.behind.run if waiter.behind is not None else None]
-        return next((why for owner in owners if owner is not None and (why := self.capacity.why(owner, users))), "")
+        return self.capacity.why(waiter, users) or self.capacity.why(waiter.run, users)
 
     def settle(self, *object_ids: str) -> None:
         """Drop objects without leases or listing, after leases on these changed or they were added."""

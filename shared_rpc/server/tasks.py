@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import msgspec
 
@@ -23,7 +24,7 @@ from shared_rpc.server.state.leases import TaskHolder
 from shared_rpc.server.state.objects import StoredObject
 from shared_rpc.server.state.tasks import Task, TaskTable
 from shared_rpc.server.tiers import Tiers
-from shared_rpc.server.waiting import Delivery, Waiter, resolve
+from shared_rpc.server.waiting import Delivery, Waiter
 from shared_rpc.settings import ServeOptions
 
 _log = logging.getLogger("shared_rpc.server")
@@ -67,16 +68,12 @@ class Tasks:
         spec: EndpointSpec,
         key: str | None,
         arguments: CallArguments,
-        chain: frozenset[str] = frozenset(),
-        asker: Waiter | None = None,
-        *,
-        kept: bool = True,
+        asker: Waiter,
     ) -> Task[Waiter]:
         """Make a task of a call; one with a cached result has ended on return.
 
         :param arguments: this object takes ownership of their descriptors.
         :param asker: the waiter of the submitting request, whose call is observed.
-        :param kept: False for the task behind a call: a result without waiters is not kept for fetching.
         :raises ServerBusy: if there are too many tasks.
         """
         try:
@@ -85,17 +82,17 @@ class Tasks:
             close_arguments(arguments)
             self._runs.statistics.of(spec.name)["errors"] += 1
             raise
-        task = self.table.add(spec.name, key, kept=kept)
+        task = self.table.add(spec.name, key)
         waiter = task.waiter = Waiter(
             "",
             functools.partial(self._ended, task),
             task=task.holder,
             follow=functools.partial(self._follow, task),
+            request_id=asker.request_id,
+            observed=asker.observed,
         )
-        if asker is not None:
-            waiter.request_id, waiter.observed = asker.request_id, asker.observed
         self._emit(task)
-        self._runs.enter(waiter, spec, key, arguments, chain)
+        self._runs.enter(waiter, spec, key, arguments, frozenset())
         return task
 
     # Requests.
@@ -124,13 +121,15 @@ class Tasks:
             changed(self.info(task))
         holds = message.claim or not message.look
         watcher = self._watch(task, caller.session, changed if message.events else None, holds=holds)
-        if not message.look:
-            await self._take(caller.waiter, task, watcher)
-            return
         try:
             await watcher.ended
-            if caller.reply(m.TaskIs(task.info)):
-                watcher.held = ""  # the session owns the claimed lease now
+            if message.look:
+                if caller.reply(m.TaskIs(task.info)):
+                    watcher.held = ""  # the session owns the claimed lease now
+            elif task.failure is not None:
+                caller.fail(task.failure)
+            elif (fetching := self._fetch(caller, self._result(task), message.task_id, "")) is not None:
+                await fetching
         finally:
             self._leave(task, watcher)
 
@@ -155,7 +154,7 @@ class Tasks:
             return None
         return self._fetch(caller, self._result(task), message.task_id, "")
 
-    def _fetch(self, caller: Caller, stored: StoredObject, task_id: str, claimed: str) -> Answer:
+    def _fetch(self, caller: Caller, stored: StoredObject, task_id: str, claimed: str) -> Coroutine[Any, Any, None] | None:
         if stored.cold:
             return self._fetch_cold(caller, stored, task_id, claimed)
         self._give(caller, stored, task_id)
@@ -192,18 +191,6 @@ class Tasks:
 
     # Requests that wait for a task's end.
 
-    def call(self, waiter: Waiter, task: Task[Waiter]) -> None:
-        """Answer a call when the task behind it has ended. A task that has not begun is dropped with its last call."""
-        waiter.behind = task.waiter
-        watcher = self._watch(task, waiter.session, None, holds=True)
-        self._state.waits.begin(waiter, self._answer(waiter, task, watcher))
-
-    async def _answer(self, waiter: Waiter, task: Task[Waiter], watcher: Watcher) -> None:
-        try:
-            await self._take(waiter, task, watcher)
-        except Exception as error:
-            resolve(waiter, Failure.unexpected(error, f"the result of task {task.info.task_id} cannot be delivered"))
-
     def _watch(self, task: Task[Waiter], session: str, changed: Callable[[TaskInfo], None] | None, *, holds: bool) -> Watcher:
         watcher = Watcher(session, changed, holds)
         task.watchers[watcher] = None
@@ -211,36 +198,18 @@ class Tasks:
             self._end_watches(task)
         return watcher
 
-    async def _take(self, waiter: Waiter, task: Task[Waiter], watcher: Watcher) -> None:
-        """Deliver the outcome of a task when it has ended."""
-        try:
-            await watcher.ended
-            if task.failure is not None:
-                resolve(waiter, task.failure)
-                return
-            stored = self._result(task)
-            if stored.cold:
-                async with self._tiers.warm(waiter, stored):
-                    self._give(waiter, stored, task.info.task_id)
-            else:
-                self._give(waiter, stored, task.info.task_id)
-        finally:
-            self._leave(task, watcher)
-
     def _leave(self, task: Task[Waiter], watcher: Watcher) -> None:
         """End the lease of a watcher on the result, and the watch if the task has not ended."""
         if watcher.held:
             self._state.release(watcher.session, [watcher.held])
         if not task.finished:
             del task.watchers[watcher]
-            if not task.kept and not task.watchers and task.info.status is TaskStatus.PENDING:
-                self.cancel(task)
 
-    def _give(self, taker: Caller | Waiter, stored: StoredObject, task_id: str) -> None:
+    def _give(self, caller: Caller, stored: StoredObject, task_id: str) -> None:
         """Deliver a result, whose lease passes from the task to the client."""
         if stored.managed:
-            self._state.leases.grant(taker.session, stored.object_id)
-        taker.deliver(Delivery(stored.record, stored.live, stored, stored.managed))
+            self._state.leases.grant(caller.session, stored.object_id)
+        caller.deliver(Delivery(stored.record, stored.live, stored, stored.managed))
         self._state.release(TaskHolder(task_id), [stored.object_id])
 
     def _result(self, task: Task[Waiter]) -> StoredObject:
@@ -297,8 +266,6 @@ class Tasks:
         assert outcome.stored is not None, "a task's result is a stored object"
         self._change(task, TaskStatus.COMPLETED, object_id=outcome.stored.object_id)
         self._end_watches(task)
-        if not task.kept:
-            self.forget(task)
 
     def _end(self, task: Task[Waiter], failure: Failure) -> None:
         cancelled = failure.code == TaskCancelled.code and task.info.cancel_requested

@@ -49,7 +49,7 @@ class Waiter(msgspec.Struct, eq=False):
     :param pooled: True if it accepts a result in its session's pool.
     :param request_id: identifies its request in logs and errors.
     :param observed: its call, if there is a hook.
-    :param run: its run; for a call of an endpoint with ``execution="task"``, ``behind`` is the task's waiter.
+    :param run: its run.
     """
 
     session: str
@@ -65,7 +65,6 @@ class Waiter(msgspec.Struct, eq=False):
     request_id: str = ""
     observed: Observed | None = None
     run: Run[Waiter] | None = None
-    behind: Waiter | None = None
 
 
 def resolve(waiter: Waiter, outcome: Delivery | Failure) -> None:

@@ -376,32 +376,17 @@ def test_failures_keep_no_objects_of_their_endpoint(app: App, carried: bool) -> 
 # Endpoints that are always tasks.
 
 
-def test_calls_of_task_endpoints_are_listed(app: App, go: threading.Event, begun: threading.Event) -> None:
-    """During and after the run; a later call gets the cached result, without a task."""
-    share_held(app, go, begun, execution="task")
+def test_calls_of_task_endpoints_do_not_wait_for_other_calls(app: App, go: threading.Event, begun: threading.Event) -> None:
+    """They run on the threads of tasks, and are no tasks themselves."""
+    ran = share_held(app, go, begun, execution="task")
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(app.provider.call, "held", 2)
         assert begun.wait(10)
-        (info,) = app.provider.list_tasks()
-        assert (info.endpoint, info.status, info.cache_key) == ("held", "running", "held(number=2)")
+        task_id = app.provider.submit("held", 2)
+        assert [info.task_id for info in app.provider.list_tasks()] == [task_id]
         go.set()
-        result = call.result(10)
-    assert shares_memory(app.provider.call("held", 2), result)
-    (info,) = app.provider.list_tasks()
-    assert info.status is TaskStatus.COMPLETED
-    assert shares_memory(app.provider.get_task_result(info.task_id), result)
-
-
-def test_tasks_behind_calls_are_not_kept(app: App) -> None:
-    """The caller has the result, and nothing is left to fetch."""
-    app.share("managed", execution="task", cache=False, managed=True)(lambda: torch.ones(1))
-    with app.provider.call("managed"):
-        assert kept(app.provider) == (1, 1)
-    eventually(lambda: kept(app.provider) == (0, 0))
-    (info,) = app.provider.list_tasks("completed")
-    with pytest.raises(TaskError) as caught:
-        app.provider.get_task_result(info.task_id)
-    assert caught.value.reason == "released"
+        assert shares_memory(app.provider.wait_for_task(task_id, 10), call.result(10))
+    assert ran == [2]
 
 
 # Limits and deaths.
@@ -421,13 +406,12 @@ def server(provider: Provider, serve: Serve, go: threading.Event, begun: threadi
     return serve(max_tasks=2, max_workers=1)
 
 
-def test_calls_beyond_max_tasks_are_refused(client: Client, go: threading.Event, begun: threading.Event) -> None:
-    """Like a submit; other calls are not, and their runs do not wait for the worker's tasks."""
+def test_submits_beyond_max_tasks_are_refused(client: Client, go: threading.Event, begun: threading.Event) -> None:
+    """Calls are not, and those of other endpoints do not wait for the worker's tasks."""
     tasks = [client.submit("held", number) for number in (1, 2)]
     assert begun.wait(10)
-    for refused in (client.call, client.submit):
-        with pytest.raises(ServerBusy, match="2 tasks are pending or running"):
-            refused("held", 3)
+    with pytest.raises(ServerBusy, match="2 tasks are pending or running"):
+        client.submit("held", 3)
     assert client.call("other") == 1
     go.set()
     for task_id in tasks:
@@ -443,10 +427,10 @@ def test_abandoned_calls_of_task_endpoints_are_dropped(
         for number in (1, 2):
             raw.say(m.Call("held", [number]), number)
         assert begun.wait(10)
-        eventually(lambda: server.engine.ask(watchers) == 2)
-    eventually(lambda: changes(client.list_tasks()) == [("running", False), ("cancelled", True)])
+        eventually(lambda: server.info()["running"] == 2)
+    eventually(lambda: server.info()["running"] == 1)
     go.set()
-    eventually(lambda: len(client.list_tasks("completed")) == 1)
+    eventually(lambda: server.info()["running"] == 0)
     assert kept(client) == (0, 0)
 
 

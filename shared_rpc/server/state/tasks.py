@@ -41,14 +41,12 @@ _SHOWN = 2000
 class Task(msgspec.Struct, Generic[W], eq=False):
     """One task. ``watchers`` wait for its end, and are notified of every change.
 
-    ``kept``: its result waits to be fetched; not so for the task behind a call, whose caller gets it at once.
     ``ended_at`` is on the table's clock. ``waiter`` waits for the task's run, None once that has ended; it is opaque here, as
     are the watchers and ``failure``.
     """
 
     info: TaskInfo
     number: int
-    kept: bool
     ended_at: float = 0.0
     watchers: dict[Any, None] = msgspec.field(default_factory=dict)
     waiter: W | None = None
@@ -111,7 +109,7 @@ class TaskTable(Generic[W]):
                 f"{self._capacity} tasks are pending or running, the limit of this server (max_tasks): wait for one to end"
             )
 
-    def add(self, endpoint: str, cache_key: str | None, *, kept: bool = True) -> Task[W]:
+    def add(self, endpoint: str, cache_key: str | None) -> Task[W]:
         """Create a pending task."""
         self._issued = next(self._numbers)
         info = TaskInfo(
@@ -121,7 +119,7 @@ class TaskTable(Generic[W]):
             created_at=self._clock.unix(self._clock.now()),
             cache_key=cache_key,
         )
-        task = self._tasks[info.task_id] = Task(info, self._issued, kept)
+        task = self._tasks[info.task_id] = Task(info, self._issued)
         self._counts[info.status.value] += 1
         return task
 
