@@ -1,21 +1,21 @@
-"""Python processes that begin as forks of one which has imported torch, since most tests wait for processes to begin.
+"""Python processes that begin as forks of one that has imported torch: an import takes 2 seconds of a core, a fork 30 ms.
 
-Importing torch and this package takes 2 seconds of a core; a fork of a process that has imported them begins in 30 ms.
-:mod:`shared_rpc.zygote.child` prepares such a fork, which the tests of zygotes test. The requesting process is the fork's
-parent. A process that is to start others itself, as a broker does, gets its own zygote with them.
+:class:`Popen` and :func:`run` are those of :mod:`subprocess`, but for how the process begins; tests call them by name, and
+nothing of the interpreter is replaced in the process of the tests. Only in forks requested with ``has_workers``, those of
+brokers and of programs that start one, the product's own starts become forks too: see :func:`_nest`, and ``fresh`` for tests
+of real starts. :mod:`shared_rpc.zygote.child`, which has tests of its own, makes a fork equal to a new process.
 
-With ``SHARED_RPC_TESTS=fresh`` in the environment, every process is a new one.
+With ``SHARED_RPC_TESTS=fresh`` in the environment, as in ``nox -s deep``, every process is a new one.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import fcntl
 import gc
 import importlib
 import io
-import itertools
-import multiprocessing.util
 import os
 import runpy
 import signal
@@ -24,7 +24,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -32,7 +32,6 @@ from typing import Any, NoReturn
 from shared_rpc.zygote import child
 from shared_rpc.zygote.child import become, close_all_but, finish, new_main, own_path, set_title
 from shared_rpc.zygote.process import die_with_parent, fork, is_readable
-from shared_rpc.zygote.safety import unsafe
 from shared_rpc.zygote.wire import PADDING, Lost, framed, receive, send
 
 ROOT = Path(__file__).parent.parent.parent
@@ -56,10 +55,9 @@ MODULES = """
     shared_rpc.codec.arguments shared_rpc.codec.results shared_rpc.extras.materialize shared_rpc.protocol.ticket
     shared_rpc.memory.backends.host
 """
-#: Variables with these prefixes are read when a process starts. (Imports in this process set those of torch's compiler.)
+#: Variables with these prefixes are read when a process starts, but for those that take effect in a fork too.
 _READ_EARLY = ("PYTHON", "LD_", "OMP_NUM_THREADS", "MALLOC_", "LC_", "LANG")
-#: These take effect in a fork, or are read on use: a driver of Ray sets the last one.
-_CARRIED_OUT = frozenset({"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONBREAKPOINT"})
+_READ_LATE = frozenset({"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONBREAKPOINT"})
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -73,7 +71,7 @@ class _Zygote:
         self._socket = sock
         self._lock = threading.Lock()
         self._owner = os.getpid()
-        self._variables = variables
+        self._early = {name: value for name, value in variables.items() if _is_early(name)}
 
     @property
     def usable(self) -> bool:
@@ -87,15 +85,18 @@ class _Zygote:
     def fork(
         self, args: Sequence[str], variables: Mapping[str, str], fds: Mapping[int, int], cwd: Any = None, **options: Any
     ) -> int:
-        """Begin a process; return its id, or 0 if only a new process will do.
+        """Begin a process; return its id, or 0 if only a new process is equal to the requested one.
 
         :param fds: its descriptors, by their numbers there.
         :param options: those of :func:`_begin`.
         """
         program, *words = args
-        switches = list(itertools.takewhile(lambda word: word in ("-u", "-P"), words))
-        words = words[len(switches) :]
-        if not self.usable or program != sys.executable or not words or not self._fits(words, variables):
+        switches = []
+        while words and words[0] in ("-B", "-u", "-P"):
+            switches.append(words.pop(0))
+        known = words and (words[0] == "-c" or not words[0].startswith("-") or words[1].startswith(("shared_rpc", "tests.")))
+        early = {name: value for name, value in variables.items() if _is_early(name)}
+        if not self.usable or program != sys.executable or not known or early.items() - self._early.items():
             return 0
         request = {"type": "Fork", "switches": switches, "words": words, "variables": dict(variables), "fds": list(fds)}
         folder = os.open(cwd or ".", os.O_PATH | os.O_CLOEXEC)
@@ -109,15 +110,9 @@ class _Zygote:
         finally:
             os.close(folder)
 
-    def _fits(self, words: list[str], variables: Mapping[str, str]) -> bool:
-        """Return whether a fork is equivalent to a new process."""
-        if words[0] == "-m":
-            if len(words) < 2 or words[1].partition(".")[0] not in ("shared_rpc", "tests"):
-                return False
-        elif words[0].startswith("-") and words[0] != "-c":
-            return False
-        early = {name for name in {*variables, *self._variables} if name.startswith(_READ_EARLY)} - _CARRIED_OUT
-        return all(variables.get(name, self._variables.get(name)) == self._variables.get(name) for name in early)
+
+def _is_early(name: str) -> bool:
+    return name.startswith(_READ_EARLY) and name not in _READ_LATE
 
 
 _zygote: _Zygote | None = None
@@ -127,15 +122,12 @@ _process: subprocess.Popen[bytes] | None = None
 def start_zygote() -> None:
     """Start a zygote for this process, if forks are enabled; it ends with this process."""
     global _zygote, _process
-    if os.environ.get("SHARED_RPC_TESTS") == "fresh" or (_zygote is not None and _zygote.usable):
+    if os.environ.get("SHARED_RPC_TESTS") == "fresh":
         return
     ours, theirs = socket.socketpair()
     variables = {name: value for name, value in os.environ.items() if not name.startswith("SHARED_TENSOR_")}
-    variables["PYTHONPATH"] = PYTHONPATH
-    variables["PYTHONWARNINGS"] = NO_FORK_WARNING
-    # What is registered first is called last.
-    code = "import atexit; end = []; atexit.register(lambda: end and end[0]()); from tests.kit import forks; "
-    code += f"forks.main({theirs.fileno()}, {os.getpid()}, end)"
+    variables |= {"PYTHONPATH": PYTHONPATH, "PYTHONWARNINGS": NO_FORK_WARNING}
+    code = f"from tests.kit import forks; forks.main({theirs.fileno()}, {os.getpid()})"
     with theirs:
         _process = subprocess.Popen(
             [sys.executable, "-c", code, PADDING],
@@ -145,19 +137,15 @@ def start_zygote() -> None:
             env=variables,
         )
     _zygote = _Zygote(ours, variables)
-    multiprocessing.util.spawnv_passfds = _spawn
 
 
 def stop_zygote() -> None:
     """End it."""
     global _zygote, _process
-    multiprocessing.util.spawnv_passfds = _spawnv
-    if _zygote is not None:
+    if _zygote is not None and _process is not None:
         _zygote.close()
-        _zygote = None
-    if _process is not None:
         _process.wait()
-        _process = None
+    _zygote = _process = None
 
 
 class Popen(subprocess.Popen[Any]):
@@ -173,21 +161,15 @@ class Popen(subprocess.Popen[Any]):
 
     def _execute_child(self, *given: Any) -> None:
         # Private, and the same from 3.11 to 3.14: the one place that makes a process, with its pipes before and after it.
-        args, executable, preexec_fn, close_fds, pass_fds, cwd, env, _, _, shell, *rest = given
-        p2cread, _, _, c2pwrite, _, errwrite, _, gid, gids, uid, umask, new_session, group = rest
-        plain = isinstance(args, list) and preexec_fn is None and close_fds and not shell and executable is None and umask < 0
+        args, _, preexec_fn, _, pass_fds, cwd, env, _, _, shell, *rest = given
+        p2cread, _, _, c2pwrite, _, errwrite, _, _, _, _, _, new_session, group = rest
+        variables = os.environ if env is None else env
         pid = 0
-        if _zygote is not None and not self._fresh and plain and (gid, gids, uid) == (None, None, None):
+        if _zygote is not None and not self._fresh and isinstance(args, list) and preexec_fn is None and not shell:
             streams = {number: number if fd < 0 else fd for number, fd in enumerate((p2cread, c2pwrite, errwrite))}
-            pid = _zygote.fork(
-                args,
-                os.environ if env is None else env,
-                streams | {fd: fd for fd in pass_fds},
-                cwd,
-                session=bool(new_session),
-                group=group,
-                nested=self._has_workers or _has_workers(args, env or os.environ),
-            )
+            nested = self._has_workers or _has_workers(args, variables)
+            options = {"session": new_session, "group": group, "nested": nested}
+            pid = _zygote.fork(args, variables, streams | {fd: fd for fd in pass_fds}, cwd, **options)
         if not pid:
             super()._execute_child(*given)
             return
@@ -211,41 +193,6 @@ def run(args: Sequence[str], *, input: Any = None, timeout: float | None = None,
     return subprocess.CompletedProcess(args, process.returncode, output, errors)
 
 
-_spawnv, _posix_spawn, _execv = multiprocessing.util.spawnv_passfds, os.posix_spawn, os.execv
-
-
-def _spawn(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
-    """Replaces the function that starts processes of :mod:`multiprocessing` in 3.11 to 3.14: of spawn, and fork servers."""
-    # The only switch of the interpreter that variables determine too.
-    words = [os.fsdecode(word) for word in args if word != "-B"]
-    pid = 0
-    if _zygote is not None and "from multiprocessing.resource_tracker" not in words[-1]:
-        pid = _zygote.fork(words, os.environ, {fd: fd for fd in (0, 1, 2, *map(int, passfds))})
-    return pid or int(_spawnv(path, args, passfds))
-
-
-def _spawn_detached(path: str, argv: Sequence[str], env: Mapping[str, str], **options: Any) -> int:
-    """Replaces :func:`os.posix_spawn`, which starts detached processes: brokers, and zygotes of ``shared-rpc run``."""
-    fds = {numbers[0]: fd for _, fd, *numbers in options["file_actions"] if numbers}
-    pid = _zygote.fork([word for word in argv if word != "-B"], env, fds, group=options["setpgroup"]) if _zygote else 0
-    return pid or _posix_spawn(path, argv, env, **options)
-
-
-class _Exec(BaseException):
-    """Leaves a program that another one replaces."""
-
-
-def _exec(program: str, args: Sequence[str]) -> NoReturn:
-    """Replaces :func:`os.execv`, by which ``serve`` becomes a broker: the process keeps its imports, and its zygote."""
-    words = list(args[1:])
-    if words[0] == "-P":
-        words = words[1:]
-        del sys.path[:1]
-    if program != sys.executable or words[0] != "-m" or not words[1].startswith("shared_rpc."):
-        _execv(program, args)
-    raise _Exec(words)
-
-
 @contextmanager
 def _adopting() -> Iterator[None]:
     """Make this process adopt descendants whose parent ends within the block; see PR_SET_CHILD_SUBREAPER of prctl(2)."""
@@ -261,14 +208,11 @@ def _adopting() -> Iterator[None]:
 
 #: The ``sys.path`` of forks, without that of their program.
 _path: list[str] = []
-#: The exit code of this process, once its program has ended with one.
-_code: int | None = None
 
 
-def main(fd: int, parent: int, end: list[Callable[[], None]]) -> NoReturn:
+def main(fd: int, parent: int) -> NoReturn:
     """Run the zygote, and in each fork the requested program."""
     die_with_parent(parent)
-    end.append(_leave)
     own = {os.getcwd(), "", *os.environ["PYTHONPATH"].split(os.pathsep)}
     _path.extend(entry for entry in sys.path if entry not in own)
     for name in MODULES.split():
@@ -279,8 +223,6 @@ def main(fd: int, parent: int, end: list[Callable[[], None]]) -> NoReturn:
         del sys.modules[name]
     connection = socket.socket(fileno=fd)
     connection.set_inheritable(False)
-    why = unsafe(frozenset(map(int, os.listdir("/proc/self/fd"))))
-    assert not why, why
     set_title([sys.executable, "-m", "tests.kit.forks"])
     # The test runner may ignore it, as under nohup.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -375,7 +317,7 @@ def _begin(request: dict[str, Any], fds: list[int]) -> NoReturn:
 
 
 def _nest(variables: Mapping[str, str]) -> int:
-    """Fork a zygote for the children of this process; return the number of its descriptor."""
+    """Fork a zygote for the children of this process, started by any of three functions; return its descriptor's number."""
     global _zygote
     ours, theirs = socket.socketpair()
     parent = os.getpid()
@@ -392,69 +334,70 @@ def _nest(variables: Mapping[str, str]) -> int:
     number = fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, 900)
     ours.close()
     _zygote = _Zygote(socket.socket(fileno=number), variables)
-    multiprocessing.util.spawnv_passfds = _spawn
-    subprocess.Popen, os.execv, os.posix_spawn = Popen, _exec, _spawn_detached  # type: ignore[misc]
+    subprocess.Popen, os.execv, os.posix_spawn = Popen, _exec, _spawn_detached  # type: ignore[misc, assignment]
     return number
 
 
-def _run(words: Sequence[str]) -> NoReturn:
-    """Run a program, and record the exit code with which the interpreter is about to end this process."""
-    global _code
-    new_main()
-    try:
-        finish(lambda: _run_main(words))
-    except SystemExit as end:
-        # As in sys.exit(); the interpreter prints all but numbers.
-        _code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        raise
-    except KeyboardInterrupt:  # it ends by the signal
-        raise
-    except BaseException:
-        _code = 1
-        raise
-    _code = 0
-    raise SystemExit(0)
+_posix_spawn, _execv = os.posix_spawn, os.execv
 
 
-def _run_main(words: Sequence[str]) -> None:
-    main = vars(sys.modules["__main__"])
-    try:
-        if words[0] == "-m":
-            if words[1] == "shared_rpc.worker" and DRIVER in os.environ:
-                importlib.import_module("tests.kit.fake_driver").install()
-            runpy._run_module_as_main(words[1], True)  # type: ignore[attr-defined]
-        elif words[0] == "-c":
-            exec(compile(words[1], "<string>", "exec"), main)
-        else:
-            path = main["__file__"] = os.path.abspath(words[0])
-            exec(compile(Path(words[0]).read_bytes(), path, "exec"), main)
-        return
-    except _Exec as given:
-        (words,) = given.args
+def _spawn_detached(path: str, argv: list[str], env: Mapping[str, str], **options: Any) -> int:
+    """Start a detached process: a broker, or a zygote of ``shared-rpc run``."""
+    fds = {numbers[0]: fd for _, fd, *numbers in options["file_actions"] if numbers}
+    pid = _zygote.fork(argv, env, fds, group=options["setpgroup"]) if _zygote else 0
+    return pid or _posix_spawn(path, argv, env, **options)
+
+
+def _exec(program: str, args: list[str]) -> NoReturn:
+    """Run the broker that ``serve`` becomes; this process keeps its imports, and its zygote."""
+    words = list(args[1:])
+    if words[0] == "-P":
+        words = words[1:]
+        del sys.path[:1]
+    if words[0] != "-m" or not words[1].startswith("shared_rpc."):
+        _execv(program, args)
     sys.argv[:] = ["-m", *words[2:]]
     sys.orig_argv[1:] = words
     set_title([sys.executable, *words])
-    new_main()
-    _run_main(words)
+    _run(words)
 
 
-def _leave() -> None:
-    """End this process after all exit callbacks. It clears its main module, but no others.
+def _run(words: Sequence[str]) -> NoReturn:
+    """Run a program, and end this process as the interpreter does, except that only the main module is cleared.
 
-    The interpreter clears every module, and so touches every object in memory. In a fork, this copies each of them, which
-    takes 0.1 s and 150 MB.
+    The interpreter clears all modules, which touches every object in memory: a fork would copy 150 MB, in 0.1 s.
     """
-    if _code is None:
-        return
-    if threading.active_count() == 1:  # the interpreter has stopped the others by then
-        main = vars(sys.modules["__main__"])
-        for name in sorted(main, key=lambda name: not name.startswith("_")):
-            if name != "__builtins__":
-                main[name] = None
-    gc.collect()
+    new_main()
+    main = vars(sys.modules["__main__"])
+    code: Any = 0
     try:
+        finish(lambda: _run_main(words, main))
+    except SystemExit as end:
+        code = end.code or 0
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
+            code = 1
+    except KeyboardInterrupt:  # it ends by the signal
+        raise
+    except BaseException:
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    main.clear()
+    gc.collect()
+    with suppress(OSError, ValueError, AttributeError):
         sys.stdout.flush()
         sys.stderr.flush()
-    except (OSError, ValueError, AttributeError):
-        return  # the interpreter has an exit code for that
-    os._exit(_code & 0xFF)
+    os._exit(code & 0xFF)
+
+
+def _run_main(words: Sequence[str], main: dict[str, Any]) -> None:
+    if words[0] == "-m":
+        if words[1] == "shared_rpc.worker" and DRIVER in os.environ:
+            importlib.import_module("tests.kit.fake_driver").install()
+        runpy._run_module_as_main(words[1], True)  # type: ignore[attr-defined]
+    elif words[0] == "-c":
+        exec(compile(words[1], "<string>", "exec"), main)
+    else:
+        path = main["__file__"] = os.path.abspath(words[0])
+        exec(compile(Path(words[0]).read_bytes(), path, "exec"), main)
