@@ -16,7 +16,7 @@ from shared_rpc.protocol import exported as x
 from shared_rpc.protocol import generations as g
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.exported import FORMAT, RecordHeader
-from shared_rpc.protocol.records import Access
+from shared_rpc.protocol.records import Access, TensorTable
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.values import decode_call
 from shared_rpc.server.generations import Generations
@@ -112,15 +112,14 @@ class Records:
             self._state.leases.grant(session, stored.object_id)
         return header, parts
 
-    def check(self, header: RecordHeader) -> list[str]:
-        """Check a record, independent of its call; return the target device for the bytes of each of its segments.
+    def _check(self, header: RecordHeader) -> tuple[TensorTable, dict[str, str]]:
+        """Check a record, independent of its call; return its table, and its devices here, see :func:`homes`.
 
         :raises RecordError: if it cannot be adopted here.
         """
         check_versions(header, installed_versions())
-        check_table(header)
-        places = homes(header, self._state.device)
-        return [places[info.device] for info in header.segments]
+        table = check_table(header)
+        return table, homes(header, table, self._state.device)
 
     def _check_call(self, header: RecordHeader, endpoint: str, call: Lowered) -> tuple[EndpointSpec, str]:
         """Return the endpoint and the key for a record.
@@ -136,11 +135,11 @@ class Records:
     def check_record(self, caller: Caller, message: x.CheckRecord) -> m.Answer:
         """Answer with the devices of a record's segments if it could be adopted."""
         header = RecordHeader.from_bytes(caller.payload)
-        devices = self.check(header)
+        _, places = self._check(header)
         if message.called:
             self._state.sessions.check_code(caller.session, "a record")
             self._check_call(header, message.endpoint, decode_call(message.args, message.kwargs))
-        return m.Answer.of(devices)
+        return m.Answer.of([places[info.device] for info in header.segments])
 
     @handles(x.Adopt)
     def adopt(self, caller: Caller, message: x.Adopt) -> m.Message:
@@ -156,10 +155,10 @@ class Records:
         state.sessions.check_code(session, "a record")
         header = RecordHeader.from_bytes(caller.payload)
         call = decode_call(message.args, message.kwargs)
-        devices = self.check(header)
+        table, places = self._check(header)
         spec, key = self._check_call(header, message.endpoint, call)
-        allocated = self._allocated(session, header, message.buffers, devices)
-        record = self._record(header, allocated, spec)
+        allocated = self._allocated(session, header, message.buffers, places)
+        record = self._record(header, table, places, allocated, spec)
         stored = state.objects.add(
             spec.name,
             key,
@@ -191,25 +190,27 @@ class Records:
         :param spec: the endpoint of the run.
         :param take: receives the record and owns it, even if it raises; in that case the buffers are unchanged.
         """
-        devices = self.check(header)
+        table, places = self._check(header)
         check_code(header, spec)
-        allocated = self._allocated(session, header, buffers, devices)
-        take(self._record(header, allocated, spec))
+        allocated = self._allocated(session, header, buffers, places)
+        take(self._record(header, table, places, allocated, spec))
         for one in allocated:
             self._state.buffers.free(one.object_id)
 
-    def _record(self, header: RecordHeader, allocated: Sequence[StoredObject], spec: EndpointSpec) -> Record:
+    @staticmethod
+    def _record(
+        header: RecordHeader, table: TensorTable, places: dict[str, str], allocated: Sequence[StoredObject], spec: EndpointSpec
+    ) -> Record:
         """Return the record in some buffers, with its own descriptors."""
         chosen = accesses(header, spec.access)
-        places = homes(header, self._state.device)
-        skeleton, table = moved(header, places)
+        skeleton, encoded = moved(header, table, places)
         segments = [one.record.segments[0] for one in allocated]
         for one, segment, access in zip(allocated, segments, chosen, strict=True):
             if segment.info.mechanism == "memfd":
                 _seal(one, segment, access)
         return Record(
             skeleton,
-            table,
+            encoded,
             [segment.duplicate(access) for segment, access in zip(segments, chosen, strict=True)],
             header.nbytes,
             places[header.device],
@@ -217,7 +218,7 @@ class Records:
         )
 
     def _allocated(
-        self, session: str, header: RecordHeader, buffers: Sequence[str], devices: Sequence[str]
+        self, session: str, header: RecordHeader, buffers: Sequence[str], places: dict[str, str]
     ) -> list[StoredObject]:
         """Return the buffers that hold the bytes of a record's segments."""
         if len(buffers) != len(header.segments) or len(set(buffers)) != len(buffers):
@@ -227,7 +228,8 @@ class Records:
                 reason="buffers",
             )
         allocated: list[StoredObject] = []
-        for number, (object_id, info, device) in enumerate(zip(buffers, header.segments, devices, strict=True)):
+        for number, (object_id, info) in enumerate(zip(buffers, header.segments, strict=True)):
+            device = places[info.device]
             stored = self._state.objects.get(object_id)
             if stored is None or stored.kind != "buffer" or session not in self._state.leases.holders(object_id):
                 raise BufferNotFound(

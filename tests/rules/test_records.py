@@ -264,21 +264,22 @@ def on_gpu(*gpus: str) -> RecordHeader:
 def test_a_gpu_s_record_moves_to_another_gpu() -> None:
     """For a single GPU, in the skeleton and the table. Host memory stays on the host."""
     record = on_gpu(GPU)
-    check_table(record)
-    places = homes(record, OTHER_GPU)
+    table = check_table(record)
+    places = homes(record, table, OTHER_GPU)
     assert places == {"cpu": "cpu", GPU: OTHER_GPU}
-    skeleton, table = moved(record, places)
+    skeleton, encoded = moved(record, table, places)
     assert skeleton == b"on " + OTHER_GPU.encode() + b", on cpu"
-    assert msgspec.msgpack.decode(table, type=TensorTable).devices == (OTHER_GPU, "cpu")
-    assert homes(record, GPU) == {"cpu": "cpu", GPU: GPU}
-    assert moved(record, homes(record, GPU)) == (record.skeleton, record.table)
+    assert msgspec.msgpack.decode(encoded, type=TensorTable).devices == (OTHER_GPU, "cpu")
+    places = homes(record, table, GPU)
+    assert places == {"cpu": "cpu", GPU: GPU}
+    assert moved(record, table, places) == (record.skeleton, record.table)
 
 
 @pytest.mark.parametrize(("record", "device"), [(header(), GPU), (on_gpu(GPU), "cpu")])
 def test_records_for_another_kind_of_device_are_refused(record: RecordHeader, device: str) -> None:
     """Both are named."""
     with pytest.raises(RecordError, match=f"is on {record.device}, and this server has its results on {device}") as caught:
-        homes(record, device)
+        homes(record, check_table(record), device)
     assert caught.value.reason == "device"
 
 

@@ -5,6 +5,7 @@ Nothing is unpickled: a skeleton stays opaque. A table is always checked: rebuil
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from shared_rpc.errors import ConfigurationError, RecordError
 from shared_rpc.execution.endpoints import KEY_LIMIT, key_of
 from shared_rpc.protocol.buffers import ITEM_SIZES
 from shared_rpc.protocol.exported import RecordHeader, SlabPart
-from shared_rpc.protocol.records import Access, BufferEntry, SegmentInfo, StorageEntry, TensorEntry, TensorTable
+from shared_rpc.protocol.records import Access, BufferEntry, SegmentInfo, StorageEntry, TensorTable
 from shared_rpc.protocol.specs import EndpointSpec
 
 #: Bytes per element of tensors without a buffer; an element smaller than a byte takes one.
@@ -106,9 +107,10 @@ def check_code(header: RecordHeader, spec: EndpointSpec) -> None:
         )
 
 
-def homes(header: RecordHeader, device: str) -> dict[str, str]:
+def homes(header: RecordHeader, table: TensorTable, device: str) -> dict[str, str]:
     """Map each device of a record to the device of this server that replaces it.
 
+    :param table: its decoded table.
     :param device: the id of the server's device.
     :raises RecordError: if the record needs a device of another kind.
     """
@@ -119,7 +121,6 @@ def homes(header: RecordHeader, device: str) -> dict[str, str]:
             f"each kind of device",
             reason="device",
         )
-    table = _decoded(header)
     gpus = {name for name in (*(info.device for info in header.segments), *table.devices, header.device) if name != "cpu"}
     # The GPUs of one record are distinguished by their ids, which no other host shares.
     return {"cpu": "cpu", **({name: name for name in gpus} if len(gpus) > 1 else dict.fromkeys(gpus, device))}
@@ -136,8 +137,8 @@ def _decoded(header: RecordHeader) -> TensorTable:
         raise RecordError(f"cannot decode the record's tensor table: {error}", reason="malformed") from error
 
 
-def check_table(header: RecordHeader) -> None:
-    """Check that a table stays within the segments of its record, and each tensor within its storage.
+def check_table(header: RecordHeader) -> TensorTable:
+    """Check that a table stays within the segments of its record, and each tensor within its storage; return it.
 
     :raises RecordError: naming the first invalid entry.
     """
@@ -152,17 +153,20 @@ def check_table(header: RecordHeader) -> None:
         0 <= header.nbytes <= sum(sizes) and 0 <= header.private_nbytes <= sum(sizes) + len(header.skeleton),
         f"it announces {header.nbytes} shared and {header.private_nbytes} private bytes in segments of {sum(sizes)}",
     )
-    # There may be a hundred thousand: only invalid entries are described.
+    # There may be a hundred thousand, most of them alike: only invalid entries are described.
     for number, storage in enumerate(table.storages):
         if not _fits_storage(storage, segments, len(table.devices)):
             _require(False, f"storage {number} ({storage}) leaves its segment")
+    reach, spaces = functools.cache(_reach), [storage.nbytes for storage in table.storages]
     for number, tensor in enumerate(table.tensors):
-        if not _fits_tensor(tensor, table.storages):
+        needed = reach(tensor.dtype, tensor.offset, tensor.shape, tensor.strides)
+        if not 0 <= tensor.storage < len(spaces) or not 0 <= needed <= spaces[tensor.storage]:
             _require(False, f"tensor {number} ({str(tensor)[:_SHOWN]}) leaves its storage")
     used = {storage.segment for storage in table.storages}
     for number, buffer in enumerate(table.buffers):
         _require(_fits_buffer(buffer, segments), f"buffer {number} ({buffer}) leaves its segment")
         _require(buffer.segment not in used, f"buffer {number} lies in a segment with tensors, number {buffer.segment}")
+    return table
 
 
 def without_slabs(
@@ -206,19 +210,18 @@ def _fits_storage(entry: StorageEntry, segments: Sequence[SegmentInfo], devices:
     )
 
 
-def _fits_tensor(entry: TensorEntry, storages: Sequence[StorageEntry]) -> bool:
-    size = _SIZES.get(entry.dtype)
-    if size is None or not 0 <= entry.storage < len(storages) or len(entry.shape) != len(entry.strides):
-        return False
-    shape, strides = entry.shape, entry.strides
-    if min(entry.offset, *shape, *strides, 0) < 0 or max(entry.offset, *strides, 0) > _LARGEST:
-        return False
+def _reach(dtype: str, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Return the bytes from the beginning of a storage to the end of a tensor in it; -1 if there is no such tensor."""
+    size = _SIZES.get(dtype)
+    if size is None or len(shape) != len(strides):
+        return -1
+    if min(offset, *shape, *strides, 0) < 0 or max(offset, *strides, 0) > _LARGEST:
+        return -1
+    if math.prod([max(count, 1) for count in shape]) * size > _LARGEST:
+        return -1
     if 0 in shape:
-        return math.prod([max(count, 1) for count in shape]) * size <= _LARGEST
-    if math.prod(shape) * size > _LARGEST:
-        return False
-    last = entry.offset + sum([(count - 1) * stride for count, stride in zip(shape, strides, strict=True)])
-    return (last + 1) * size <= storages[entry.storage].nbytes
+        return 0
+    return (offset + sum([(count - 1) * stride for count, stride in zip(shape, strides, strict=True)]) + 1) * size
 
 
 def _fits_buffer(entry: BufferEntry, segments: Sequence[SegmentInfo]) -> bool:
@@ -239,9 +242,9 @@ def accesses(header: RecordHeader, access: Access) -> list[Access]:
     return ["read" if access == "read" and info.access == "read_write" else info.access for info in header.segments]
 
 
-def moved(header: RecordHeader, places: dict[str, str]) -> tuple[bytes, bytes]:
+def moved(header: RecordHeader, table: TensorTable, places: dict[str, str]) -> tuple[bytes, bytes]:
     """Return the skeleton and the table of a record with its devices replaced, see :func:`homes`."""
-    skeleton, table = header.skeleton, _decoded(header)
+    skeleton = header.skeleton
     for name, place in places.items():
         # A pickle names a GPU by its id, which has the same length everywhere: the pickle stays well-formed.
         if name != place and len(name) == len(place):
