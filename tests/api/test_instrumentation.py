@@ -385,13 +385,6 @@ def test_brokers_log_json(logged: Callable[..., list[str]]) -> None:
     assert {line["event"] for line in found if "event" in line} >= {"WorkerStarted", "SessionOpened", "RequestFailed"}
 
 
-def test_brokers_log_text(logged: Callable[..., list[str]]) -> None:
-    """From the requested level up."""
-    written = logged("--log-level", "debug")
-    assert any(" DEBUG shared_rpc.events " in line and "call finished" in line for line in written)
-    assert any(line.endswith(f" INFO app [{logged.request_id}] said word") for line in written)
-
-
 def test_crashed_workers_are_logged_as_errors(broker_app: BrokerApp) -> None:
     """It is the only event at level ``error``."""
     child = broker_app.start("--log-format", "json", "--log-level", "error")

@@ -42,15 +42,6 @@ def tensor(*values):
 
 
 @provider.share(cache=False)
-def load(module):
-    import importlib
-
-    new = module not in sys.modules
-    importlib.import_module(module)
-    return tensor(new)
-
-
-@provider.share(cache=False)
 def ending():
     # Whatever in the standard library knows that the interpreter ends.
     import asyncio, concurrent.futures.process, concurrent.futures.thread, multiprocessing.util, threading, weakref
@@ -74,31 +65,6 @@ def pooled(kind, method):
     context = multiprocessing.get_context(method)
     with ProcessPoolExecutor(2, context) if kind == "executor" else context.Pool(2) as pool:
         return tensor(*pool.map(square, [1, 2, 3]))
-
-
-@provider.share(cache=False)
-async def awaited(what):
-    import asyncio
-
-    loop = asyncio.get_running_loop()
-    if what == "executor":
-        return tensor(await loop.run_in_executor(None, square, 2))
-    from concurrent.futures import ProcessPoolExecutor
-
-    with ProcessPoolExecutor(1) as pool:
-        return tensor(await loop.run_in_executor(pool, square, 2))
-
-
-@provider.share(cache=False)
-def started():
-    import subprocess, threading
-
-    found = []
-    thread = threading.Thread(target=lambda: found.append(square(2)))
-    thread.start()
-    thread.join()
-    run = subprocess.run([sys.executable, "-c", "print(1 + 3)"], stdout=-1, preexec_fn=lambda: None)
-    return tensor(*found, int(run.stdout))
 
 
 @provider.share(cache=False)
@@ -127,8 +93,6 @@ def fork_child(how, path):
     if pid == 0:
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
         progress(1, 2)
-        if how == "raise":
-            raise SystemExit(5)
         if how == "os._exit":
             os._exit(7)
     return pid
@@ -136,14 +100,6 @@ def fork_child(how, path):
 
 @provider.share(cache=False)
 def fork(how, path):
-    return tensor(fork_child(how, path))
-
-
-@provider.share(cache=False)
-async def fork_async(how, path):
-    import asyncio
-
-    await asyncio.sleep(0)
     return tensor(fork_child(how, path))
 
 
@@ -279,12 +235,6 @@ def script(tmp_path: Path) -> Iterator[Callable[..., Served]]:
         yield start
 
 
-def test_endpoints_can_import_modules(serve: Callable[..., Served]) -> None:
-    """For the first time, also those that register exit callbacks on import."""
-    served = serve()
-    assert [served.ask("load", name) for name in ("concurrent.futures.process", "joblib")] == [[True], [True]]
-
-
 def test_no_module_sees_an_interpreter_shutdown(served: Served) -> None:
     """Neither the interpreter nor a module of the standard library."""
     assert not any(served.ask("ending"))
@@ -299,17 +249,6 @@ def test_sources_of_the_app_can_be_read(served: Served) -> None:
 def test_endpoints_can_use_process_pools(served: Served, kind: str, method: str) -> None:
     """Created and ended in an endpoint, with every start method."""
     assert served.ask("pooled", kind, method) == [1, 4, 9]
-
-
-@pytest.mark.parametrize("what", ["executor", "processes"])
-def test_async_endpoints_can_use_pools(served: Served, what: str) -> None:
-    """Those of their loop, and pools of processes."""
-    assert served.ask("awaited", what) == [4]
-
-
-def test_endpoints_can_start_threads_and_programs(served: Served) -> None:
-    """An endpoint starts them."""
-    assert served.ask("started") == [4, 4]
 
 
 def test_forked_children_end_by_signals(served: Served) -> None:
@@ -329,21 +268,14 @@ def code_of(served: Served, pid: int) -> int:
     return codes[-1]
 
 
-@pytest.mark.parametrize(("endpoint", "how"), [("fork", "return"), ("fork_async", "raise")])
-def test_a_fork_that_leaves_its_endpoint_exits_with_a_message(served: Served, tmp_path: Path, endpoint: str, how: str) -> None:
-    """Its parent continues, with earlier and later connections."""
+def test_a_fork_that_leaves_its_endpoint_exits_with_a_message(served: Served, tmp_path: Path) -> None:
+    """Its parent continues, with earlier and later connections. One that calls ``os._exit`` has its own code."""
     written = tmp_path / "written"
-    [pid] = served.ask(endpoint, how, str(written))
-    assert code_of(served, pid) == 1
-    assert f"endpoint {endpoint!r} forked this process (pid {pid})" in written.read_text()
+    [pid], [other] = served.ask("fork", "return", str(written)), served.ask("fork", "os._exit", str(tmp_path / "other"))
+    assert (code_of(served, pid), code_of(served, other)) == (1, 7)
+    assert f"endpoint 'fork' forked this process (pid {pid})" in written.read_text()
     with Client(socket_path=served.client.socket_path, device="cpu") as later:
         later.ping()
-
-
-def test_a_fork_that_calls_os_exit_has_its_code(served: Served, tmp_path: Path) -> None:
-    """It never returns to the endpoint's caller."""
-    [pid] = served.ask("fork", "os._exit", str(tmp_path / "written"))
-    assert code_of(served, pid) == 7
 
 
 def test_exit_callbacks_run_once_in_order(serve: Callable[..., Served]) -> None:

@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 import torch
 
-from shared_rpc import Client, Provider, Server, __version__, errors
+from shared_rpc import Client, Provider, Server, errors
 from shared_rpc.observability.events import get_hooks
 from tests.kit.apps import Connect, Serve
 from tests.kit.brokers import BrokerApp, another_worker, begun, worker_pids
-from tests.kit.processes import ROOT, Child, eventually, open_fds
+from tests.kit.processes import ROOT, eventually, open_fds
 from tests.kit.scraping import scrape
 
 pytest.importorskip("prometheus_client")
@@ -179,13 +179,6 @@ def test_labels_are_those_of_registered_endpoints(url: str, connect: Connect) ->
     assert now("errors_total", code="endpoint-not-found") == 100
 
 
-def test_process_and_version_metrics_are_exported(url: str) -> None:
-    """Like those of Prometheus's own libraries."""
-    now = scrape(url)
-    assert now("build_info", version=__version__) == 1
-    assert now.samples["process_resident_memory_bytes"][0][1] > 1 << 20
-
-
 def test_two_servers_of_a_process_have_their_own_metrics(tmp_path: Path) -> None:
     """Events of one are not counted in the other."""
     tmp_path.chmod(0o700)
@@ -287,20 +280,6 @@ def test_a_metrics_port_in_use_is_refused(provider: Provider, base_path: str) ->
         assert open_fds() == before
     with server:  # once it is free, the same server starts
         assert server.metrics_url is None or str(port) in server.metrics_url
-
-
-def test_a_metrics_port_in_use_stops_the_broker_at_its_start(broker_app: BrokerApp) -> None:
-    """No worker is started, and there is no socket; the error is one line."""
-    broker_app.write("open(__file__ + '.loaded', 'w').close()\n")
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        child = Child("-m", "shared_rpc.cli", "serve", str(broker_app.file), "--metrics-port", str(port))
-        broker_app._children.append(child)
-        code, text = child.close()
-    assert code == 1
-    assert text.startswith(f"shared-rpc: --metrics-port={port}: the port is not available on 127.0.0.1: ")
-    assert text.count("\n") == 1
-    assert not Path(f"{broker_app.file}.loaded").exists()
 
 
 def test_a_missing_package_is_reported_with_the_extra(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:

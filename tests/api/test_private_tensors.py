@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -27,16 +27,9 @@ def normed(device: str = "cpu") -> nn.Module:
 
 
 @pytest.fixture
-def provider(base_path: str, device: str) -> Provider:
-    """A provider on each kind of device."""
-    return Provider(base_path, device=device)
-
-
-@pytest.fixture
-def client(base_path: str, device: str) -> Iterator[Client]:
+def client(connect: Connect) -> Client:
     """A client in the server's process."""
-    with Client(base_path, device=device, timeout=30, connect_timeout=0) as client:
-        yield client
+    return connect()
 
 
 @pytest.fixture
@@ -277,4 +270,4 @@ def test_quotas_count_arrays_as_host_memory(provider: Provider, serve: Serve, co
     provider.share("get")(lambda: beside_a_tensor(device, numpy.arange(LARGE)))
     serve(quotas={"cpu": 1 << 20})
     with pytest.raises(CapabilityError, match="are more than"):
-        connect(device=device).call("get")
+        connect().call("get")

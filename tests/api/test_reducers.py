@@ -6,7 +6,7 @@ import base64
 import os
 import pickle
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -18,10 +18,13 @@ from torch import nn
 from shared_rpc import Client, Provider
 from shared_rpc.errors import ConnectError, StaleHandleError
 from shared_rpc.extras.by_name import dumps
-from tests.kit.apps import Serve
+from tests.kit.apps import Connect, Serve
 from tests.kit.attacker import CONTAINER, needs_namespaces
 from tests.kit.interpreter import Interpreter
 from tests.kit.processes import Child, eventually, python
+
+#: The device first: of provider and clients too.
+pytestmark = pytest.mark.usefixtures("device")
 
 Run = Callable[..., Any]
 
@@ -58,22 +61,15 @@ def text_of(value: Any) -> str:
 
 
 @pytest.fixture
-def provider(base_path: str, device: str) -> Provider:
-    """A provider on each kind of device."""
-    return Provider(base_path, device=device)
-
-
-@pytest.fixture
 def elsewhere(interpreter: Interpreter, device: str) -> Run:
     """``elsewhere(code, data=…)`` runs in a process of another family, which has no client of the server."""
     return lambda code, **names: interpreter.run("import base64, pickle\n" + textwrap.dedent(code), device=device, **names)
 
 
 @pytest.fixture
-def client(base_path: str, device: str) -> Iterator[Client]:
+def client(connect: Connect) -> Client:
     """A client in this process."""
-    with Client(base_path, device=device, timeout=30, connect_timeout=0) as client:
-        yield client
+    return connect()
 
 
 def sent_by_a_dead_process(children: list[Child], device: str) -> str:

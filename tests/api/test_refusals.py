@@ -77,30 +77,16 @@ def test_refused_arguments_name_the_path(every_app: list[App], case: str) -> Non
     assert text.startswith(ARGUMENTS[case].text)
 
 
-@pytest.mark.parametrize(
-    ("place", "ask"),
-    [
-        ("shared_rpc.server.calls.key_of", lambda client: client.call("one")),
-        ("shared_rpc.server.generations.Generations.prepared", lambda client: client.prepare("one")),
-    ],
-    ids=["call", "prepared"],
-)
 def test_type_errors_within_the_server_are_not_signature_errors(
-    place: str,
-    ask: Callable[[Client], object],
-    provider: Provider,
-    serve: Serve,
-    connect: Connect,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    provider: Provider, serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The caller gets an error that names the server, and the server's log has the traceback."""
     provider.share("one", managed=True)(lambda: torch.ones(1))
     serve()
-    client = connect()
-    monkeypatch.setattr(place, Mock(side_effect=TypeError("'NoneType' object is not iterable")))
+    error = TypeError("'NoneType' object is not iterable")
+    monkeypatch.setattr("shared_rpc.server.calls.key_of", Mock(side_effect=error))
     with pytest.raises(CapabilityError, match=r"the server \(pid \d+\) failed: TypeError: 'NoneType' object"):
-        ask(client)
+        connect().call("one")
     assert ["Traceback" in (record.exc_text or "") for record in caplog.records if record.exc_info] == [True]
 
 

@@ -222,44 +222,22 @@ def test_a_script_that_fails_does_not_serve(script: Callable[..., Path], start: 
     assert "serving at" not in errors
 
 
-#: How the script of a server starts a worker, and learns its exit code.
-WORKERS = {
-    "os.fork": """
-            pid = os.fork()
-            if pid == 0:
-                work()
-                sys.exit(0)
-            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    """,
-    "spawn": """
-            process = multiprocessing.get_context("spawn").Process(target=work)
-            process.start()
-            process.join()
-            code = process.exitcode
-    """,
-}
-
-
-@pytest.mark.parametrize("method", WORKERS)
-def test_children_of_a_server_are_its_clients(
-    script: Callable[..., Path], start: Callable[..., Child], connect: Connect, method: str
+def test_forked_children_of_a_server_are_its_clients(
+    script: Callable[..., Path], start: Callable[..., Child], connect: Connect
 ) -> None:
-    """A worker started by the server's script gets its parent's memory; it ends after its work, and does not serve."""
+    """They get their parent's memory; they end after their work, and do not serve."""
     main = """
-        import multiprocessing
-
-        def work():
+        mine = ones(3)
+        pid = os.fork()
+        if pid == 0:
             found = ones(3)
             print("child:", provider.execution_mode, found.tolist(), flush=True)
             found.fill_(7)
-
-        if __name__ == "__main__":
-            mine = ones(3)
+            sys.exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        print("parent:", provider.execution_mode, mine.tolist(), code, flush=True)
     """
-    after = """
-            print("parent:", provider.execution_mode, mine.tolist(), code, flush=True)
-    """
-    server = start(script(main + WORKERS[method] + after), "server")
+    server = start(script(main), "server")
     assert server.expect("child:") == "child: client [1.0, 1.0, 1.0]"
     assert server.expect("parent:") == "parent: server [7.0, 7.0, 7.0] 0"
     server.expect_error("serving at")
@@ -268,37 +246,23 @@ def test_children_of_a_server_are_its_clients(
 
 
 def test_a_forked_child_without_a_server_keeps_the_cache(script: Callable[..., Path], start: Callable[..., Child]) -> None:
-    """Results from before the fork of workers are not built again in each of them."""
-    child = start(
-        script(
-            """
-            import torch
-
-            @provider.share(managed=True)
-            def load(size):
-                print("building in", "parent" if os.getpid() == parent else "child", flush=True)
-                return torch.ones(size)
-
-            parent = os.getpid()
-            handle = load(2)
-            pid = os.fork()
-            if pid == 0:
-                again = load(2)
-                print("child:", again.value is handle.value, again.generation, handle.is_stale(), flush=True)
-                again.release()
-                handle.release()
-                print("other:", load(3).value.tolist(), flush=True)
-                sys.exit(0)
-            os.waitpid(pid, 0)
-            print("parent:", load(2).value is handle.value, handle.is_stale(), flush=True)
-            """
-        ),
-        "local",
-    )
-    assert child.expect("building") == "building in parent"
-    assert child.expect("child:") == "child: True 1 True"
-    assert child.expect("building") == "building in child"
-    assert child.expect("other:") == "other: [1.0, 1.0, 1.0]"
+    """Results from before the fork of workers are not built again in each of them, and the parent's handles stay."""
+    main = """
+        import torch
+        load = provider.share("load", managed=True)(lambda size: torch.ones(size))
+        handle = load(2)
+        pid = os.fork()
+        if pid == 0:
+            again = load(2)
+            print("child:", again.value is handle.value, again.generation, load(3).generation, flush=True)
+            again.release()
+            handle.release()
+            sys.exit(0)
+        os.waitpid(pid, 0)
+        print("parent:", load(2).value is handle.value, handle.is_stale(), flush=True)
+    """
+    child = start(script(main), "local")
+    assert child.expect("child:") == "child: True 1 1"
     assert child.expect("parent:") == "parent: True False"
     assert child.close() == (0, "")
 

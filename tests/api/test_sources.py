@@ -419,20 +419,3 @@ def test_a_provider_is_a_source_in_every_role(app: App, threads: ThreadPoolExecu
         miss = next(source)
         with source.build(miss) as built, call.result(10) as handle:
             assert built.object_id == handle.object_id and handle.value.item() == 1
-
-
-def test_adopting_processes_map_the_record_for_their_own_calls(
-    provider: Provider, model: Model, serve: Serve, base_path: str, threads: ThreadPoolExecutor
-) -> None:
-    """In the server role there is no live value of it."""
-    serve(source_grace=LONG)
-    with (
-        other_server(base_path) as elsewhere,
-        elsewhere.call("load", 8) as there,
-        elsewhere.export(there) as record,
-        provider.source() as source,
-    ):
-        call = threads.submit(provider.call, "load", 8)
-        with source.adopt(next(source), record), call.result(10) as handle:
-            assert torch.equal(handle.value, there.value)
-    assert model.builds == 0

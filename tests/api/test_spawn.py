@@ -451,22 +451,18 @@ def test_forked_children_release_the_lock(scripts: Scripts) -> None:
         """
         if __name__ == "__main__":
             import threading
-            starting = threading.Thread(target=lambda: print("attached", provider.get_runtime_info()["server"]["pid"]))
+            starting = threading.Thread(target=provider.get_runtime_info)
             starting.start()
             while not os.path.exists("loads"):
                 pass
             if os.fork() == 0:
                 sys.stdin.readline()
                 os._exit(0)
+            open("go", "w").close()
             starting.join()
+            print("attached", provider.get_runtime_info()["server"]["pid"], flush=True)
             sys.stdin.readline()
     """,
     )
-    child = scripts.run()
-    eventually(lambda: len(scripts.loads) == 1)
-    forked = Path(f"/proc/{child.pid}/task/{child.pid}/children")
-    eventually(lambda: bool(forked.read_text()))
-    (scripts.directory / "go").touch()
-    server = int(child.expect("attached").split()[1])
-    os.kill(server, signal.SIGKILL)
+    os.kill(int(scripts.run().expect("attached").split()[1]), signal.SIGKILL)
     eventually(scripts.nothing_runs)

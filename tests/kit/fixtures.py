@@ -111,10 +111,15 @@ def base_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return path
 
 
+def device_of(request: pytest.FixtureRequest) -> str:
+    """Return the fixture ``device`` of tests that have one; others are on host memory."""
+    return request.getfixturevalue("device") if "device" in request.fixturenames else "cpu"
+
+
 @pytest.fixture
-def provider(base_path: str) -> Provider:
-    """A provider on host memory, without endpoints."""
-    return Provider(base_path, device="cpu")
+def provider(request: pytest.FixtureRequest, base_path: str) -> Provider:
+    """A provider without endpoints, on the test's device."""
+    return Provider(base_path, device=device_of(request))
 
 
 @pytest.fixture
@@ -137,13 +142,13 @@ def admitted_source(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def connect(base_path: str) -> Iterator[Callable[..., Client]]:
+def connect(request: pytest.FixtureRequest, base_path: str) -> Iterator[Callable[..., Client]]:
     """``connect(**options)`` returns a client of that server, which is closed at the end."""
     with ExitStack() as stack:
 
         def make(**options: Any) -> Client:
             return stack.enter_context(
-                Client(base_path, **{"device": "cpu", "timeout": 30.0, "connect_timeout": 0.0, **options})
+                Client(base_path, **{"device": device_of(request), "timeout": 30.0, "connect_timeout": 0.0, **options})
             )
 
         yield make

@@ -12,7 +12,7 @@ import torch
 from shared_rpc import Client, Provider, Server
 from shared_rpc.errors import BufferNotFound, CapabilityError, ConfigurationError
 from shared_rpc.memory.devices import device_id, facts_of
-from tests.kit.apps import App, Connect
+from tests.kit.apps import App
 from tests.kit.processes import Child, eventually, python
 
 on_the_host = pytest.mark.parametrize("device", ["cpu"], indirect=True)
@@ -52,12 +52,6 @@ def server(shared: Provider) -> Iterator[Server]:
     """A server of the script."""
     with Server(shared) as server:
         yield server
-
-
-@pytest.fixture
-def client(server: Server, device: str, connect: Connect) -> Client:
-    """A client in the server's own process."""
-    return connect(device=device)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from shared_rpc import AsyncClient, Client, Provider, TensorChannel
+from shared_rpc import AsyncClient, Client, TensorChannel
 from shared_rpc.errors import (
     BufferNotFound,
     CapabilityError,
@@ -25,7 +25,7 @@ from shared_rpc.errors import (
     ProtocolError,
 )
 from shared_rpc.operations import channels
-from tests.kit.apps import Serve
+from tests.kit.apps import Connect, Serve
 from tests.kit.interpreter import bits
 from tests.kit.processes import Child, Program
 
@@ -62,17 +62,10 @@ def device() -> str:
 
 
 @pytest.fixture
-def provider(base_path: str, device: str) -> Provider:
-    """A provider on that device."""
-    return Provider(base_path, device=device)
-
-
-@pytest.fixture
-def client(no_leaks: None, serve: Serve, base_path: str, device: str) -> Iterator[Client]:
+def client(device: str, no_leaks: None, serve: Serve, connect: Connect) -> Client:
     """A client of a running server."""
     serve()
-    with Client(base_path, device=device, timeout=30, connect_timeout=0) as client:
-        yield client
+    return connect()
 
 
 @pytest.fixture

@@ -175,12 +175,6 @@ def test_tensors_that_exceed_the_named_segment_are_refused(shared: Provider, con
 # Objects of any class and size.
 
 
-@pytest.fixture
-def provider(base_path: str, device: str) -> Provider:
-    """A provider on each kind of device."""
-    return Provider(base_path, device=device)
-
-
 def test_more_segments_than_a_message_carries_arrive(
     device: str, get: Serve, elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch
 ) -> None:

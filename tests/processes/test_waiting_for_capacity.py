@@ -70,9 +70,9 @@ def full(shared: Provider, device: str, unit: int) -> Iterator[Full]:
 
 
 @pytest.fixture
-def client(device: str, connect: Connect) -> Client:
+def client(connect: Connect) -> Client:
     """A client of the server that the test starts."""
-    return connect(device=device)
+    return connect()
 
 
 def waiting(server: Server) -> int:
@@ -89,7 +89,7 @@ def test_the_error_of_a_deadline_names_who_holds_what(
     full: Full, client: Client, connect: Connect, device: str, unit: int
 ) -> None:
     """With processes, objects, bytes and the remedy; nothing of the request is left."""
-    server, hasty = full(2), connect(device=device, timeout=SHORTLY)
+    server, hasty = full(2), connect(timeout=SHORTLY)
     with client.call("model", 1, 2 * unit) as handle:
         for request in (lambda: hasty.call("model", 2, unit), lambda: hasty.create_buffer(unit)):
             with pytest.raises(ServerBusy) as caught:
@@ -105,7 +105,7 @@ def test_results_that_wait_for_capacity_can_be_abandoned(
     full: Full, client: Client, connect: Connect, device: str, unit: int
 ) -> None:
     """And the next run of a serialized endpoint begins."""
-    server, hasty = full(2), connect(device=device, timeout=SHORTLY)
+    server, hasty = full(2), connect(timeout=SHORTLY)
     client.call("line", 1, 2 * unit).release()
     with client.call("model", 2, unit):
         with pytest.raises(ServerBusy):
@@ -151,7 +151,7 @@ def test_calls_join_a_waiting_result(
     full: Full, client: Client, connect: Connect, threads: ThreadPoolExecutor, device: str, unit: int
 ) -> None:
     """It is built once, even if the client that asked first has ended."""
-    server, other = full(1), connect(device=device)
+    server, other = full(1), connect()
     first = other.call("model", 1, unit)
     answer = threads.submit(client.call, "model", 2, unit)
     eventually(lambda: waiting(server) == 1)

@@ -15,6 +15,7 @@ import threading
 import types
 from collections.abc import Callable
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -24,6 +25,7 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
+from shared_rpc.codec import by_value
 from shared_rpc.codec.arguments import decode_arguments, encode_arguments
 from shared_rpc.codec.results import decode_result, publish
 from shared_rpc.errors import CapabilityError, CodecError
@@ -133,12 +135,16 @@ def test_parameters_of_other_classes_round_trip(device: str, rebuilt: Rebuilt, r
 
 
 def test_classes_of_remote_code_are_pickled_as_code(
-    device: str, published: Callable[..., Record], monkeypatch: pytest.MonkeyPatch
+    device: str, published: Callable[..., Record], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """transformers loads a module below ``transformers_modules``, and not that package; a client has neither."""
+    """transformers loads a module below ``transformers_modules``, and not that package; a client has neither.
+
+    It gets the module with its file, which ``save_pretrained()`` copies.
+    """
     name = "transformers_modules.tiny.0123.modeling"
     remote = types.ModuleType(name)
     exec("import torch\nclass Remote(torch.nn.Linear): pass\ndef twice(x): return 2 * x", vars(remote))
+    remote.__file__ = str(tmp_path / "modeling.py")
     assert "transformers_modules" not in sys.modules
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, name, remote)
@@ -147,6 +153,9 @@ def test_classes_of_remote_code_are_pickled_as_code(
         record = published(module)
     theirs = decode_result(record.skeleton, record.table, record.segments)
     assert (type(theirs).__module__, type(theirs).__name__, theirs.scale(3)) == (name, "Remote", 6)
+    received = sys.modules.pop(name)
+    by_value._names.discard(name)
+    assert (received.__file__, received.Remote) == (remote.__file__, type(theirs))
 
 
 # Modules.
