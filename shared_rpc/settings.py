@@ -269,8 +269,6 @@ class ServeOptions(NamedTuple):
     :param spill_dir: the directory for objects evicted to files, None for no files.
     :param when_full: the policy for requests that exceed a quota.
     :param host_quota: bytes of host copies, or a fraction of the host's memory.
-    :param pool_initial: initial bytes of a session's pool; see :class:`shared_rpc.PoolOptions`.
-    :param pool_limit: maximum bytes of a session's pool.
     :param cluster: the cluster that the server joins, see :func:`resolve_cluster`; ``""`` for none.
     :param source_grace: seconds that misses wait for a source of records.
     :param client_code: which clients may send pickled code.
@@ -291,8 +289,6 @@ class ServeOptions(NamedTuple):
     max_tasks: int = 1000
     result_ttl: float = 3600.0
     max_connections: int = 8192
-    pool_initial: int | None = None
-    pool_limit: int | None = None
     cluster: str | None = None
     source_grace: float = 15.0
     client_code: ClientCode = "all"

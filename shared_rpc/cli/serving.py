@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from shared_rpc import Client
-from shared_rpc.cli.configuration import read_options
 from shared_rpc.cli.discovery import live_servers, the_server
 from shared_rpc.cli.options import BasePath, Json, Misuse, Socket, amount_of, as_misuse, in_bytes, quotas_of
 from shared_rpc.cli.rendering import as_json, complain, several, size
-from shared_rpc.errors import ConfigurationError, SharedRPCError
+from shared_rpc.errors import SharedRPCError
+from shared_rpc.execution.limits import check_when_full
 from shared_rpc.memory.devices import check_name
-from shared_rpc.memory.spill import SpillDirectory
-from shared_rpc.observability.logs import LogFormat, LogLevel, configure
+from shared_rpc.observability.logs import LogFormat, LogLevel
 from shared_rpc.protocol.infos import StopInfo
 from shared_rpc.scripts.listing import stop_zygotes
-from shared_rpc.settings import CLUSTER_NAME, ClientCode, ServeOptions, checked_path, program
-
-if TYPE_CHECKING:
-    from shared_rpc.provider.provider import Provider
-    from shared_rpc.provider.runtime import Runtime
-    from shared_rpc.server.server import Server
+from shared_rpc.settings import ClientCode, ServeOptions, checked_path, program
 
 _DEFAULTS = ServeOptions()
 
@@ -34,8 +27,8 @@ _DEFAULTS = ServeOptions()
 def _panel(name: str) -> Callable[..., Any]:
     """Return a function that makes the options of a group in the help of ``serve``."""
 
-    def option(text: str, metavar: str | None = None, *, flag: str | None = None, **limits: Any) -> Any:
-        return typer.Option(*filter(None, [flag]), metavar=metavar, help=text, rich_help_panel=name, **limits)
+    def option(text: str, metavar: str | None = None, **limits: Any) -> Any:
+        return typer.Option(metavar=metavar, help=text, rich_help_panel=name, **limits)
 
     return option
 
@@ -46,34 +39,21 @@ _cluster, _observability = _panel("Cluster"), _panel("Observability")
 
 def serve(
     target: Annotated[str, typer.Argument(help="app.py, package.module, or either with :provider")],
-    config: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            callback=read_options,
-            help="Options in TOML: of the table tool.shared-rpc if it is a pyproject.toml, of the top level if not. "
-            "By default the pyproject.toml nearest to app.py, if it is this user's or root's.",
-        ),
-    ] = None,
     base_path: Annotated[
         str | None, typer.Option(metavar="PATH", help="Prefix of the socket's path; SHARED_TENSOR_BASE_PATH by default.")
     ] = None,
     socket: Annotated[str | None, typer.Option(metavar="PATH", help="Listen at this path.")] = None,
-    device: Annotated[str | None, _worker("auto, cpu, cuda or cuda:<index>; the provider's own by default.")] = None,
+    device: Annotated[
+        list[str] | None,
+        _worker("auto, cpu, cuda or cuda:<index>; the provider's own by default. Repeat it to give each worker a GPU in turn."),
+    ] = None,
     workers: Annotated[int, _worker("Processes that run endpoints.", min=1)] = _DEFAULTS.workers,
-    worker_device: Annotated[list[str] | None, _worker("The device of each worker in turn; repeat it for each GPU.")] = None,
     threads: Annotated[int | None, _worker("Threads of a worker that run endpoints.", min=1)] = None,
     build_timeout: Annotated[
         float | None,
         _worker("Time limit of a run, after which its worker is killed; no limit by default.", "SECONDS", min=0.001),
     ] = None,
-    no_preload: Annotated[
-        bool,
-        _worker(
-            "Start each worker as a new process, not by forking one that has imported the app's packages.", flag="--no-preload"
-        ),
-    ] = False,
-    in_process: Annotated[bool, _worker("Run the endpoints in this process, without workers.", flag="--in-process")] = False,
+    preload: Annotated[bool, _worker("Fork workers from a process that has imported the app's packages.")] = _DEFAULTS.preload,
     max_bytes: Annotated[
         str | None,
         _memory("Memory of objects without leases; the least recently used are dropped first. No limit by default.", "SIZE"),
@@ -92,15 +72,10 @@ def serve(
     spill_dir: Annotated[
         str | None, _memory("Directory for unnamed files with evicted objects; none by default.", "DIRECTORY")
     ] = None,
-    pool_initial: Annotated[str | None, _memory("Initial size of a session's pool for results: 4M by default.", "SIZE")] = None,
-    pool_limit: Annotated[str | None, _memory("Maximum size of the pool: 256M by default; 0 disables pools.", "SIZE")] = None,
     max_tasks: Annotated[int, _clients("Tasks that may be pending or running.", min=1)] = _DEFAULTS.max_tasks,
     result_ttl: Annotated[
         float, _clients("How long a finished task and its result are kept.", "SECONDS", min=0)
     ] = _DEFAULTS.result_ttl,
-    max_connections: Annotated[
-        int, _clients("Further connections are refused with ServerBusy.", min=1)
-    ] = _DEFAULTS.max_connections,
     client_code: Annotated[
         ClientCode,
         _clients(
@@ -114,10 +89,11 @@ def serve(
     ] = None,
     cluster: Annotated[
         str | None,
-        _cluster("Share objects with the servers of this name on the hosts of a cluster; needs the extra 'ray'.", "NAME"),
-    ] = None,
-    cluster_program: Annotated[
-        str | None, _cluster("Start this program instead, which answers the server's misses.", "COMMAND")
+        _cluster(
+            "Share objects with the servers of this name on the hosts of a cluster, which needs the extra 'ray'; or the command"
+            " line, with a slash or a space, of a program that answers the server's misses.",
+            "NAME|COMMAND",
+        ),
     ] = None,
     source_grace: Annotated[
         float,
@@ -145,60 +121,26 @@ def serve(
 
     A SIZE is a number of bytes, or a number with K, M, G or T (powers of 1024): 512M, 1.5GiB. An AMOUNT is a size, or a
     fraction of the device's memory, written with a point, up to 1.0.
-
-    Every option can stand in the table tool.shared-rpc of a pyproject.toml, or in the file of --config, by its long name: quota
-    = ["cuda:0=0.8"], in-process = true. The command line takes precedence over the file.
     """
     # The app has its role while it is loaded, as with 'SHARED_TENSOR_ROLE=server python app.py'.
     os.environ["SHARED_TENSOR_ROLE"] = "server"
     os.environ.pop("SHARED_TENSOR_ENABLED", None)
-    # A malformed amount is an error before anything starts, and so is an unusable directory.
+    # An invalid value is an error before anything starts.
     with as_misuse():
-        for path in (base_path, socket):
-            if path is not None:
-                checked_path(path)
-        quotas = quotas_of(quota or ())
-    if not quotas and when_full == "evict":
-        raise Misuse(
-            "--when-full evict needs a --quota DEVICE=AMOUNT: without one no device is full before its driver refuses memory"
-        )
-    if spill_dir is not None:
-        SpillDirectory(spill_dir)
-    if in_process:
-        if hook:
-            raise Misuse("--in-process loads the app into the server: have the app call add_hook, and leave out --hook")
-        if workers != 1 or worker_device or build_timeout is not None:
-            raise Misuse("--in-process has no workers: leave out --workers, --worker-device and --build-timeout")
-        if no_preload:
-            raise Misuse("--in-process and --no-preload contradict each other: there are no workers to be forked")
-        if idle_exit is not None:
-            raise Misuse("--in-process and --idle-exit contradict each other: only a broker ends by itself")
-        if log_format is not None or log_level is not None:
-            configure(log_format or LogFormat.TEXT, log_level or LogLevel.INFO)
-    if device is not None and worker_device:
-        raise Misuse("--device and --worker-device both name devices: use one of them")
-    if cluster and cluster_program is not None:
-        raise Misuse("--cluster and --cluster-program contradict each other: use one of them")
-    if cluster and not CLUSTER_NAME.fullmatch(cluster):
-        raise Misuse(f"--cluster {cluster}: a cluster's name has letters, digits, '.', '_' and '-' only")
-    # A path: a bare word would be the name of a cluster.
-    joined = cluster or (shutil.which(cluster_program) or cluster_program if cluster_program is not None else None)
-    if joined:
-        from shared_rpc.server.joiner import check_cluster  # it imports asyncio
-
-        check_cluster(joined)
-    devices = tuple(worker_device or ([device] if device is not None else []))
-    with as_misuse():
-        for name in devices:
+        for path in filter(None, (base_path, socket)):
+            checked_path(path)
+        for name in device or ():
             check_name(name)
+        quotas = quotas_of(quota or ())
+        check_when_full(when_full, quotas)
         options = ServeOptions(
             base_path=base_path,
             socket=socket,
-            devices=devices,
-            workers=max(workers, len(devices)),
+            devices=tuple(device or ()),
+            workers=max(workers, len(device or ())),
             threads=threads,
             build_timeout=build_timeout,
-            preload=not no_preload,
+            preload=preload,
             max_bytes=in_bytes(f"--max-bytes {max_bytes}", max_bytes) if max_bytes is not None else None,
             quotas=quotas,
             spill_dir=os.path.abspath(spill_dir) if spill_dir is not None else None,
@@ -206,10 +148,7 @@ def serve(
             host_quota=amount_of(f"--host-quota {host_quota}", host_quota) if host_quota is not None else None,
             max_tasks=max_tasks,
             result_ttl=result_ttl,
-            max_connections=max_connections,
-            pool_initial=in_bytes(f"--pool-initial {pool_initial}", pool_initial) if pool_initial is not None else None,
-            pool_limit=in_bytes(f"--pool-limit {pool_limit}", pool_limit) if pool_limit is not None else None,
-            cluster=joined,
+            cluster=cluster,
             source_grace=source_grace,
             client_code=client_code,
             idle_exit=idle_exit,
@@ -219,83 +158,25 @@ def serve(
             log_level=log_level,
             hooks=tuple(hook or ()),
         )
-    if in_process:
-        _serve_in_process(target, options)
-        return
     # The broker replaces this process: it runs for long, and needs none of the modules for parsing and printing here.
     sys.stdout.flush()
     os.execv(sys.executable, program("shared_rpc.broker", target, *options.words))
 
 
-def _serve_in_process(target: str, options: ServeOptions) -> None:
-    from shared_rpc.lifecycle.signals import wait_for_signal
-    from shared_rpc.provider.app import load_providers
-    from shared_rpc.provider.main_end import close_all, end_now_if_busy
-    from shared_rpc.provider.runtime import set_host
-
-    host = _InProcessHost(options)
-    set_host(host)
-
-    def begin() -> list[Server]:
-        for provider in providers:
-            provider.run_in(host)
-        for server in host.servers.values():
-            print(f"serving {', '.join(server.info()['endpoints']) or 'no endpoints'} at {server.socket_path}", flush=True)
-            if server.metrics_url is not None:
-                print(f"metrics at {server.metrics_url}", flush=True)
-        return list(host.servers.values())
-
-    try:
-        providers = load_providers(target)
-        if options.socket is not None and len(providers) > 1:
-            raise ConfigurationError(f"{target} has {len(providers)} providers for one --socket: name one with {target}:name")
-        if options.metrics_port is not None and len(providers) > 1:
-            raise ConfigurationError(
-                f"{target} has {len(providers)} providers for one --metrics-port: name one with {target}:name, or leave out "
-                f"--in-process"
-            )
-        wait_for_signal(begin, last=True)
-    finally:
-        # An unnamed provider must not begin to serve when this command ends, as it would at a script's end.
-        close_all()
-    end_now_if_busy(host.servers.values())
-
-
-class _InProcessHost:
-    """The servers of providers, each started on its first call, which may occur while the app is loaded."""
-
-    def __init__(self, options: ServeOptions) -> None:
-        self._options = options
-        self.servers: dict[Provider, Server] = {}
-
-    def adopt(self, provider: Provider) -> Runtime:
-        """Start a provider's server, unless it runs, and return the provider's runtime."""
-        from shared_rpc.provider.app import override
-        from shared_rpc.provider.runtime import ServerRuntime
-        from shared_rpc.server.server import Server
-
-        if provider not in self.servers:
-            override(provider, self._options, 0)
-            self.servers[provider] = Server.of(provider, self._options).start()
-        return ServerRuntime(self.servers[provider])
-
-
 def reload(
     socket: Socket = None,
     base_path: BasePath = None,
-    keep_objects: Annotated[bool, typer.Option("--keep-objects", help="Keep cached objects of the old code.")] = False,
-    drop_objects: Annotated[bool, typer.Option("--drop-objects", help="Drop all cached objects without leases.")] = False,
+    drop: Annotated[
+        Literal["changed", "all", "none"], typer.Option(help="The cached objects to drop: those of changed endpoints, or all.")
+    ] = "changed",
     json: Json = False,
 ) -> None:
     """Restart a server's workers with the app's new code; the old workers serve until the new ones are ready.
 
-    By default the cached objects of changed endpoints are dropped; clients keep those they hold.
+    Clients keep the objects that they hold.
     """
-    if keep_objects and drop_objects:
-        raise Misuse("--keep-objects and --drop-objects contradict each other: use one of them")
-    objects: Literal["changed", "all", "none"] = "none" if keep_objects else "all" if drop_objects else "changed"
     with the_server(socket, base_path) as client:
-        facts = client.reload(objects)
+        facts = client.reload(drop)
     if json:
         as_json(facts)
         return

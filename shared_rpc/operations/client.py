@@ -77,7 +77,7 @@ class BlockingOperations(Operations, BlockingMethods):
                 for miss in source:
                     source.build(miss)      # or source.adopt(miss, record), or source.fail(miss, "why")
 
-        The server must have started this process, by ``--cluster-program`` or ``Provider(cluster=…)``: callers unpickle the
+        The server must have started this process, by ``--cluster`` or ``Provider(cluster=…)``: callers unpickle the
         answers of a source.
 
         A server has one source: a new one replaces it. Misses that a source leaves open wait for the next one during the

@@ -11,7 +11,6 @@ from types import CodeType, ModuleType
 
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.memory.devices import device_id, device_tag
-from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.provider.provider import Provider
 from shared_rpc.settings import ServeOptions, checked_path, resolve_base_path, socket_path
 
@@ -98,10 +97,9 @@ def _load_module(name: str) -> ModuleType:
 
 
 def override(provider: Provider, options: ServeOptions, number: int) -> None:
-    """Override the base path, device, cluster and pools of a provider by options of ``serve``.
+    """Override the base path, device and cluster of a provider by options of ``serve``.
 
     :param number: this worker's number, from 0.
-    :raises ConfigurationError: for invalid pool sizes.
     """
     if options.base_path is not None:
         provider.base_path = options.base_path
@@ -110,11 +108,6 @@ def override(provider: Provider, options: ServeOptions, number: int) -> None:
         provider.device = device
     if options.cluster is not None:
         provider.asked_cluster = options.cluster
-    pool = provider.pool
-    provider.pool = PoolOptions(
-        initial=options.pool_initial if options.pool_initial is not None else pool.initial,
-        limit=options.pool_limit if options.pool_limit is not None else pool.limit,
-    )
 
 
 def socket_of(provider: Provider, options: ServeOptions) -> str | None:

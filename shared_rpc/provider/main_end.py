@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from shared_rpc.errors import SharedRPCError
@@ -96,7 +96,9 @@ def _serve() -> None:
         close_all()
         print(f"shared_rpc: {error}" if isinstance(error, SharedRPCError) else traceback.format_exc(), file=sys.stderr)
         end_now(1)
-    end_now_if_busy(serving)
+    # The thread of an endpoint that still runs cannot be ended, and the interpreter must not be finalised under it.
+    if any(server.busy or server.running for server in serving):
+        end_now(0)
 
 
 def _remember_main_file() -> None:
@@ -110,11 +112,3 @@ def close_all() -> None:
     """Close every provider of this process, so that none continues to serve after the main code."""
     for provider in list(_providers):
         provider.close()
-
-
-def end_now_if_busy(servers: Iterable[Server]) -> None:
-    """End the process if a stopped server still runs an endpoint: its thread cannot be ended, and the interpreter must not be
-    finalised under it.
-    """
-    if any(server.busy or server.running for server in servers):
-        end_now(0)

@@ -45,7 +45,7 @@ def check_cluster(cluster: str) -> list[str]:
         if not found:
             raise ConfigurationError(
                 f"cluster={cluster!r} needs a distribution that joins clusters: pip install 'shared-rpc[ray]'. For a "
-                f"program of your own use its command line (--cluster-program)"
+                f"program of your own use its command line, with a slash or a space"
             )
         return program(next(iter(found)).module, "--name", cluster)
     try:

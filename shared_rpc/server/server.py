@@ -137,13 +137,6 @@ class Server:
         self._acceptor: Acceptor | None = None
         self._exporter: Exporter | None = None
 
-    @classmethod
-    def of(cls, provider: App, options: ServeOptions) -> Server:
-        """Return a server with the options of ``shared-rpc serve``."""
-        server = cls(provider)
-        server._options = options._replace(socket=os.path.abspath(options.socket) if options.socket is not None else None)
-        return server
-
     @property
     def socket_path(self) -> str:
         """The path at which the server listens, or will listen."""

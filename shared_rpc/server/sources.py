@@ -109,7 +109,7 @@ class Sources:
         if remote and not hmac.compare_digest(message.token.encode(), self.token.encode()):
             raise CapabilityError(
                 f"the server (pid {os.getpid()}) takes records from the process alone that it started and gave its token "
-                f"(SHARED_TENSOR_SOURCE_TOKEN): have it start your program, by --cluster-program or Provider(cluster=…)"
+                f"(SHARED_TENSOR_SOURCE_TOKEN): have it start your program, by --cluster or Provider(cluster=…)"
             )
         self._state.sessions.trust(caller.session)
         earlier, clock = self._source, self._state.clock

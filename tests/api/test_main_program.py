@@ -1,6 +1,6 @@
 """The interpreter is not shutting down while a process serves: endpoints may do everything that a main program may.
 
-Each test runs as ``python app.py`` in the server role, as ``shared-rpc serve app.py``, and with ``--in-process``.
+Each test runs as ``python app.py`` in the server role, and as ``shared-rpc serve app.py``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from shared_rpc import Client
-from tests.kit.brokers import HOSTS, is_running
+from tests.kit.brokers import is_running
+from tests.kit.commands import MODULE
 from tests.kit.deep import deep
 from tests.kit.processes import Child, eventually
 
@@ -173,7 +174,8 @@ class Served:
         path = str(folder / "s")
         role = "server" if host == "script" else ""
         environ = {"SHARED_TENSOR_BASE_PATH": path, "SHARED_TENSOR_ENABLED": "", "SHARED_TENSOR_ROLE": role}
-        self.child = Child(*HOSTS[host], str(file), environ=environ, cwd=folder, fresh=fresh, has_workers=True)
+        command = [] if host == "script" else [*MODULE, "serve"]
+        self.child = Child(*command, str(file), environ=environ, cwd=folder, fresh=fresh, has_workers=True)
         self.client = Client(path, device="cpu", timeout=150.0, connect_timeout=60.0)
 
     def ask(self, endpoint: str, *arguments: Any) -> list[Any]:
@@ -197,8 +199,8 @@ class Served:
             self.end()
 
 
-#: The others run the code of a script in the server role, in processes whose main code continues.
-EACH_HOST = ["script", *deep(*(host for host in HOSTS if host != "script"))]
+#: A worker runs the code of a script in the server role, in a process whose main code continues.
+EACH_HOST = ["script", *deep("broker")]
 
 
 @pytest.fixture(scope="module", params=EACH_HOST)

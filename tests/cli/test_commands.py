@@ -298,7 +298,6 @@ def test_unknown_words_are_misuse(arguments: list[str]) -> None:
         (("objects", "import", "x.record", "size=16"), "name its endpoint with --endpoint"),
         (("stop", "--all", "--socket", "x.sock"), "--all and --socket contradict each other"),
         (("tasks", "--json", "wait", "a-1"), "--json is of the list: write the options of 'wait' after it"),
-        (("reload", "--keep-objects", "--drop-objects"), "--keep-objects and --drop-objects contradict each other"),
     ],
     ids=" ".join,
 )

@@ -43,11 +43,18 @@ def mixed():
 NBYTES = 4 << 20
 
 
-@pytest.fixture(params=["broker", "in-process"])
+@pytest.fixture(params=["broker", "one process"])
 def client(request: pytest.FixtureRequest, broker_app: BrokerApp, children: list[Child], tmp_path: Path) -> Client:
     """A client on the GPU, of a broker or of a server that runs its endpoints itself."""
     broker_app.write(ON_GPU)
-    broker_app.start("--spill-dir", str(tmp_path), *(["--in-process"] if request.param == "in-process" else []))
+    if request.param == "broker":
+        broker_app.start("--spill-dir", str(tmp_path))
+    else:
+        serves = (
+            f"import app, shared_rpc; shared_rpc.Server(app.provider, spill_dir={str(tmp_path)!r}).start(); print('serving')"
+        )
+        children.append(Child("-c", f"{serves}; input()", cwd=tmp_path))
+        children[-1].expect("serving")
     return broker_app.connect(device="cuda", timeout=120.0)
 
 

@@ -15,13 +15,6 @@ from shared_rpc import Client
 from shared_rpc.settings import ServeOptions
 from tests.kit.processes import Child, eventually, links_of
 
-#: The ways to serve an app, as arguments of Python: the server role, a broker, or one process with its server.
-HOSTS = {
-    "script": [],
-    "broker": ["-m", "shared_rpc.cli", "serve"],
-    "in-process": ["-m", "shared_rpc.cli", "serve", "--in-process"],
-}
-
 #: The beginning of every app, with the endpoints that the tests of crashes need.
 APP = """
 import ctypes, os, sys, time
@@ -113,6 +106,13 @@ class BrokerApp:
         child = Child("-m", "shared_rpc.cli", "serve", str(self.file), *options, cwd=self.file.parent, fresh=fresh)
         self._children.append(child)
         child.expect("serving")
+        return child
+
+    def start_script(self) -> Child:
+        """Run the app in the server role, in which one process is the server and runs the endpoints; wait until it serves."""
+        child = Child(str(self.file), environ={"SHARED_TENSOR_ROLE": "server"}, cwd=self.file.parent)
+        self._children.append(child)
+        child.expect_error("serving")
         return child
 
     def serve(self, *pieces: str, options: Sequence[str] = (), **connection: Any) -> Client:

@@ -179,7 +179,7 @@ class Popen(subprocess.Popen[Any]):
 
 def _has_workers(args: Sequence[str], variables: Mapping[str, str]) -> bool:
     served = "shared_rpc.broker" in args or ("shared_rpc.cli" in args and "serve" in args)
-    return variables.get("SHARED_TENSOR_ROLE") == "spawn" or (served and "--in-process" not in args)
+    return variables.get("SHARED_TENSOR_ROLE") == "spawn" or served
 
 
 def run(args: Sequence[str], *, input: Any = None, timeout: float | None = None, **options: Any) -> Any:

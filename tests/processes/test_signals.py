@@ -20,7 +20,7 @@ from tests.kit.processes import Child, eventually
 
 #: Of each kind; a thousand in all.
 STORMS = repetitions(3, 250)
-KINDS = ("server role", "in-process", "broker", "broker that loads")
+KINDS = ("server role", "broker", "broker that loads")
 
 
 @pytest.fixture
@@ -51,12 +51,9 @@ def forks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def begin(kind: str, app: BrokerApp, children: list[Child], *options: str) -> Child:
     """Start a process that serves, or is about to."""
     if kind == "server role":
-        server = Child(str(app.file), environ={"SHARED_TENSOR_ROLE": "server"}, cwd=app.file.parent)
-        children.append(server)
-        server.expect_error("serving")
-        return server
+        return app.start_script()
     if kind != "broker that loads":
-        return app.start(*options, *(["--in-process"] if kind == "in-process" else []))
+        return app.start(*options)
     broker = Child("-m", "shared_rpc.cli", "serve", str(app.file), cwd=app.file.parent)
     children.append(broker)
     eventually(begun(app.file.parent / "never"), 40.0)
@@ -92,10 +89,9 @@ def test_a_storm_of_signals_ends_every_server(kind: str, app: BrokerApp, childre
             path.unlink()
 
 
-@pytest.mark.parametrize("kind", ["server role", "in-process"])
-def test_signals_taken_by_another_thread_are_handled(kind: str, app: BrokerApp, children: list[Child]) -> None:
+def test_signals_taken_by_another_thread_are_handled(app: BrokerApp) -> None:
     """Although they do not interrupt the main thread's wait."""
-    server = begin(kind, app, children)
+    server = app.start_script()
     client = app.connect()
     with suppress(errors.ConnectionClosed):
         client.call("take", int(signal.SIGTERM))
@@ -129,8 +125,7 @@ def left():
 """
 #: By the kind of server: what its process leaves, and how the last line of its output names that.
 LEFT = {
-    "server role": ("threading.Thread(target=left, name='saves logs').start()", "thread 'saves logs'"),
-    "in-process": ("atexit.register(left)", "exit callbacks (atexit)"),
+    "server role": ("atexit.register(left)", "exit callbacks (atexit)"),
     "broker": ("threading.Thread(target=left, name='saves logs').start()", "thread 'saves logs'"),
 }
 

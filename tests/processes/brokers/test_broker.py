@@ -127,16 +127,6 @@ def test_results_can_be_arguments(app: BrokerApp) -> None:
     assert client.call("echo", kept + 1).tolist() == [2] * 50
 
 
-def test_in_process_serves_without_workers(app: BrokerApp) -> None:
-    """``--in-process`` is one process, and cannot be reloaded."""
-    broker = app.start("--in-process")
-    client = app.connect()
-    assert client.call("pid") == broker.pid
-    assert client.get_server_info()["workers"] == []
-    with pytest.raises(errors.ConfigurationError, match="start it with 'shared-rpc serve'"):
-        client.reload()
-
-
 def test_malformed_arguments_do_not_end_the_worker(app: BrokerApp) -> None:
     """The worker, which decodes them first, answers with the error, and both processes continue."""
     client = app.serve()

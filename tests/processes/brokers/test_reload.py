@@ -143,7 +143,7 @@ def test_the_reload_command(app: BrokerApp, children: list[Child]) -> None:
         output, _ = child.process.communicate(timeout=50)
         return child.process.returncode, output.strip()
 
-    assert reload("--keep-objects") == (0, f"reloaded {app.base_path}-cpu.sock: answer changed, 0 objects dropped")
+    assert reload("--drop", "none") == (0, f"reloaded {app.base_path}-cpu.sock: answer changed, 0 objects dropped")
     assert client.call("answer").tolist() == [1, 1]
-    assert reload("--drop-objects")[0] == 0
+    assert reload("--drop", "all")[0] == 0
     assert client.call("answer").tolist() == [2, 2]
