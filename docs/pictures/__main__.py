@@ -130,12 +130,11 @@ def _running(environ: dict[str, str], *words: str) -> Iterator[None]:
 def _top(picture: Picture, environ: dict[str, str]) -> str:
     """Draw ``top``; if the server is on the host, while a program makes calls."""
     from shared_rpc.cli.top.app import TopApp
-    from shared_rpc.cli.top.tables import parts_for
     from shared_rpc.cli.top.watching import ServerWatcher
 
     device = "cuda:0" if picture.gpu else "cpu"
     watcher = ServerWatcher(lambda _: Client(environ["SHARED_TENSOR_BASE_PATH"], device=device))
-    app = TopApp(watcher, 1.0, "size", parts_for(Console()))
+    app = TopApp(watcher, 1.0)
 
     async def watch() -> str:
         async with app.run_test(size=(picture.columns, picture.lines)) as pilot:

@@ -28,14 +28,18 @@ T = TypeVar("T")
 MPS = "under MPS: a write to memory shared with access='read' ends all processes of the service"
 
 
+def width() -> int | None:
+    """Return the width of output, None for that of the terminal. A pipe's reader gets one line for each row, however long."""
+    return None if sys.stdout.isatty() else 10_000
+
+
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Print a table, a line for each row; columns whose name ends in ``>`` are right-aligned."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    # A program that reads a pipe gets one line for each row, however long.
-    console = Console(soft_wrap=False, width=None if sys.stdout.isatty() else 10_000)
+    console = Console(soft_wrap=False, width=width())
     shown = Table(title=title, title_justify="left", header_style="bold", box=None, pad_edge=False)
     for column in columns:
         shown.add_column(column.rstrip(">"), justify="right" if column.endswith(">") else "left", overflow="fold")
@@ -185,12 +189,10 @@ def _number(value: float) -> str:
     return f"{value:.0f}" if value.is_integer() else f"{value:.2f}"
 
 
-def command_of(pid: int, *, folder: bool = True) -> str:
-    """Return the command line of a process in one line; ``""`` if it cannot be read.
+def command_of(pid: int) -> str:
+    """Return the command line of a process, without the program's directory; ``""`` if it cannot be read.
 
     A process that is ending, or is the kernel's, has only a name: ``"[name]"``.
-
-    :param folder: True to include the program's directory.
     """
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
@@ -199,4 +201,4 @@ def command_of(pid: int, *, folder: bool = True) -> str:
     except OSError:
         return ""
     program, *arguments = (os.fsdecode(word) for word in words)
-    return " ".join([program if folder else os.path.basename(program), *arguments]).strip()
+    return " ".join([os.path.basename(program), *arguments]).strip()

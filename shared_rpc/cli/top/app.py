@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from itertools import zip_longest
 from typing import Any, ClassVar
 
-from rich.console import Console, Group
 from rich.text import Text
 from textual import on, work
 from textual.app import App, ComposeResult
@@ -25,31 +21,19 @@ from textual.timer import Timer
 from textual.widgets import DataTable, Footer, HelpPanel, Input, Sparkline, Static
 
 from shared_rpc import Client
-from shared_rpc.cli.rendering import origin
-from shared_rpc.cli.top.tables import (
-    ORDERS,
-    ObjectChoice,
-    Table,
-    View,
-    arranged,
-    detail,
-    headline,
-    objects,
-    others,
-    parts_for,
-    totals,
-)
-from shared_rpc.cli.top.watching import Action, ServerWatcher, Snapshot, pause, rates
+from shared_rpc.cli.rendering import origin, several
+from shared_rpc.cli.top.tables import ORDERS, ObjectChoice, Table, arranged, detail, objects, others, summary
+from shared_rpc.cli.top.watching import Action, ServerWatcher, Snapshot, pause
 from shared_rpc.errors import SharedRPCError, one_line
 from shared_rpc.protocol.infos import ListedObjectInfo
 
 #: Signals that end the view. Textual leaves them to their defaults, which do not restore the terminal.
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 #: Number of snapshots in the history of calls.
 _REMEMBERED = 120
 #: Maximum rows of a table: Textual measures every cell, which takes a third of a millisecond for a row.
 _ROWS = 500
-#: Minimum width of an elastic column: the first one, which has up to a third of the width, and the last.
+#: Minimum width of the first column, which has up to a third of the terminal's.
 _LEAST = 14
 
 
@@ -70,17 +54,10 @@ class Grid(DataTable[Text]):
         # Without its watchers: they would scroll to the cursor, away from the place to which the user has scrolled.
         self.set_reactive(DataTable.cursor_coordinate, Coordinate(0, 0))
         self.clear(columns=True)
-        titles = [Text(name.rstrip(">"), justify="right" if name.endswith(">") else "left") for name in table.columns]
-        widths = [max(cell.cell_len for cell in column) for column in zip(titles, *table.rows, strict=True)]
-        widths[0] = min(widths[0], max(self.app.size.width // 3, _LEAST))
-        # The last one has the remaining width, except for the gaps and a scroll bar.
-        rest = self.app.size.width - sum(widths[:-1]) - 2 * self.cell_padding * len(widths) - 1
-        widths[-1] = min(widths[-1], max(rest, _LEAST))
-        for title, width in zip(titles, widths, strict=True):
-            self.add_column(title, width=width)
-        for key, cells in zip_longest(table.keys, table.rows):
-            for title, cell in zip(titles, cells, strict=True):
-                cell.justify, cell.overflow = title.justify, "ellipsis"
+        titles, *rows = table.aligned(max(self.app.size.width // 3, _LEAST))
+        for title in titles:
+            self.add_column(title, width=title.cell_len)
+        for key, cells in zip(table.keys, rows, strict=True):
             self.add_row(*cells, key=key)
         row = self.get_row_index(kept) if kept is not None and kept in self.rows else place
         self.set_reactive(DataTable.cursor_coordinate, Coordinate(min(place, max(self.row_count - 1, 0)), 0))
@@ -119,11 +96,10 @@ class TopApp(App[None]):
 
     :param watcher: queries the server, in threads.
     :param interval: seconds between two polls.
-    :param parts: see :class:`View`.
     """
 
     CSS = """
-    #facts { text-wrap: nowrap; text-overflow: ellipsis; }
+    #facts, #others Static { text-wrap: nowrap; text-overflow: ellipsis; }
     #trouble { color: $text-error; display: none; }
     #others { height: auto; max-height: 60%; }
     Grid { scrollbar-size: 0 1; }
@@ -149,20 +125,17 @@ class TopApp(App[None]):
         Binding("slash,f", "filter", "Filter", key_display="/"),
         Binding("escape", "show_all", "Show all", show=False),
         Binding("ctrl+c", f"end({signal.SIGINT:d})", "Quit", show=False, priority=True),
-        Binding("ctrl+backslash", f"end({signal.SIGQUIT:d})", "Quit", show=False, priority=True),
         Binding("ctrl+z", "suspend_process", "Suspend", show=False, priority=True),
     ]
 
-    def __init__(self, watcher: ServerWatcher, interval: float, sort: str, parts: str, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, watcher: ServerWatcher, interval: float) -> None:
+        super().__init__()
         self._watcher, self._asking = watcher, asyncio.Lock()
         self._interval = interval
-        self._parts = parts
         self._next: Timer | None = None
         self._history: deque[float] = deque(maxlen=_REMEMBERED)
-        self._view: View | None = None
-        self._choice = ObjectChoice(sort)
-        self._former_filter = ""
+        self._shot: Snapshot | None = None
+        self._choice = ObjectChoice()
 
     def compose(self) -> ComposeResult:
         """Stack facts, tables and keys."""
@@ -210,11 +183,9 @@ class TopApp(App[None]):
         trouble = self.query_one("#trouble", Static)
         if isinstance(found, str):
             trouble.update(one_line(found))
-            self._view = replace(self._view, rates={}) if self._view is not None else None
         else:
-            speed = rates(self._view.snapshot if self._view is not None else None, found)
-            self._history.extend([sum(rate.calls for rate in speed.values())] if speed else [])
-            self._view = View(found, speed, self._parts, os.getpid())
+            self._history.extend([sum(rate.calls for rate in found.rates.values())] if found.rates else [])
+            self._shot = found
         trouble.display = isinstance(found, str)
         self._draw()
 
@@ -223,14 +194,13 @@ class TopApp(App[None]):
         self.call_after_refresh(self._draw)
 
     def _draw(self) -> None:
-        view, choice = self._view, self._choice
-        if view is None or not self.is_running:
+        shot, choice = self._shot, self._choice
+        if shot is None or not self.is_running:
             return
-        self.query_one("#facts", Static).update(Text("\n").join([headline(view), totals(view)]))
-        tables = [table for table in others(view).values() if table.rows]
-        self.query_one("#others Static", Static).update(Group(*(table.laid_out(self.size.width - 1) for table in tables)))
-        shown, whole = self._shown(), len(view.snapshot.objects)
-        self.query_one("#objects", Grid).show(objects(view, shown[:_ROWS]))
+        self.query_one("#facts", Static).update(summary(shot))
+        self.query_one("#others Static", Static).update(Text("\n").join(table.lines() for table in others(shot)))
+        shown, whole = self._shown(), len(shot.objects)
+        self.query_one("#objects", Grid).show(objects(shot, shown[:_ROWS]))
         order = f"objects {f'{len(shown)}/' if choice.filter else ''}{whole} by {choice.sort}"
         order += ", reversed" if choice.reverse else ""
         order += f", the first {_ROWS}" if len(shown) > _ROWS else ""
@@ -244,11 +214,11 @@ class TopApp(App[None]):
         if not self.is_running:
             return
         item = self._selected()
-        text = detail(self._view, item) if self._view is not None and item is not None else ""
+        text = detail(self._shot, item) if self._shot is not None and item is not None else ""
         self.query_one("#detail", Static).update(text)
 
     def _shown(self) -> Sequence[ListedObjectInfo]:
-        return arranged(self._view.snapshot.objects, self._choice) if self._view is not None else ()
+        return arranged(self._shot.objects, self._choice) if self._shot is not None else ()
 
     def _selected(self) -> ListedObjectInfo | None:
         key = self.query_one("#objects", Grid).selected
@@ -280,7 +250,6 @@ class TopApp(App[None]):
 
     def action_filter(self) -> None:
         """Prompt for a part of an endpoint's name."""
-        self._former_filter = self._choice.filter
         self.query_one(Input).display = True
         self.query_one(Input).focus()
 
@@ -294,31 +263,36 @@ class TopApp(App[None]):
         self.query_one("#objects").focus()
 
     def action_show_all(self) -> None:
-        """Show all objects; while a filter is typed, those of the previous filter."""
-        box = self.query_one(Input)
-        box.value = self._former_filter if box.has_focus else ""
+        """Remove the filter."""
+        self.query_one(Input).value = ""
         self._entered()
 
     def action_invalidate(self) -> None:
         """Drop the selected object or its endpoint's, if the user confirms."""
         item = self._selected()
-        if item is None or self._view is None:
+        if item is None or self._shot is None:
             self.notify("there is no object to invalidate")
             return
-        seen, label, endpoint = self._view.snapshot, one_line(origin(item)), one_line(item["endpoint"])
+        object_id, endpoint, label = item["object_id"], item["endpoint"], one_line(origin(item))
         if not item["cached"]:
             self.notify(f"{label} is not in the cache: it goes with its last holder", markup=False)
             return
-        if item["kind"] == "buffer":
-            actions = {"y": Action("buffer", item["object_id"], f"buffer {item['object_id']}", seen)}
-            question = f"free buffer {item['object_id']}?  y free it  Esc leave it"
-        else:
-            same = sum(one["endpoint"] == item["endpoint"] and one["cached"] for one in seen.objects)
-            actions = {
-                "y": Action("object", item["object_id"], label, seen),
-                "e": Action("endpoint", item["endpoint"], endpoint, seen),
-            }
-            question = f"invalidate {label}?  y yes  e all {same} of {endpoint}  Esc no"
+
+        def free(client: Client) -> str:
+            return f"buffer {object_id} {'freed' if client.free_buffer(object_id) else 'had gone already'}"
+
+        def drop(client: Client) -> str:
+            return f"{label} {'dropped from the cache' if client.invalidate_object(object_id) else 'had gone already'}"
+
+        def drop_all(client: Client) -> str:
+            return f"{several(client.invalidate_endpoint_cache(endpoint), 'cached result')} of {one_line(endpoint)} dropped"
+
+        actions: dict[str | None, Action] = {"y": free}
+        question = f"free buffer {object_id}?  y free it  Esc leave it"
+        if item["kind"] != "buffer":
+            same = sum(one["endpoint"] == endpoint and one["cached"] for one in self._shot.objects)
+            actions = {"y": drop, "e": drop_all}
+            question = f"invalidate {label}?  y yes  e all {same} of {one_line(endpoint)}  Esc no"
 
         def answered(key: str | None) -> None:
             if key in actions:
@@ -329,10 +303,10 @@ class TopApp(App[None]):
         self.push_screen(Question(question), answered)
 
 
-def run(find: Callable[[str], Client], interval: float, sort: str, console: Console) -> int:
+def run(find: Callable[[str], Client], interval: float) -> int:
     """Show the server until a key or a signal ends the view; return the exit code."""
     watcher = ServerWatcher(find)
-    app = TopApp(watcher, interval, sort, parts_for(console))
+    app = TopApp(watcher, interval)
 
     async def show() -> None:
         loop = asyncio.get_running_loop()

@@ -1,17 +1,17 @@
-"""Snapshots of a server, the rates between two of them, and actions on the server."""
+"""Snapshots of a server, and the rates between two of them."""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from operator import itemgetter
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from shared_rpc import Client
-from shared_rpc.cli.rendering import command_of, several
+from shared_rpc.cli.rendering import command_of
 from shared_rpc.errors import SharedRPCError
 from shared_rpc.protocol.infos import DeviceInfo, EndpointStatistics, ListedObjectInfo, RunInfo, ServerInfo, SessionInfo
 
@@ -19,6 +19,16 @@ from shared_rpc.protocol.infos import DeviceInfo, EndpointStatistics, ListedObje
 _SHARE = 10
 #: Seconds to wait for a device driver's facts before the latest known ones are shown; and if none are known yet.
 _DEVICE_PATIENCE, _FIRST_DEVICE_PATIENCE = 0.2, 1.0
+
+#: A request of the user: it returns its result as a text.
+Action = Callable[[Client], str]
+
+
+class Rates(NamedTuple):
+    """Events per second of an endpoint, between two snapshots."""
+
+    calls: float
+    hits: float
 
 
 @dataclass(frozen=True)
@@ -28,7 +38,9 @@ class Snapshot:
     :param at: seconds of a monotonic clock, for rates.
     :param wall: Unix seconds, for ages.
     :param server: the reply of ``get_server_info``; the other fields are likewise named after their requests.
+    :param sessions: those of other processes.
     :param endpoints: counters since the server's start, by endpoint.
+    :param rates: by endpoint, since the previous snapshot; none for the first one.
     :param commands: command lines by process id, of the known processes.
     """
 
@@ -40,58 +52,23 @@ class Snapshot:
     runs: Sequence[RunInfo] = ()
     sessions: Sequence[SessionInfo] = ()
     endpoints: Mapping[str, EndpointStatistics] = field(default_factory=dict)
+    rates: Mapping[str, Rates] = field(default_factory=dict)
     commands: Mapping[int, str] = field(default_factory=dict)
 
-    def is_of(self, other: Snapshot) -> bool:
-        """Return True if both are of one server process."""
-        # A server under a service manager keeps its id when it is restarted, and counts from zero.
-        which = itemgetter("server_id", "pid", "started_at")
-        return bool(which(self.server) == which(other.server))
 
-
-class Rates(NamedTuple):
-    """Events per second of an endpoint, between two snapshots."""
-
-    calls: float
-    hits: float
-    joined: float
-    builds: float
-    errors: float
-
-
-def rates(earlier: Snapshot | None, later: Snapshot) -> dict[str, Rates]:
-    """Compute rates by endpoint; none without an earlier snapshot of the same server."""
-    if earlier is None or later.at <= earlier.at or not later.is_of(earlier):
-        return {}
-    seconds = later.at - earlier.at
-    before = earlier.endpoints
-    return {
-        name: Rates(
-            *(max(now - then, 0) / seconds for now, then in zip(_counts(counts), _counts(before.get(name)), strict=True))
-        )
-        for name, counts in later.endpoints.items()
-    }
-
-
-def _counts(counts: EndpointStatistics | None) -> Sequence[int]:
-    return itemgetter(*Rates._fields)(counts) if counts is not None else (0,) * len(Rates._fields)
+def rates(earlier: Snapshot, at: float, endpoints: Mapping[str, EndpointStatistics]) -> dict[str, Rates]:
+    """Compute rates by endpoint; a new endpoint, and each one of a restarted server, counts from zero."""
+    found = {}
+    for name, now in endpoints.items():
+        before = earlier.endpoints.get(name, {"calls": 0, "hits": 0})
+        calls, hits = now["calls"] - before["calls"], now["hits"] - before["hits"]
+        found[name] = Rates(max(calls, 0) / (at - earlier.at), max(hits, 0) / (at - earlier.at))
+    return found
 
 
 def pause(interval: float, answered_in: float) -> float:
     """Compute the seconds until the next poll, given the duration of the last one."""
     return max(interval, _SHARE * answered_in)
-
-
-class Action(NamedTuple):
-    """A request to drop something. ``target`` is the id of an object or a buffer, or the name of an endpoint.
-
-    ``seen`` is the snapshot on the screen when the action was chosen.
-    """
-
-    kind: Literal["object", "endpoint", "buffer"]
-    target: str
-    label: str
-    seen: Snapshot
 
 
 class ServerWatcher:
@@ -126,21 +103,13 @@ class ServerWatcher:
         return self._latest
 
     def execute(self, action: Action) -> str:
-        """Execute an action and return its result as a text; but never on another server than the one on the screen."""
-        client = self._client
-        if client is None or self._latest is None or not self._latest.is_of(action.seen):
-            return f"{action.label}: not done, because the server had gone"
+        """Execute an action and return its result as a text."""
+        if self._client is None:
+            return "not done, because the server had gone"
         try:
-            if action.kind == "endpoint":
-                count = client.invalidate_endpoint_cache(action.target)
-                return f"{several(count, 'cached result')} of {action.label} dropped"
-            if action.kind == "buffer":
-                done, verb = client.free_buffer(action.target), "freed"
-            else:
-                done, verb = client.invalidate_object(action.target) > 0, "dropped from the cache"
+            return action(self._client)
         except (SharedRPCError, OSError) as error:
-            return f"{action.label}: {error}"
-        return f"{action.label} {verb}" if done else f"{action.label} had gone already"
+            return str(error)
 
     def close(self) -> None:
         """Close the connection. The next poll searches for a server."""
@@ -151,13 +120,19 @@ class ServerWatcher:
 
     def _ask(self, client: Client) -> Snapshot:
         devices = self._ask_devices(client)
-        server, objects = client.get_server_info(), client.list_objects()
-        runs, sessions, endpoints = client.list_runs(), client.list_sessions(), client.get_statistics()
+        server, objects, runs, endpoints = (
+            client.get_server_info(),
+            client.list_objects(),
+            client.list_runs(),
+            client.get_statistics(),
+        )
+        sessions = [one for one in client.list_sessions() if one["pid"] != os.getpid()]
         pids = {holder["pid"] for item in objects for holder in item["holders"]} | {one["pid"] for one in sessions}
         # A command line is read once for each process.
-        self._commands = {pid: self._commands.get(pid) or command_of(pid, folder=False) for pid in pids}
-        now = time.monotonic(), time.time()
-        return Snapshot(*now, server, objects, devices, runs, sessions, endpoints, self._commands)
+        self._commands = {pid: self._commands.get(pid) or command_of(pid) for pid in pids}
+        at = time.monotonic()
+        speed = rates(self._latest, at, endpoints) if self._latest is not None else {}
+        return Snapshot(at, time.time(), server, objects, devices, runs, sessions, endpoints, speed, self._commands)
 
     def _ask_devices(self, client: Client) -> list[DeviceInfo]:
         """Return the known facts of the devices. A GPU's are queried from a worker, which may be busy for long."""
