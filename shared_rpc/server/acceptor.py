@@ -132,7 +132,7 @@ class Acceptor:
             connection.refuse(
                 ServerBusy(
                     f"the server (pid {os.getpid()}) has nearly all of its {self._core.objects.descriptors.available()} file "
-                    f"descriptors open: {len(self._connections)} connections, and {self._core.capacity.descriptor_users()}"
+                    f"descriptors open, for {len(self._connections)} connections and {len(self._core.objects)} objects"
                 )
             )
         else:

@@ -40,7 +40,6 @@ class Buffers:
         _check_terms(message.ttl, message.max_accesses, message.keep)
         state = self._state
         device = await state.memory.device(message.device or state.device)
-        self.table.check_capacity()
         self.table.check_name(message.name)
         state.capacity.require_descriptors(1)
         sizes = {device.id: -(-extent.nbytes // device.granularity) * device.granularity}
@@ -70,7 +69,6 @@ class Buffers:
             raise SegmentNotFound(f"this server does not have the segments {', '.join(unknown)[:1000]} any more", unknown)
         if not 0 <= message.linger <= _LONGEST:
             raise ConfigurationError(f"linger={message.linger!r}: use seconds from 0 on, and less than a century")
-        self.table.check_capacity()
         record = _whole([segment for segment in found.values() if segment is not None])
         try:
             stored = self.table.add(caller.session, record, None, None, linger=message.linger)

@@ -577,43 +577,24 @@ class Capacity:
         excess = self.used(device) + nbytes - limit
         if nbytes == 0 or excess <= 0:
             return
-        if not self._objects.drop_idle(excess, lambda info: info.nbytes if info.device == device else 0):
+        if not self._objects.drop_idle(excess, device):
             raise ServerBusy(
                 f"{nbytes} bytes on {device} do not fit: {what} is {limit}, and {self.used(device)} are in use: "
                 f"{self._users(device)}. Release handles, free buffers, or ask for less"
             )
 
     def require_descriptors(self, count: int) -> None:
-        """Check that objects may have ``count`` more descriptors, dropping cached objects without holders if necessary.
+        """Check that objects may have ``count`` more descriptors.
 
         :raises ServerBusy: if they may not.
         """
         descriptors = self._objects.descriptors
-        if count == 0 or descriptors.admit_objects() or self._objects.drop_idle(count, lambda info: 1, of_copy=1):
-            return
-        raise ServerBusy(
-            f"keeping the object needs {count} more file descriptors, and three quarters of the {descriptors.available()} of "
-            f"the process are in use: {self.descriptor_users()}. Release handles, fetch results of tasks, free buffers, or "
-            f"raise the limit (ulimit -n, LimitNOFILE= of a service)"
-        )
-
-    def descriptor_users(self) -> str:
-        """Describe the holders, for error texts."""
-        counts: Counter[str] = Counter()
-        clients: Counter[str] = Counter()
-        for stored in self._objects:
-            holders = self._leases.holders(stored.object_id)
-            held = [holder for holder in holders if isinstance(holder, str)]
-            clients.update(held)
-            if held:
-                counts["objects with leases"] += 1
-            elif holders:
-                counts["unfetched results of tasks"] += 1
-            elif stored.kind == "buffer":
-                counts["buffers without holders"] += 1
-        texts = [f"{count} by {what}" for what, count in counts.most_common()]
-        texts += [f"pid {self._pid_of(session)} holds the most, {count}" for session, count in clients.most_common(1)]
-        return ", ".join(texts) or "objects of other servers of this process, and revision pages"
+        if count and not descriptors.admit_objects():
+            raise ServerBusy(
+                f"keeping the object needs {count} more file descriptors, and three quarters of the {descriptors.available()} "
+                f"of the process are in use. Release handles, invalidate cached results, fetch results of tasks, free buffers, "
+                f"or raise the limit (ulimit -n, LimitNOFILE= of a service)"
+            )
 
     # Reasons for waiting.
 

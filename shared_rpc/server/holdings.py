@@ -90,12 +90,11 @@ class Holdings:
         :raises ServerBusy: if no descriptor is left for its page.
         """
         objects = self._state.objects
-        if self._state.stored(message.object_id).page is None:
-            self._state.capacity.require_descriptors(1)
-        stored = self._state.stored(message.object_id)  # the eviction may have dropped it
+        stored = self._state.stored(message.object_id)
         sealed = any(segment.info.access == "read" for segment in stored.record.segments)
         page = stored.page
         if page is None:
+            self._state.capacity.require_descriptors(1)
             page = new_page("read" if sealed else "read_write")
             objects.add_page(stored, page)
         # This process may write to memory that it shares read-only.

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, get_args
 
 from shared_rpc.observability.metrics import Numbers, Read, Reading
-from shared_rpc.protocol.infos import DescriptorInfo
 from shared_rpc.protocol.records import SegmentInfo, Tier
 from shared_rpc.protocol.tasks import TaskStatus
 from shared_rpc.server.core import Core
@@ -77,12 +76,8 @@ def _status(name: Literal["nodes", "objects", "bytes_received", "bytes_sent"]) -
 
 
 def _largest(read: Callable[[Core], float]) -> _Read:
-    """Read a value shared by the servers of a process: its descriptors, their cluster."""
+    """Read a value shared by the servers of a process, that of their cluster."""
     return lambda cores: {(): max(map(read, cores), default=0)}
-
-
-def _descriptors(core: Core) -> DescriptorInfo:
-    return core.objects.descriptors.info()
 
 
 def _has_source(core: Core) -> bool:
@@ -109,8 +104,6 @@ SERVERS: Sequence[Read[Sequence[Core]]] = (
     Read("builds_asked", "Runs that wait for the source of records.", "gauge", _runs("asked"), labels=_ENDPOINT),
     Read("objects", "Kept results and buffers.", "gauge", _sums(_objects), labels={"kind": ()}),
     Read("object_bytes", "Memory of all objects.", "gauge", _object_bytes, labels={"device": ()}),
-    Read("descriptors", "Open file descriptors of the server.", "gauge", _largest(lambda core: _descriptors(core)["used"])),
-    Read("descriptors_limit", "Its limit of file descriptors.", "gauge", _largest(lambda core: _descriptors(core)["limit"])),
     Read(
         "tier_objects",
         "Kept results and buffers, by the tier of their bytes.",

@@ -28,9 +28,9 @@ TOTAL = 10_000
 class Buffers(Shelf):
     """A store with buffers; sessions are letters, and their processes are numbered from 1."""
 
-    def __init__(self, max_bytes: int | None = None, capacity: int = 100, **limits: int) -> None:
+    def __init__(self, max_bytes: int | None = None, **limits: int) -> None:
         super().__init__(max_bytes)
-        self.table = BufferTable(self.store, self.leases, self.clock, capacity=capacity)
+        self.table = BufferTable(self.store, self.leases, self.clock)
         self.capacity = Capacity(self.store, self.leases, self.clock, Mock(), lambda session: ord(session) - 96, limits)
 
     def make(
@@ -180,20 +180,6 @@ def test_the_cache_does_not_evict_buffers() -> None:
         buffers.release("a", stored)
     buffers.store.invalidate(endpoint="")
     assert buffers.dropped == [result] and buffers.store.nbytes == 200
-    buffers.store.clear()
-
-
-def test_the_number_of_buffers_is_limited() -> None:
-    """Listed or held."""
-    buffers = Buffers(capacity=2)
-    stored = buffers.make()
-    buffers.table.check_capacity()
-    buffers.make(name="other")
-    buffers.table.free(stored.object_id)
-    with pytest.raises(ServerBusy, match="2 buffers"):
-        buffers.table.check_capacity()
-    buffers.release("a", stored)
-    buffers.table.check_capacity()
     buffers.store.clear()
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 
-from shared_rpc.errors import BufferNotFound, ConfigurationError, ServerBusy
+from shared_rpc.errors import BufferNotFound, ConfigurationError
 from shared_rpc.memory.records import Record
 from shared_rpc.protocol.infos import BufferInfo
 from shared_rpc.server.state import Clock
@@ -52,29 +52,17 @@ class Terms:
 
 
 class BufferTable:
-    """The buffers among the objects of a server.
+    """The buffers among the objects of a server."""
 
-    :param capacity: maximum number of buffers, listed or held: an empty one uses memory too.
-    """
-
-    def __init__(self, objects: ObjectStore, leases: LeaseTable, clock: Clock, *, capacity: int = 10_000) -> None:
+    def __init__(self, objects: ObjectStore, leases: LeaseTable, clock: Clock) -> None:
         self._objects = objects
         self._leases = leases
         self._clock = clock
-        self._capacity = capacity
         #: Terms of listed buffers.
         self._terms: dict[str, Terms] = {}
         #: Their ids by name.
         self._names: dict[str, str] = {}
         self._reasons: OrderedDict[str, str] = OrderedDict()
-
-    def check_capacity(self) -> None:
-        """Check that one more buffer may be created.
-
-        :raises ServerBusy: if the capacity is exhausted.
-        """
-        if len(self) >= self._capacity:
-            raise ServerBusy(f"the server has {self._capacity} buffers, the most that it admits: free or release some")
 
     def check_name(self, name: str) -> None:
         """Check that no listed buffer has the name.

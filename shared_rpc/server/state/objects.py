@@ -1,9 +1,8 @@
 """Published objects: their registry, their cache keys, and their ends.
 
 An object stays while a session holds a lease on it or the cache lists it. The cache unlists it on invalidation, when its
-``idle_ttl`` passes without a lease or an access, when a budget of bytes is exceeded, or when descriptors are scarce: then the
-least recently used objects without a lease go first. Leased objects are never dropped, so clients may hold more than
-``max_bytes``.
+``idle_ttl`` passes without a lease or an access, or when a budget of bytes is exceeded: then the least recently used objects
+without a lease go first. Leased objects are never dropped, so clients may hold more than ``max_bytes``.
 
 An object that is evicted to a lower tier stays, without memory on its device: it is cold until it is restored. Meanwhile its
 segments have no descriptors, and already the ids of their next memory; its bytes are in :class:`Copies`.
@@ -453,28 +452,24 @@ class ObjectStore:
             self.unlist(stored)
         return len(matching)
 
-    def drop_idle(self, amount: int, size: Callable[[SegmentInfo], int], *, of_copy: int = 0) -> bool:
-        """Evict cached objects without a lease, least recently used first, until the sizes of the freed segments reach
-        ``amount``. Return False and evict nothing if all of them do not suffice.
+    def drop_idle(self, nbytes: int, device: str) -> bool:
+        """Evict cached objects without a lease, least recently used first, until ``nbytes`` of a device are freed.
 
-        :param size: returns the size of a segment that has memory; 0 for none.
-        :param of_copy: the size of a copy in a lower tier.
+        Return False and evict nothing if all of them do not suffice.
         """
         evicted: list[StoredObject] = []
         users: Counter[str] = Counter()
-        for stored in self._by_key.values() if amount > 0 else ():
-            counted = {
-                segment.info.id: size(segment.info) * (not segment.closed) + of_copy * len(self.copies.of(segment.info.id))
-                for segment in stored.record.segments
-            }
-            if self._leases.held(stored.object_id) or not any(counted.values()):
+        for stored in self._by_key.values():
+            segments = {segment.info.id: segment for segment in stored.record.segments if not segment.closed}
+            sizes = {name: segment.info.nbytes for name, segment in segments.items() if segment.info.device == device}
+            if self._leases.held(stored.object_id) or not sizes:
                 continue
             evicted.append(stored)
-            users.update(segment.info.id for segment in stored.record.segments)
-            amount -= sum(gain for name, gain in counted.items() if users[name] == len(self._segments[name]))
-            if amount <= 0:
+            users.update(sizes.keys())
+            nbytes -= sum(size for name, size in sizes.items() if users[name] == len(self._segments[name]))
+            if nbytes <= 0:
                 break
-        if amount > 0:
+        if nbytes > 0:
             return False
         for stored in evicted:
             self.unlist(stored)
