@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from shared_rpc.broker.dispatch import Dispatcher, WorkerExecutor
+from shared_rpc.broker.dispatch import WorkerExecutor
 from shared_rpc.broker.fd_store import FdStore
 from shared_rpc.broker.memory import RelayedMemory
 from shared_rpc.broker.supervisor import WORKERS, Spawner, Supervisor
@@ -102,7 +102,6 @@ class Broker:
         self._spawn: Spawner
         self._supervisor: Supervisor
         self._zygote: WorkerZygote
-        self._dispatcher: Dispatcher
 
     def start(self, wait: Callable[[Future[None]], object] | None = None) -> None:
         """Start the workers, and listen. Returns when the app has been imported, or at once if an earlier broker's objects
@@ -179,7 +178,6 @@ class Broker:
             on_change=self._take_change,
             on_lost=self._clean_up,
         )
-        self._dispatcher = Dispatcher(lambda: self._supervisor.workers, self._supervisor.refusal, self._options.build_timeout)
         with anyio.CancelScope() as self._scope:
             if self._asked_to_stop:
                 self._scope.cancel()
@@ -204,8 +202,8 @@ class Broker:
             finally:
                 if self._exporter is not None:
                     self._exporter.close()
-                self._dispatcher.stop()
                 for service in self._services.values():
+                    service.executor.stop()
                     service.core.stop()
                     service.acceptor.remove_socket()
                 self._supervisor.stop()
@@ -221,8 +219,11 @@ class Broker:
 
         :param server_id: the id of an earlier broker's server.
         """
-        executor = WorkerExecutor(message.key, self._dispatcher, self._zygote.info)
-        memory = RelayedMemory(message.devices, lambda: self._supervisor.workers, self._supervisor.bare)
+        supervisor = self._supervisor
+        executor = WorkerExecutor(
+            message.key, lambda: supervisor.workers, supervisor.refusal, self._options.build_timeout, self._zygote.info
+        )
+        memory = RelayedMemory(message.devices, lambda: supervisor.workers, supervisor.bare)
         core = Core(
             Registry(message.endpoints),
             executor,
@@ -239,7 +240,7 @@ class Broker:
         )
         core.on_reload = self._reload_for_client
         core.on_stop = self._stop_for_client
-        core.own_processes = lambda: {worker.pid for worker in self._supervisor.all}
+        core.own_processes = lambda: {worker.pid for worker in supervisor.all}
         listener = self._inherited.listeners.pop(message.socket_path, None)
         acceptor = Acceptor(core, message.socket_path, self._options.max_connections, listener)
         if self._exporter is not None:
@@ -293,7 +294,8 @@ class Broker:
                 self._notifier.status(self._status())
             for service in self._services.values():
                 self._store.keep_service(service.facts, service.core)
-        self._dispatcher.send_waiting()
+        for service in self._services.values():
+            service.executor.send_waiting()
 
     def _clean_up(self, worker: Worker, crash: WorkerCrashed) -> None:
         """End or move the runs of an ended worker, and drop objects whose memory has ended with it."""

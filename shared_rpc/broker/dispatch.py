@@ -34,7 +34,6 @@ class _Place(msgspec.Struct, eq=False):
     ``session`` is the owner of its memory: a task's arguments belong to the session that submitted it.
     """
 
-    executor: WorkerExecutor
     owner: Owner
     arguments: Arguments
     session: str
@@ -46,11 +45,6 @@ class _Place(msgspec.Struct, eq=False):
     #: True if the run's outcome is not reported. Its chunks of the session's pools are returned nevertheless.
     forgotten: bool = False
     timer: asyncio.TimerHandle | None = None
-
-    @property
-    def transfer(self) -> ForwardedTransfer | None:
-        """The memory of the session."""
-        return self.executor.transfers.find(self.session)
 
 
 class Backlog:
@@ -102,29 +96,39 @@ def _weight(run: Run[Any]) -> dict[str, int]:
     return {"calls": 1, "bytes": run.arguments.nbytes, "descriptors": len(run.arguments.segments)}
 
 
-class Dispatcher:
-    """All runs of a broker. On its loop only.
+class WorkerExecutor:
+    """Runs the endpoints of one provider in the broker's workers. On its loop only.
 
+    :param key: the provider's key.
     :param workers: returns the workers that get new runs.
     :param refusal: returns the reason why no worker will come, None if there is or may be one.
     :param build_timeout: seconds after which the worker of a run that has begun is killed; None for never.
+    :param zygote: describes the workers' zygote.
     """
 
     def __init__(
-        self, workers: Callable[[], list[Worker]], refusal: Callable[[], SharedRPCError | None], build_timeout: float | None
+        self,
+        key: str,
+        workers: Callable[[], list[Worker]],
+        refusal: Callable[[], SharedRPCError | None],
+        build_timeout: float | None,
+        zygote: Callable[[], ZygoteInfo],
     ) -> None:
-        self.workers = workers
+        self.key = key
+        self.transfers: Transfers[ForwardedTransfer] = Transfers(lambda session: ForwardedTransfer(key, session))
+        self._workers = workers
         self._refusal = refusal
         self._build_timeout = build_timeout
+        self._zygote = zygote
         self._waiting = Backlog()
         #: Runs that workers have, without the withdrawn and abandoned ones.
         self._sent: set[Run[Any]] = set()
 
-    def start(self, executor: WorkerExecutor, run: Run[Any], owner: Owner) -> None:
+    def start(self, run: Run[Any], owner: Owner) -> None:
         """Send a run to a worker as soon as one is available."""
         arguments = run.arguments
         assert isinstance(arguments, Arguments), "calls of a broker come from sessions"
-        run.place = _Place(executor, owner, arguments, arguments.session or run.session)
+        run.place = _Place(owner, arguments, arguments.session or run.session)
         if self._send_or_end(run):
             return
         try:
@@ -141,8 +145,7 @@ class Dispatcher:
 
     def _able(self, run: Run[Any]) -> list[Worker]:
         """Return the workers that can execute a run."""
-        place: _Place = run.place
-        return [worker for worker in self.workers() if worker.serves(place.executor.key, run.spec.name)]
+        return [worker for worker in self._workers() if worker.serves(self.key, run.spec.name)]
 
     def _send_or_end(self, run: Run[Any]) -> bool:
         """Send a run, or end it if no worker will ever execute it; return False if it must wait.
@@ -158,7 +161,7 @@ class Dispatcher:
             return True
         if able:
             return False
-        workers, refusal = self.workers(), self._refusal()
+        workers, refusal = self._workers(), self._refusal()
         if refusal is None and workers and all(worker.state == "ready" for worker in workers):
             refusal = EndpointNotFound(f"no worker has the endpoint {run.spec.name!r}: the app does not share it any more")
         if refusal is None:
@@ -169,7 +172,7 @@ class Dispatcher:
 
     def _send(self, run: Run[Any], worker: Worker) -> None:
         place: _Place = run.place
-        arguments, transfer = place.arguments, place.transfer
+        arguments, transfer = place.arguments, self.transfers.find(place.session)
         # Chunks are not returned to a session that has ended.
         lent = transfer is not None
         infos = [segment.info for segment in arguments.segments]
@@ -180,7 +183,7 @@ class Dispatcher:
             **arguments.body(kept, lent=lent),
             pooled=run.pooled and lent,
             chain=sorted(run.chain),
-            key=place.executor.key,
+            key=self.key,
             session=place.session,
             background=run.background,
             shares_slab=run.shares_slab,
@@ -239,9 +242,9 @@ class Dispatcher:
         if isinstance(message, (w.RunFinished, w.RunFailed, w.RunWithdrawn)):
             assert place.worker is not None, "it has sent the message"
             place.worker.runs.discard(run)
-            freed = message.returned if isinstance(message, w.RunWithdrawn) else message.freed
-            if freed and place.transfer is not None:
-                place.transfer.came_back(place.worker, freed)
+            freed, transfer = message.freed, self.transfers.find(place.session)
+            if freed and transfer is not None:
+                transfer.came_back(place.worker, freed)
             if not isinstance(message, w.RunWithdrawn):
                 self._ended(run, message, frame)
             return True
@@ -267,7 +270,7 @@ class Dispatcher:
 
     def _ended(self, run: Run[Any], message: w.RunFinished | w.RunFailed, frame: Frame) -> None:
         place: _Place = run.place
-        transfer = place.transfer
+        transfer = self.transfers.find(place.session)
         outcome = _outcome(message, frame, transfer)
         record = outcome.record if isinstance(outcome, Completed) else None
         if transfer is not None and record is not None:
@@ -277,7 +280,7 @@ class Dispatcher:
             self._release(run)
             place.owner.ended(run, outcome)
         elif record is not None:
-            place.executor.transfers.release_results(run.session, record.chunks)
+            self.transfers.release_results(run.session, record.chunks)
             record.close()
 
     def _end(self, run: Run[Any], failure: Failure) -> None:
@@ -298,8 +301,8 @@ class Dispatcher:
         else:
             place.worker, place.again = None, True
             self._waiting.add(run)
-            if place.transfer is not None:
-                place.transfer.not_begun(place.arguments.chunks)
+            if (transfer := self.transfers.find(place.session)) is not None:
+                transfer.not_begun(place.arguments.chunks)
 
     def stop(self) -> None:
         """End all runs at the end of the broker."""
@@ -309,26 +312,9 @@ class Dispatcher:
             self._release(run)
             run.place.owner.ended(run, gone)
 
-
-class WorkerExecutor:
-    """Runs the endpoints of one provider in the broker's workers.
-
-    :param key: the provider's key.
-    :param zygote: describes the workers' zygote.
-    """
-
-    def __init__(self, key: str, dispatcher: Dispatcher, zygote: Callable[[], ZygoteInfo]) -> None:
-        self.key = key
-        self.transfers: Transfers[ForwardedTransfer] = Transfers(lambda session: ForwardedTransfer(key, session))
-        self._dispatcher = dispatcher
-        #: Sends a run to a worker as soon as one is available.
-        self.start: Callable[[Run[Any], Owner], None] = functools.partial(dispatcher.start, self)
-        self.withdraw, self.cancel = dispatcher.withdraw, dispatcher.cancel
-        self._zygote = zygote
-
     def info(self) -> ExecutorInfo:
         """Describe the workers and their zygote."""
-        return {"workers": [worker.info() for worker in self._dispatcher.workers()], "zygote": self._zygote()}
+        return {"workers": [worker.info() for worker in self._workers()], "zygote": self._zygote()}
 
     def lost(self, worker: Worker) -> None:
         """Release the sessions' memory in an ended worker."""
@@ -337,7 +323,7 @@ class WorkerExecutor:
 
     def reclaim(self) -> None:
         """Notify the workers that an object was dropped."""
-        for worker in self._dispatcher.workers():
+        for worker in self._workers():
             worker.reclaim()
 
 

@@ -128,8 +128,6 @@ class Worker:
         self._rest = rest
         self._ended = ended
         self._caught_up = caught_up
-        #: True to notify the worker of dropped objects when it reads again.
-        self._to_reclaim = False
         self._loop = asyncio.get_running_loop()
         self.forked = begun is not None
         #: True once the worker has reported that the app is loaded.
@@ -177,16 +175,12 @@ class Worker:
         return self._link.congested
 
     def reclaim(self) -> None:
-        """Notify it of a dropped object; only once while it does not read."""
-        if self._link.congested:
-            self._to_reclaim = True
-        else:
+        """Notify it of a dropped object, now or when it reads again."""
+        if not self._link.congested:
             self.send(w.Reclaim())
 
     def _reads(self) -> None:
-        if self._to_reclaim:
-            self._to_reclaim = False
-            self.send(w.Reclaim())
+        self.send(w.Reclaim())
         self._caught_up()
 
     def info(self) -> WorkerInfo:

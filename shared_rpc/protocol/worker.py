@@ -89,7 +89,7 @@ class RunFailed(Message):
 class RunWithdrawn(Message):
     """Notice that the worker has finished with a withdrawn run."""
 
-    returned: list[int]
+    freed: list[int]
 
 
 class Allocated(Message):

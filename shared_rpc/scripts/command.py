@@ -5,11 +5,9 @@ from __future__ import annotations
 import getopt
 import os
 import resource
-import select
 import signal
 import socket
 import sys
-import time
 from contextlib import suppress
 from typing import NamedTuple, NoReturn
 
@@ -22,8 +20,6 @@ from shared_rpc.zygote.wire import Lost, ask
 
 #: Seconds for a listening zygote's answer. It forks for one script after another, in some ten milliseconds each.
 _PATIENCE = 20.0
-#: Seconds between two checks for a stopped zygote while waiting for its answer.
-_LOOK = 0.02
 
 
 class Script(NamedTuple):
@@ -156,7 +152,6 @@ class _Run:
         return connection
 
     def _ask(self, connection: socket.socket) -> int:
-        _await_greeting(connection)
         folder = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         request = {
             "type": "Fork",
@@ -173,7 +168,7 @@ class _Run:
         try:
             answer = ask(connection, request, [*self.fds, folder])
         except TimeoutError:
-            raise ConnectError(f"a fork of the zygote did not answer within {_PATIENCE:g} s") from None
+            raise ConnectError(f"the zygote at {self._path} did not answer within {_PATIENCE:g} s") from None
         except (Lost, ConnectionError) as error:
             raise _Gone(str(error)) from None
         finally:
@@ -184,19 +179,6 @@ class _Run:
             case "ForkRefused":
                 raise (_Gone if answer["stale"] else ConnectError)(answer["why"])
         raise ConnectError(f"the fork ended before the script began: {answer}")
-
-
-def _await_greeting(connection: socket.socket) -> None:
-    """Wait until the zygote has forked for this command, which a stopped one does not."""
-    deadline = time.monotonic() + _PATIENCE
-    pid = peer_of(connection).pid
-    greeting = select.poll()
-    greeting.register(connection, select.POLLIN)
-    while not greeting.poll(_LOOK * 1000):
-        if _is_stopped(pid):
-            raise ConnectError(f"the zygote (pid {pid}) is stopped: resume it with 'kill -CONT {pid}', or end it with -KILL")
-        if time.monotonic() > deadline:
-            raise ConnectError(f"the zygote (pid {pid}) did not answer within {_PATIENCE:g} s")
 
 
 def _connected(path: str) -> socket.socket | None:
@@ -229,11 +211,3 @@ def _umask() -> int:
     mask = os.umask(0o077)
     os.umask(mask)
     return mask
-
-
-def _is_stopped(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
-    except (OSError, IndexError):
-        return False

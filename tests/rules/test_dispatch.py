@@ -9,7 +9,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from shared_rpc.broker.dispatch import Dispatcher, WorkerExecutor
+from shared_rpc.broker.dispatch import WorkerExecutor
 from shared_rpc.broker.requests import WorkerRequests
 from shared_rpc.broker.worker import Worker
 from shared_rpc.errors import ConnectionClosed, WorkerCrashed
@@ -28,7 +28,7 @@ KEY, SESSION = "provider", "session"
 
 
 class Peer:
-    """A passive worker, with the messages that it was sent, and the dispatcher's state of it."""
+    """A passive worker, with the messages that it was sent, and the executor's state of it."""
 
     state = "ready"
     congested = False
@@ -62,12 +62,11 @@ class Peer:
 
 
 class Setting:
-    """A dispatcher, its workers, and the outcomes of runs."""
+    """An executor, its workers, and the outcomes of runs."""
 
     def __init__(self) -> None:
         self.peers = [Peer()]
-        self.dispatcher = Dispatcher(self.workers, lambda: None, None)
-        self.executor = WorkerExecutor(KEY, self.dispatcher, dict)
+        self.executor = WorkerExecutor(KEY, self.workers, lambda: None, None, dict)
         self.transfer = self.executor.transfers.of(SESSION)
         self.outcomes: list[Completed | Failure] = []
         self.begun = 0
@@ -189,7 +188,7 @@ def test_the_same_chunks_go_to_the_next_worker(setting: Setting) -> None:
     setting.executor.lost(cast("Worker", first))
     assert setting.transfer.returned() == []
     setting.peers.append(Peer())
-    setting.dispatcher.send_waiting()
+    setting.executor.send_waiting()
     assert setting.peers[0].last(w.StartRun).chunks == [7]
     second = setting.peers.pop()
     second.requests.fail(WorkerCrashed("it was killed"))
