@@ -8,7 +8,6 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
 from typing import Any
 
 import anyio
@@ -23,6 +22,7 @@ from shared_rpc.observability.metrics import Numbers, Read
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.messages import Error, Message
+from shared_rpc.zygote.process import resident_bytes
 
 _log = logging.getLogger("shared_rpc.broker")
 
@@ -144,15 +144,8 @@ class Supervisor:
         async with self._reloading:
             loaded = []
             for number in range(self._count):
-                try:
-                    self.workers.append(await self._new(number))
-                except WorkerCrashed as crash:
-                    if not self._serves:
-                        raise
-                    self._not_started(crash)
-                    spawn(self._restart, number)
-                else:
-                    loaded.append(self._loaded[self.workers[-1]])
+                self.workers.append(await self._new(number))
+                loaded.append(self._loaded[self.workers[-1]])
             if wait:
                 await _all_done(loaded)
             for worker in self.workers:
@@ -406,11 +399,7 @@ class Supervisor:
 
 
 def _resident_bytes(supervisor: Supervisor) -> Numbers:
-    found: dict[tuple[str, ...], float] = {}
-    for worker in supervisor.workers:
-        with suppress(OSError, IndexError):  # the worker has ended
-            found[str(worker.number),] = worker.resident_bytes()
-    return found
+    return {(str(worker.number),): resident_bytes(worker.pid) for worker in supervisor.workers}
 
 
 def _runs(supervisor: Supervisor) -> Numbers:

@@ -30,7 +30,6 @@ _log = logging.getLogger("shared_rpc.broker")
 
 #: Seconds for a worker to exit after its broker has closed the connection.
 _GRACE = 0.6
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 #: The kernel's counters; `oom_kill` counts kills of the whole host and of control groups at their limits. Linux 4.13, proc(5).
 _COUNTS = Path("/proc/vmstat")
 
@@ -194,13 +193,6 @@ class Worker:
             "restarts": self.restarts,
             "uptime": time.monotonic() - self.started,
         }
-
-    def resident_bytes(self) -> int:
-        """Return its resident host memory in bytes.
-
-        :raises OSError, IndexError: if it has ended.
-        """
-        return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * _PAGE
 
     def kill(self, why: str) -> None:
         """Kill it now; callers of its runs get ``why`` as the reason."""

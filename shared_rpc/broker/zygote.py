@@ -15,14 +15,13 @@ from typing import Any, Literal
 
 import anyio
 import anyio.to_thread
-import msgspec
 
 from shared_rpc.broker.worker import ForkedWorker, WorkerCommand
 from shared_rpc.execution.child import Child, last_lines
 from shared_rpc.protocol.infos import ZygoteInfo
 from shared_rpc.protocol.worker import Imports
 from shared_rpc.settings import environment, program
-from shared_rpc.zygote.process import WatchedProcess, pss_of
+from shared_rpc.zygote.process import WatchedProcess, resident_bytes
 from shared_rpc.zygote.wire import GO, PADDING, Lost, ask, framed, receive, send
 
 _log = logging.getLogger("shared_rpc.broker")
@@ -42,8 +41,6 @@ _ENDING = 0.5
 _LEFT_OUT = 7
 #: Consecutive failures of zygotes or forks after which no more are started.
 _FAILURES = 3
-#: Seconds for which the size of the zygote's memory is cached: the kernel walks all of it.
-_GAUGE = 5.0
 
 
 class _Failed(Exception):
@@ -61,7 +58,8 @@ class _Running:
         self.imports = imports
         #: Called when the process has ended, except after :meth:`end`.
         self.lost: Callable[[], None] | None = None
-        self.modules: frozenset[str] = frozenset()
+        #: The number of its modules.
+        self.modules = 0
         self.dropped: dict[str, str] = {}
         with ExitStack() as opened:
             self._socket, theirs = socket.socketpair()
@@ -162,7 +160,6 @@ class WorkerZygote:
         self._failures = 0
         #: True if the next worker is a new process, because a fork ended before it had loaded the app.
         self._plain_next = False
-        self._gauged = 0.0, 0
 
     @property
     def enabled(self) -> bool:
@@ -175,15 +172,10 @@ class WorkerZygote:
         if self._why:
             info["why"] = self._why
         if self._running is not None and self._state == "ready":
-            info |= {"pid": self._running.child.pid, "modules": len(self._running.modules), "pss": self._pss()}
+            info |= {"pid": self._running.child.pid, "modules": self._running.modules}
+            info["rss"] = resident_bytes(self._running.child.pid)
             info["dropped"] = self._running.dropped | self._left_out
         return info
-
-    def _pss(self) -> int:
-        now = time.monotonic()
-        if self._running is not None and (not self._gauged[1] or now - self._gauged[0] > _GAUGE):
-            self._gauged = now, pss_of(self._running.child.pid)
-        return self._gauged[1]
 
     async def run(self) -> None:
         """Create zygotes on demand until cancelled."""
@@ -205,25 +197,22 @@ class WorkerZygote:
             self._running = None
 
     def learn(self, imports: Imports | None, forked: bool) -> None:
-        """Record a worker's imports of the app: the next zygote gets those of the last worker.
+        """Record the imports of a worker that has loaded the app: the next zygote gets those of the last new process.
 
         :param forked: True if it began as a fork. If the app set environment variables, it has restarted as a new process.
         """
         if imports is None or not self.enabled:
             return
-        before = self._imports
-        if forked and before is not None:
-            if imports.variables:
-                self._give_up(_sets(imports.variables.keys() - before.variables.keys() or imports.variables))
-                return
+        if not forked or self._imports is None:
+            if imports != self._imports or self._running is None:
+                self._imports = imports
+                self._due.set()
+        elif imports.variables:
+            self._give_up(_sets(imports.variables.keys() - self._imports.variables.keys() or imports.variables))
+        else:
             self._failures = 0
-            # A fork cannot know when its zygote's modules would have been imported; it adds the new ones.
-            known = {*before.installed, *(self._running.modules if self._running is not None else ())}
-            new = [name for name in imports.installed if name not in known]
-            imports = msgspec.structs.replace(imports, installed=[*before.installed, *new], variables=before.variables)
-        self._imports = imports
-        if self.enabled and (imports != before or self._running is None):
-            self._due.set()
+            if self._running is None:
+                self._due.set()
 
     def ended(self, loaded: bool, by_signal: bool) -> None:
         """Record a fork's end. If it had not loaded the app, the next worker is not forked: the fork may be the reason."""
@@ -287,14 +276,14 @@ class WorkerZygote:
         if answer["type"] == "Ready":
             async with self._asking:
                 self._end()
-                running.modules, running.dropped = frozenset(answer["modules"]), dropped
-                self._running, self._state, self._why, self._gauged = running, "ready", "", (0.0, 0)
+                running.modules, running.dropped = answer["modules"], dropped
+                self._running, self._state, self._why = running, "ready", ""
                 running.lost = self._lost
             if running.child.exited.is_set():
                 self._lost()
                 return
             took = time.monotonic() - begin
-            _log.info("zygote (pid %d) ready with %d modules in %.1f s", running.child.pid, len(running.modules), took)
+            _log.info("zygote (pid %d) ready with %d modules in %.1f s", running.child.pid, running.modules, took)
         else:
             running.end()
             top = _top(answer["module"])

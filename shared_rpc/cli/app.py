@@ -148,7 +148,7 @@ def _zygote_table(zygotes: list[dict[str, Any]], title: str) -> None:
             "pid>": lambda one: one["pid"],
             "has imported": lambda one: ", ".join(one["preload"]),
             "scripts>": lambda one: one["runs"],
-            "memory>": lambda one: size(one["pss"]),
+            "memory>": lambda one: size(one["rss"]),
             "idle>": lambda one: f"{one['idle']:.0f} s",
             "ends after>": lambda one: f"{one['idle_exit']:.0f} s",
         },
@@ -227,7 +227,7 @@ def _zygote(facts: ZygoteInfo) -> str:
     if facts["state"] != "ready":
         return f"none ({facts['state']})" + (f": {facts['why']}" if facts.get("why") else "")
     left_out = f", without {', '.join(facts['dropped'])}" if facts["dropped"] else ""
-    return f"pid {facts['pid']}, {facts['modules']:,} modules{left_out}, {size(facts['pss'])}"
+    return f"pid {facts['pid']}, {facts['modules']:,} modules{left_out}, {size(facts['rss'])}"
 
 
 def devices(socket: Socket = None, base_path: BasePath = None, json: Json = False) -> None:

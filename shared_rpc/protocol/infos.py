@@ -84,16 +84,15 @@ class WorkerInfo(TypedDict):
 class ZygoteInfo(TypedDict):
     """The process from which workers are forked.
 
-    ``why`` is the reason if there is none. One that is ``"ready"`` has a ``pid``, the number of imported ``modules``, ``pss``
-    (its private memory and its share of memory common with workers), and the packages that it ``dropped``, each with the
-    reason.
+    ``why`` is the reason if there is none. One that is ``"ready"`` has a ``pid``, the number of imported ``modules``, its
+    resident memory ``rss``, and the packages that it ``dropped``, each with the reason.
     """
 
     state: Literal["off", "waiting", "starting", "ready"]
     why: NotRequired[str]
     pid: NotRequired[int]
     modules: NotRequired[int]
-    pss: NotRequired[int]
+    rss: NotRequired[int]
     dropped: NotRequired[dict[str, str]]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-import pkgutil
 import site
 import sys
 import sysconfig
@@ -13,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
-from zipimport import zipimporter
 
 from shared_rpc.settings import environment
 
@@ -114,15 +112,10 @@ def preload(names: Sequence[str], folders: Iterable[str], check: Callable[[], st
 def shadowed(folders: Iterable[str]) -> str:
     """Return a file that a new process would import in place of an imported module; empty for none.
 
-    :param folders: directories or archives, in search order.
+    :param folders: directories in search order.
     """
     found: set[str] = set()
     for folder in folders:
-        importer = pkgutil.get_importer(folder)
-        if isinstance(importer, zipimporter):
-            names = sorted({name.partition(".")[0] for name in sys.modules} - {"__main__"} - found)
-            if hidden := next((name for name in names if importer.find_spec(name) is not None), ""):
-                return f"{hidden} in {folder}"
         try:
             entries = os.listdir(folder or ".")
         except OSError:

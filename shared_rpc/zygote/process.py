@@ -23,6 +23,7 @@ from shared_rpc.zygote.child import close_all_but, set_title
 from shared_rpc.zygote.wire import code_of_ended, framed, send
 
 _PR_SET_PDEATHSIG = 1
+_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def fork() -> int:
@@ -138,12 +139,10 @@ def is_readable(fd: int, seconds: float | None = None) -> bool:
     return bool(ready.poll(seconds * 1000 if seconds is not None else None))
 
 
-def pss_of(pid: int) -> int:
-    """Return a process's memory in bytes, with its share of memory common with its forks; 0 if it has ended. See proc(5)."""
-    with suppress(OSError):
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) << 10
+def resident_bytes(pid: int) -> int:
+    """Return the resident host memory of a process in bytes; 0 if it has ended."""
+    with suppress(OSError, IndexError):
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE
     return 0
 
 

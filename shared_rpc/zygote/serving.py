@@ -21,7 +21,7 @@ from shared_rpc.settings import change_environment, environment
 from shared_rpc.zygote import child
 from shared_rpc.zygote.child import become, open_descriptors, own_path, run_program
 from shared_rpc.zygote.imports import Files, changeable, changes_since, preload, shadowed
-from shared_rpc.zygote.process import fork, fork_watched, pss_of, refuse
+from shared_rpc.zygote.process import fork, fork_watched, refuse, resident_bytes
 from shared_rpc.zygote.safety import try_fork, unsafe
 from shared_rpc.zygote.wire import GO, GREETING, Lost, framed, receive, receive_fds, send
 
@@ -129,8 +129,7 @@ class Zygote:
             return {"type": "Unfit", "why": why, "module": ""}
         self._kept = sorted({*self._kept, *({*open_descriptors()} - self._fds)})
         self._files = Files()
-        modules = [name for name, imported in sys.modules.items() if imported is not None]
-        return {"type": "Ready", "modules": modules, "dropped": done.dropped, "variables": self._changed}
+        return {"type": "Ready", "modules": len(sys.modules), "dropped": done.dropped, "variables": self._changed}
 
     def serve(self, door: Control) -> Callable[[], NoReturn] | None:
         """Fork for each client until no more can connect. Returns the program in requested processes, None at the end."""
@@ -302,7 +301,7 @@ class Listener(Control):
         os.kill(self._pid, signal.SIGKILL)  # it has no state to lose
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Describe the zygote; times are in seconds, ``pss`` in bytes, see :func:`~shared_rpc.zygote.process.pss_of`."""
+        """Describe the zygote; times are in seconds, and ``rss`` is its resident memory in bytes."""
         if request["type"] != "TellState":
             return super().answer(request)
         now = time.monotonic()
@@ -317,5 +316,5 @@ class Listener(Control):
             "idle": now - self._last,
             "idle_exit": self._idle_exit,
             "uptime": now - self._begun,
-            "pss": pss_of(self._pid) + pss_of(os.getpid()),  # this fork has half of it for the moment
+            "rss": resident_bytes(self._pid),
         }

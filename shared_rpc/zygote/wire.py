@@ -4,9 +4,9 @@ They stay on this host and in this version of the package. A message is an objec
 
 =================  ======================================================================================================
 ``Preload``        to a broker's zygote, first: ``modules``, ``own``, ``folders``, ``needed``, see
-                   :meth:`~shared_rpc.zygote.serving.Zygote.prepare`; answered with ``Ready`` (``modules``, ``dropped``, and
-                   the ``variables`` that the imports have set) or ``Unfit`` (``why``, and the ``module`` whose import was
-                   the reason)
+                   :meth:`~shared_rpc.zygote.serving.Zygote.prepare`; answered with ``Ready`` (the number of
+                   ``modules``, ``dropped``, and the ``variables`` that the imports have set) or ``Unfit`` (``why``, and the
+                   ``module`` whose import was the reason)
 ``Greeting``       to each client. Descriptors are sent after it: those sent to a stopped process stay open for as long
 ``Fork``           to a fork of the zygote, which becomes the watcher of the requested process: see
                    :class:`~shared_rpc.zygote.serving.Fork`; answered with ``Forked`` (``pid``) or ``ForkRefused`` (``why``;

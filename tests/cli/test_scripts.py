@@ -315,7 +315,7 @@ def test_zygotes_are_listed_and_stopped(place: Place) -> None:
     shared_rpc = [sys.executable, "-m", "shared_rpc.cli"]
     (listed,) = [one for one in json.loads(place._finish([*shared_rpc, "ls", "--json"]).output) if one["runs"]][:1]
     assert (listed["kind"], listed["preload"], len(listed["key"])) == ("zygote", ["torch"], 16)
-    assert listed["runs"] >= 1 and listed["idle"] >= 0 and listed["pss"] > 1 << 20
+    assert listed["runs"] >= 1 and listed["idle"] >= 0 and listed["rss"] > 1 << 20
     assert f"{listed['key']}" in place._finish([*shared_rpc, "ls"]).output
     assert str(listed["pid"]) in place._finish([*shared_rpc, "stop", "--all"]).output
     assert not is_running(listed["pid"])

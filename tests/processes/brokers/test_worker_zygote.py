@@ -93,7 +93,7 @@ def test_later_workers_are_forks(app: BrokerApp, start: Start) -> None:
     zygote_ready(client)
     about = zygote_of(client)
     assert (about["state"], about["dropped"]) == ("ready", {})
-    assert about["modules"] > 100 and about["pss"] > 1 << 20
+    assert about["modules"] > 100 and about["rss"] > 1 << 20
     client.reload()
     one, other = worker_pids(client)
     assert is_fork(one) and is_fork(other)

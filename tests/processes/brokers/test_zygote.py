@@ -131,7 +131,7 @@ def test_failing_imports_are_left_out(zygote: Zygote) -> None:
         "leaves": "SystemExit: 3",
         "no_such_module": "ModuleNotFoundError: No module named 'no_such_module'",
     }
-    assert "colorsys" in ready["modules"]
+    assert ready["modules"] > 0
 
 
 @pytest.mark.parametrize(
