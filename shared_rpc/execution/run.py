@@ -25,7 +25,7 @@ CallArguments = Arguments | tuple[tuple[Any, ...], dict[str, Any]]
 class Run(msgspec.Struct, Generic[W], eq=False):
     """One run of an endpoint, from the call that starts it to its outcome.
 
-    ``key`` is None if the result is not, or no longer, to be cached; in the latter case ``former_key`` is the earlier key.
+    ``key`` is None if its call has none; ``cached`` is True if the cache would list the result.
     ``refreshes`` is the identity of a refresh's arguments, None if they have none. ``number`` is the run's place in the order
     of opening, from 1 on; in a worker, its number in the broker.
 
@@ -33,7 +33,7 @@ class Run(msgspec.Struct, Generic[W], eq=False):
     ``chain``: see :class:`shared_rpc.context.RunContext`. ``background``: True if the run may take long and must not hold up
     calls with waiting callers. ``session`` is the caller's session; ``pooled``: True if the result is for this session alone
     and may lie in its pool; ``shares_slab``: True if a small result may share a segment with others. For events,
-    ``request_id`` is that of the call that started it, and ``cached`` is True if the cache would list its result.
+    ``request_id`` is that of the call that started it.
 
     ``begun_at`` is the start of its work on the caller's clock; ``progress`` is its latest progress.
     """
@@ -53,8 +53,7 @@ class Run(msgspec.Struct, Generic[W], eq=False):
     request_id: str = ""
     cached: bool = False
     number: int = 0
-    former_key: str | None = None
-    #: True if it builds a candidate, whose key is ``former_key``; and True if that was invalidated since.
+    #: True if it builds a candidate; and True if that was invalidated since.
     prepares: bool = False
     invalidated: bool = False
     #: When the run was opened, in Unix seconds.

@@ -165,28 +165,25 @@ class Runs:
                 return
         if key is not None and not fresh:
             self.statistics.of(spec.name)["misses"] += 1
-        former_key = key if waiter.prepares else None
-        key = None if waiter.prepares else key
         run = waiter.run = Run(
             spec,
             key,
             arguments,
             {waiter: None},
             waiter.arguments,
-            publish=not waiter.local or key is not None or spec.managed or waiter.task is not None or waiter.prepares,
-            chain=chain | {spec.name, key or former_key or spec.name},
+            publish=not waiter.local or key is not None or spec.managed or waiter.task is not None,
+            chain=chain | {spec.name, key or spec.name},
             background=waiter.task is not None or fresh or spec.execution == "task",
             session=waiter.session,
             pooled=waiter.pooled and key is None and not spec.managed and waiter.task is None,
             shares_slab=self._tiers.may_share_slab(spec),
             request_id=waiter.request_id,
-            cached=key is not None,
-            former_key=former_key,
+            cached=key is not None and not waiter.prepares,
             prepares=waiter.prepares,
             created_at=time.time(),
         )
         self.calls.open(run)
-        if not (spec.managed and key is not None and not waiter.refreshes and self.ask(run)):
+        if not (spec.managed and run.cached and not waiter.refreshes and self.ask(run)):
             self.begin(run)
 
     def begin(self, run: Run[Waiter]) -> None:
@@ -243,7 +240,7 @@ class Runs:
         spec = self._state.registry.find(stored.endpoint)
         call = stored.cache_key, spec.fingerprint if spec is not None else ""
         # Including misses from before an invalidation.
-        for run in [run for run in self._state.misses.values() if (run.key or run.former_key, run.spec.fingerprint) == call]:
+        for run in [run for run in self._state.misses.values() if (run.key, run.spec.fingerprint) == call]:
             if stored.adopted:
                 self._count_adoption(run)
             waiters = self.calls.close(run)
@@ -309,7 +306,7 @@ class Runs:
                     server_id=self._state.server_id,
                     endpoint=run.spec.name,
                     request_id=run.request_id,
-                    cached=run.key is not None,
+                    cached=run.cached,
                 )
             )
         self._followed(run)
@@ -345,7 +342,7 @@ class Runs:
                     server_id=self._state.server_id,
                     endpoint=run.spec.name,
                     request_id=run.request_id,
-                    cached=run.key is not None,
+                    cached=run.cached,
                     seconds=seconds,
                     error=error,
                 )
@@ -371,7 +368,7 @@ class Runs:
             self._close(run, outcome)
             return
         record, waiters = outcome.record, tuple(run.waiters)
-        kept = run.key is not None or (run.spec.managed and waiters) or any(one.task or one.prepares for one in waiters)
+        kept = run.cached or (run.spec.managed and waiters) or any(one.task or one.prepares for one in waiters)
         if record is None or not kept:
             self._deliver(self.calls.close(run), run.spec, record, outcome.live, None)
             if record is not None:
@@ -416,16 +413,16 @@ class Runs:
 
     def _keep(self, run: Run[Waiter], outcome: Completed, record: Record, reservation: Reservation) -> None:
         """Keep the result of a run, within its reservation."""
-        spec, key = run.spec, run.key
+        spec = run.spec
         reservation.release()
         stored = self._objects.add(
             spec.name,
-            key or run.former_key,
+            run.key,
             record,
             spec.idle_ttl,
             outcome.live,
             run=run.number,
-            listed=key is not None,
+            listed=run.cached,
             managed=spec.managed,
             adopted=run.adopted,
             candidate=run.prepares,
@@ -468,7 +465,7 @@ def _info(run: Run[Waiter], epoch: float) -> RunInfo:
     tasks = [waiter.task.task_id for waiter in run.waiters if waiter.task is not None]
     return {
         "endpoint": run.spec.name,
-        "cache_key": run.key or run.former_key,
+        "cache_key": run.key,
         "status": "running" if run.running else "asked" if run.miss else "pending",
         "created_at": run.created_at,
         "started_at": epoch + run.begun_at if run.running else None,

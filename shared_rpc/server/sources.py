@@ -314,9 +314,8 @@ class Sources:
         run.waiters[waiter] = None
 
     def _shown(self, run: Run[Waiter]) -> Miss:
-        key = run.key or run.former_key
-        assert key is not None, "a run without a key is no miss"
-        return Miss(run.miss, run.spec.name, key, run.spec.fingerprint, self._state.device)
+        assert run.key is not None, "a run without a key is no miss"
+        return Miss(run.miss, run.spec.name, run.key, run.spec.fingerprint, self._state.device)
 
     def _take_back(self) -> None:
         for run in self._misses.values():
@@ -341,5 +340,5 @@ class Sources:
 
 
 def _names(runs: list[Run[Waiter]]) -> list[str]:
-    shown = [run.key or run.former_key or run.spec.name for run in runs[:5]]
+    shown = [run.key or run.spec.name for run in runs[:5]]
     return [*shown, f"{len(runs) - 5} more"] if len(runs) > 5 else shown

@@ -182,7 +182,7 @@ def test_incarnations_have_unique_ids(shelf: Shelf) -> None:
 
 def opened(calls: RunTable[Any], endpoint: str, key: str | None, waiter: object) -> Run[Any]:
     """Return a new run of the table."""
-    run = Run(EndpointSpec(endpoint), key, Arguments(), {waiter: None})
+    run = Run(EndpointSpec(endpoint), key, Arguments(), {waiter: None}, cached=key is not None)
     calls.open(run)
     return run
 
@@ -488,7 +488,7 @@ class CallModel(RuleBasedStateMachine):
         what = {"key": key} if key else {"endpoint": endpoint}
         runs = [run for run in self.runs if run.key and (run.key == key or (not key and run.key[0] == endpoint))]
         self.calls.detach(**what)
-        assert all(run.key is None and run in self.calls for run in runs)
+        assert all(not run.cached and run in self.calls for run in runs)
         self.not_joinable(*runs)
 
     @invariant()

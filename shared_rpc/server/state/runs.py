@@ -48,7 +48,7 @@ class RunTable(Generic[W]):
         self.runs.add(run)
         if run.refreshes is not None:
             self._refreshes.setdefault(run.refreshes, run)
-        if run.key is not None:
+        if run.key is not None and run.cached:
             self._by_key.setdefault(run.key, run)
 
     def number(self) -> int:
@@ -63,7 +63,7 @@ class RunTable(Generic[W]):
     def close(self, run: Run[W]) -> list[W]:
         """Close an ended run and return its waiters."""
         self.runs.discard(run)
-        if run.key is not None or run.refreshes is not None:
+        if run.cached or run.refreshes is not None:
             self._unlist(run)
         waiters, run.waiters = list(run.waiters), {}
         return waiters
@@ -71,15 +71,16 @@ class RunTable(Generic[W]):
     def part(self, run: Run[W]) -> None:
         """Exclude a run from the cache and from being joined by later calls."""
         self._unlist(run)
-        run.former_key, run.key = run.key or run.former_key, None
+        run.cached = False
 
     def detach(self, *, key: str | None = None, endpoint: str | None = None) -> None:
         """Keep the results of matching runs out of the cache, also if they are promoted."""
         for run in self.runs:
-            if run.prepares and (run.former_key == key or run.spec.name == endpoint):
-                run.invalidated = True
-            elif run.key is not None and (run.key == key or run.spec.name == endpoint):
-                self.part(run)
+            if run.spec.name == endpoint or (key is not None and run.key == key):
+                if run.prepares:
+                    run.invalidated = True
+                elif run.cached:
+                    self.part(run)
 
     def _unlist(self, run: Run[W]) -> None:
         if run.key is not None and self._by_key.get(run.key) is run:
