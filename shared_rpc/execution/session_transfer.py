@@ -31,7 +31,6 @@ class SessionTransfer(ABC):
         The arena gets a new id, so that no client can pass its memory off as another segment.
         """
         segment = Segment.owning(msgspec.structs.replace(info, id=new_segment_id()), fd, foreign=True)
-        # Of an arena that is sent twice, the first descriptor counts.
         if self._arenas.setdefault(info.id, segment) is not segment:
             segment.close()
         if len(self._arenas) > _MAX_ARENAS:

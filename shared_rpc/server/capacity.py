@@ -196,7 +196,6 @@ class Capacity:
         sizes: Mapping[str, int],
         *,
         totals: Mapping[str, int] | None = None,
-        first: bool = False,
         patient: bool = True,
     ) -> AsyncIterator[Reservation]:
         """Wait for memory and reserve it while the block runs.
@@ -204,12 +203,11 @@ class Capacity:
         :param owner: identifies the request, see :meth:`why`.
         :param sizes: bytes by device, allocated or about to be.
         :param totals: the memory of devices, the limit of those without a quota; by default they have no limit.
-        :param first: go before all pending requests, because they may wait for memory that the caller of ``owner`` uses.
         :param patient: False to be refused if evicting everything would not suffice now.
         :raises CapabilityError: if there can never be that much.
         :raises ServerBusy: if there is none and requests do not wait, or if pinned objects leave too little.
         """
-        request = self.enter(owner, sizes, totals=totals, first=first, patient=patient)
+        request = self.enter(owner, sizes, totals=totals, patient=patient)
         with await self.granted(request) as reservation:
             yield reservation
 
@@ -302,6 +300,8 @@ class Capacity:
         patient: bool = True,
     ) -> CapacityRequest:
         """Queue a request, unless it is granted or refused at once; for the parameters and errors see :meth:`reserve`.
+
+        With ``first`` it goes before all pending requests, because they may wait for memory that its caller uses.
 
         Await :meth:`granted`, unless the request is granted on return.
         """

@@ -35,13 +35,7 @@ def bind_socket(path: str) -> socket.socket:
     try:
         with _locked(f"{path}.lock"):
             _remove_dead_socket(path)
-            try:
-                return _listen(path)
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE:
-                    raise
-                _remove_dead_socket(path)  # a process that does not use the lock was faster
-                return _listen(path)
+            return _listen(path)
     except OSError as error:
         raise ConfigurationError(f"cannot listen on {path}: {error}") from error
 

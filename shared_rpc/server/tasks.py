@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -26,8 +25,6 @@ from shared_rpc.server.state.tasks import Task, TaskTable
 from shared_rpc.server.tiers import Tiers
 from shared_rpc.server.waiting import Delivery, Waiter
 from shared_rpc.settings import ServeOptions
-
-_log = logging.getLogger("shared_rpc.server")
 
 #: Bytes. A task keeps only type, message and traceback of an exception with a larger pickle.
 _EXCEPTION_LIMIT = 1 << 14
@@ -314,7 +311,4 @@ class Tasks:
     def _notify_watchers(self, task: Task[Waiter]) -> None:
         for watcher in tuple(task.watchers):
             if watcher.changed is not None:
-                try:
-                    watcher.changed(self.info(task))
-                except Exception:
-                    _log.exception("the callback of a watcher of session %s for a task failed", watcher.session)
+                watcher.changed(self.info(task))

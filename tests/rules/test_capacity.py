@@ -223,7 +223,7 @@ class World(Shelf):
         async def want() -> None:
             try:
                 if stored is None:
-                    async with self.capacity.reserve(ask, named, first=first):
+                    with await self.capacity.granted(self.capacity.enter(ask, named, first=first)):
                         ask.granted = True
                         await ask.done.wait()
                 else:
