@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
-from typing import Literal
 
 import pytest
 import torch
@@ -83,34 +81,6 @@ def test_short_calls_use_pools_through_a_worker(app: BrokerApp) -> None:
         client.call("end", "kill")
     assert torch.equal(client.call("plus", kept), x + 2)
     assert torch.equal(kept, x + 1)
-
-
-@pytest.mark.parametrize("to", ["host", "file"])
-def test_cold_objects_outlive_their_worker(app: BrokerApp, tmp_path: Path, to: Literal["host", "file"]) -> None:
-    """The broker keeps their bytes without CUDA; the next worker restores them, every byte."""
-    app.write(
-        ON_GPU,
-        """
-        @provider.share(managed=True)
-        def numbers(count):
-            return torch.arange(count, dtype=torch.int32, device="cuda")
-        """,
-    )
-    app.start("--spill-dir", str(tmp_path))
-    client = connect(app)
-    count = 40 << 20
-    with client.call("numbers", count) as handle:
-        object_id = handle.object_id
-    [move] = client.evict(object_id, to)
-    assert (move["object_id"], move["tier"]) == (object_id, to)
-    assert move["nbytes"] == move["copied"] >= 4 * count
-    first = worker_pids(client)[0]
-    os.kill(first, signal.SIGKILL)
-    another_worker(client, first)
-    with connect(app).call("numbers", count) as handle:
-        assert handle.object_id == object_id
-        assert torch.equal(handle.value, torch.arange(count, dtype=torch.int32, device="cuda"))
-    assert client.get_object_info(object_id)["tier"] == "device"
 
 
 @pytest.mark.whole_gpu

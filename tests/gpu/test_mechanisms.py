@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import sys
 from collections.abc import Callable
 from contextlib import closing
 
-import msgspec
 import pytest
 import torch
 
 from benchmarks.mechanisms import Subject
 from shared_rpc import Client, Provider
 from shared_rpc.cli import doctor
-from shared_rpc.errors import CapabilityError, ConfigurationError, ConnectError, ConnectionClosed
+from shared_rpc.errors import CapabilityError, ConfigurationError
 from shared_rpc.memory.backends import choice as mechanisms
 from shared_rpc.memory.backends.choice import Choice, backend_for, choose_mechanism, chosen, mechanism_info
 from shared_rpc.memory.devices import device_id
-from shared_rpc.protocol.records import Mechanism, SegmentInfo
+from shared_rpc.protocol.records import Mechanism
 from tests.kit.bound_host import BoundHost
 from tests.kit.processes import Child, eventually, python
 
@@ -109,20 +107,6 @@ def test_the_host_has_no_choice(base_path: str, mode: str) -> None:
     provider.close()
 
 
-def test_pickled_providers_keep_their_mechanism(base_path: str) -> None:
-    """A class pickled as code may refer to one."""
-    make, _ = Provider(base_path, mechanism="pool").__reduce__()
-    assert isinstance(make, functools.partial)
-    assert make().mechanism == "pool"
-
-
-def test_host_segments_are_memfds() -> None:
-    """Also without a given mechanism."""
-    with closing(backend_for("cpu").create(1)) as segment:
-        assert segment.info.mechanism == "memfd"
-    assert msgspec.json.decode(b'["a", 4096, "cpu"]', type=SegmentInfo).mechanism == "memfd"
-
-
 @pytest.mark.parametrize(("device", "mechanism"), [("cpu", "ipc"), ("cpu", "vmm"), (GPU, "memfd")])
 def test_mechanisms_that_do_not_fit_the_device_are_refused(device: str, mechanism: Mechanism) -> None:
     """In a segment from another process."""
@@ -173,15 +157,6 @@ def test_the_doctor_describes_the_mechanisms(gpu: Callable[..., None], there: tu
     assert text in finding.found
 
 
-def test_the_doctor_mentions_mps(gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The best mechanism isolates no process there."""
-    gpu("vmm")
-    monkeypatch.setattr(doctor, "mps", lambda device: True)
-    finding = doctor._gpu("GPU 0", GPU, "")
-    assert (finding.state, bool(finding.fix)) == ("limited", True)
-    assert "under MPS" in finding.found
-
-
 # Between processes, on a GPU.
 
 #: A server of one mechanism; it ends with its standard input.
@@ -196,10 +171,6 @@ SERVER = """
         with torch.no_grad():
             module.weight.fill_(1.0)
         return module
-
-    @provider.share(managed=True, tensors="parameters")
-    def normed():
-        return torch.nn.BatchNorm1d(4, device="cuda:0").requires_grad_(False)
 
     @provider.share(cache=False)
     def fill(weight: torch.Tensor, value: float):
@@ -315,29 +286,6 @@ def test_writes_are_visible_in_both_directions(mechanism: str, server: tuple[Chi
 
 
 @pytest.mark.gpu
-def test_private_tensors_work_with_each_mechanism(server: tuple[Child, str], children: list[Child]) -> None:
-    """Each process copies the published bytes, whatever others write to their own; parameters are one memory."""
-    code = """
-        import sys, torch
-        from shared_rpc import Client
-        with Client(socket_path={path!r}) as client, client.call("normed") as handle:
-            print("found", handle.value.weight[0].item(), handle.value.running_mean[0].item())
-            handle.value.weight.fill_({value})
-            handle.value.running_mean.fill_({value})
-            torch.cuda.synchronize()
-            print("wrote", handle.value.running_mean.sum().item())
-            sys.stdin.readline()
-    """
-    one, other = (python(code.format(path=server[1], value=value)) for value in (2, 3))
-    children += [one, other]
-    found = {one.expect("found"), other.expect("found")}
-    assert found <= {f"found {value}.0 0.0" for value in (1, 2, 3)}
-    assert [one.expect("wrote"), other.expect("wrote")] == ["wrote 8.0", "wrote 12.0"]
-    for child in (one, other):
-        assert child.close()[0] == 0
-
-
-@pytest.mark.gpu
 @pytest.mark.whole_gpu
 def test_memory_of_a_killed_client_is_freed(mechanism: str, server: tuple[Child, str], attach: Callable[[], Child]) -> None:
     """Half a gigabyte, once the kernel has closed its descriptors."""
@@ -378,23 +326,3 @@ def test_memory_of_a_killed_maker(mechanism: Mechanism) -> None:
         assert (reads, subject.found["opens"]) == (["reads all bytes"] * 3, "yes")
     else:
         assert subject.found["opens"].startswith("error: ")
-
-
-@pytest.mark.gpu
-def test_clients_after_the_end_of_the_server(mechanism: str, server: tuple[Child, str], attach: Callable[[], Child]) -> None:
-    """By VMM a client continues to compute. By the others it reads the former bytes or is refused by the driver, and
-    never reads anything else; further requests fail as with any server that has ended.
-    """
-    client = attach()
-    client.tell("write 2")
-    client.expect("wrote")
-    server[0].kill()
-
-    client.tell("sum")
-    line = client.expect("")
-    assert line == f"sum {2.0 * COUNT}" or (mechanism != "vmm" and line.startswith("failed")), line
-    client.tell("ask 1")
-    error = client.expect("failed").split()[1]
-    if line.startswith("sum"):
-        assert error in (ConnectionClosed.__name__, ConnectError.__name__)
-    client.kill()

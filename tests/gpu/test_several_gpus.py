@@ -33,26 +33,6 @@ def tell(**facts):
 
 """
 
-#: A server process on its first GPU.
-SERVER = """
-import sys
-from shared_rpc import Provider, Server
-
-provider = Provider(device="cuda:0")
-
-@provider.share(cache=False)
-def echo(x):
-    return x
-
-@provider.share(cache=False)
-def plus_one(x):
-    return x + 1
-
-with Server(provider) as server:
-    print("ready", server.socket_path)
-    sys.stdin.readline()
-"""
-
 
 @pytest.fixture
 def gpus() -> list[str]:
@@ -74,18 +54,9 @@ def provider(base_path: str) -> Provider:
     def spanning() -> torch.nn.Module:
         return Spanning("cuda:0", "cuda:1")
 
-    @provider.share(managed=True, access="read", tensors="parameters")
-    def own_buffers() -> torch.nn.Module:
-        return torch.nn.ModuleList(torch.nn.BatchNorm1d(4, device=f"cuda:{number}").requires_grad_(False) for number in (0, 1))
-
     @provider.share
     def weights() -> torch.Tensor:
         return torch.arange(64.0, device="cuda:0").reshape(8, 8)
-
-    @provider.share(cache=False)
-    def on_both() -> dict[str, Any]:
-        base = torch.arange(12.0, device="cuda:1")
-        return {"first": torch.arange(3.0, device="cuda:0"), "second": [base, base[4:8]], "note": 1}
 
     @provider.share(cache=False)
     def echo(x: torch.Tensor) -> torch.Tensor:
@@ -195,57 +166,6 @@ with Client(socket_path={server.socket_path!r}) as client, client.call("spanning
     assert facts["after"] == computed(provider) != before
 
 
-@pytest.mark.parametrize("seen", [OTHER_ORDER, [0]], ids=["other order", "first"])
-def test_private_tensors_can_be_on_two_gpus(
-    server: Server, provider: Provider, gpus: list[str], children: list[Child], seen: list[int]
-) -> None:
-    """Each copy is on the GPU of the published tensor, or on a peer if the client does not see that."""
-    child = client(
-        children,
-        listed(gpus, seen),
-        f"""
-with Client(socket_path={server.socket_path!r}) as client, client.call("own_buffers") as handle:
-    for layer in handle.value:
-        layer.train()(torch.randn(8, 4, device=layer.weight.device))
-    torch.cuda.synchronize()
-    tell(
-        devices=[str(layer.running_mean.device) for layer in handle.value],
-        weights=[str(layer.weight.device) for layer in handle.value],
-        steps=[layer.num_batches_tracked.item() for layer in handle.value],
-    )
-""",
-    )
-
-    facts = read_facts(child)
-
-    expected = [f"cuda:{seen.index(number) if number in seen else 0}" for number in (0, 1)]
-    assert facts == {"devices": expected, "weights": expected, "steps": [1, 1]}
-    with provider.call("own_buffers") as handle:
-        assert [layer.num_batches_tracked.item() for layer in handle.value] == [0, 0]
-
-
-def test_results_can_be_on_two_gpus(server: Server, gpus: list[str], children: list[Child]) -> None:
-    """Tensors on the provider's GPU and on another one, including views, in one result."""
-    child = client(
-        children,
-        listed(gpus, OTHER_ORDER),
-        f"""
-with Client(socket_path={server.socket_path!r}) as client:
-    result = client.call("on_both")
-    base, view = result["second"]
-    base.add_(1)
-    tell(
-        gpus=[gpu_of(tensor) for tensor in (result["first"], base, view)],
-        first=result["first"].tolist(),
-        view=view.tolist(),
-        note=result["note"],
-    )
-""",
-    )
-
-    assert read_facts(child) == {"gpus": [gpus[0], gpus[1], gpus[1]], "first": [0, 1, 2], "view": [5, 6, 7, 8], "note": 1}
-
-
 # Arguments.
 
 
@@ -275,25 +195,6 @@ with Client(socket_path={server.socket_path!r}) as client:
     assert facts["stride"] == [1, 3]
     more = [[1, 4], [2, 5], [3, 6]]
     assert facts["values"] == [[[0, 3], [1, 4], [2, 5]], more, more, [[0, 0], [1, 1]]]
-
-
-def test_arguments_on_an_invisible_gpu_are_accessible(gpus: list[str], base_path: str, children: list[Child]) -> None:
-    """The server uses them through a peer; new tensors are on its own GPU, and returned ones stay in place."""
-    server = python(SERVER, environ=listed(gpus, [0]))
-    children.append(server)
-    path = server.expect("ready").removeprefix("ready ")
-    child = client(
-        children,
-        listed(gpus, [0, 1]),
-        f"""
-with Client(socket_path={path!r}) as client:
-    argument = torch.arange(6.0, device="cuda:1")
-    same, more = client.call("echo", argument), client.call("plus_one", argument)
-    tell(gpus=[gpu_of(same), gpu_of(more)], same=same.tolist(), more=more.tolist())
-""",
-    )
-
-    assert read_facts(child) == {"gpus": [gpus[1], gpus[0]], "same": [0, 1, 2, 3, 4, 5], "more": [1, 2, 3, 4, 5, 6]}
 
 
 def test_each_gpu_has_its_server(gpus: list[str], base_path: str, children: list[Child]) -> None:

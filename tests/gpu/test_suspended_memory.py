@@ -237,36 +237,3 @@ def test_memory_of_a_lost_session_is_replaced_on_request(app: BrokerApp, childre
     children.append(child)
     assert child.expect("told:") == "told: True True"
     assert child.expect("same:") == "same: True True False"
-
-
-def test_memory_of_legacy_ipc_is_not_suspended(broker_app: BrokerApp, children: list[Child]) -> None:
-    """The driver chooses its address: the error names a suitable mechanism, and the value stays usable."""
-    from shared_rpc.memory.backends.choice import survey
-    from shared_rpc.memory.backends.cuda import visible_gpus
-
-    lacks = survey(visible_gpus()[0])["ipc"]
-    if lacks:
-        pytest.skip(f"the GPU has {lacks}")
-    broker_app.write(
-        """
-        provider.device = "cuda"
-        provider.mechanism = "ipc"
-
-        @provider.share(managed=True)
-        def weights():
-            return torch.arange(1 << 20, device="cuda", dtype=torch.int32)
-        """
-    )
-    broker_app.start()
-    child = client_process(
-        """
-        from shared_rpc.errors import CapabilityError
-        with client.call("weights") as handle:
-            try:
-                handle.suspend()
-            except CapabilityError as error:
-                print("refused:", "mechanism='vmm'" in str(error), handle.suspended, int(handle.value[-1]) == (1 << 20) - 1)
-        """
-    )
-    children.append(child)
-    assert child.expect("refused:") == "refused: True False True"

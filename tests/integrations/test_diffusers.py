@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shared_rpc import Provider, errors
+from shared_rpc import Provider
 from shared_rpc.integrations import diffusers as integration
 from tests.integrations.comparing import same_bits, shared_parameters
 
@@ -65,22 +65,3 @@ def test_parts_can_be_given(provider: Provider, device: str, tmp_path: Path) -> 
     assert shared_parameters(one.vae) == {}
     assert len(shared_parameters(one.unet)) == len(list(one.unet.parameters()))
     assert same_bits(one.unet, unet)
-
-
-def test_adapters_are_private(provider: Provider, device: str, tmp_path: Path) -> None:
-    """LoRA on a shared UNet adds layers of one process, and keeps the shared weights."""
-    peft = pytest.importorskip("peft")
-    path = stable_diffusion(tmp_path / "pipeline")
-    with integration.shared(provider, fallback=False):
-        one, other = (diffusers.UNet2DConditionModel.from_pretrained(path, subfolder="unet") for _ in range(2))
-    one.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False))
-    shared = set(shared_parameters(one).values())
-    assert shared == set(shared_parameters(other).values())
-    assert {name.rpartition(".lora_")[2][0] for name, each in one.named_parameters() if each.requires_grad} == {"A", "B"}
-
-
-def test_unshareable_parts_are_refused_by_name(provider: Provider, tmp_path: Path) -> None:
-    """Before anything is loaded."""
-    path = stable_diffusion(tmp_path / "pipeline")
-    with integration.shared(provider, fallback=False), pytest.raises(errors.CapabilityError, match="offload_folder='there'"):
-        diffusers.UNet2DConditionModel.from_pretrained(path, subfolder="unet", offload_folder="there")

@@ -116,12 +116,3 @@ def test_mismatched_weights_are_refused(weights: Weights, device: str) -> None:
         from_shared(handle, Head, transformers.LlamaConfig(**{**handle.value.config.to_dict(), "vocab_size": 90}))
     assert set(raised.value.missing) == {"score.weight", "score.bias"}
     assert {text.split()[0] for text in raised.value.mismatched} == {"model.embed_tokens.weight", "lm_head.weight"}
-
-
-def test_the_model_keeps_the_lease(weights: Weights, connect: Connect, device: str) -> None:
-    """Without a separate handle the object stays in use."""
-    handle = weights(decoder().to(device))
-    object_id, kept = handle.object_id, from_shared(handle, transformers.LlamaForCausalLM)
-    del handle
-    assert connect(device=device).get_object_info(object_id)["leases"] == 1
-    assert kept.lm_head.weight.numel()

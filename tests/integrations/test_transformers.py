@@ -97,15 +97,6 @@ def test_different_weights_are_separate_models(provider: Provider, checkpoint: s
     assert len(addresses) == len(ways)
 
 
-def test_attention_is_chosen_by_each_process(provider: Provider, checkpoint: str) -> None:
-    """Implementations of attention share the memory, and are set as requested."""
-    ways = [attached(provider, checkpoint, attn_implementation=way) for way in ("eager", "sdpa", "eager")]
-    assert [model.config._attn_implementation for model in ways] == ["eager", "sdpa", "eager"]
-    assert len({model.lm_head.weight.data_ptr() for model in ways}) == 1
-    mine = own(provider, checkpoint, attn_implementation="eager")
-    assert torch.equal(outputs(mine)[0], outputs(ways[0])[0])
-
-
 def test_models_are_private_to_their_process(provider: Provider, checkpoint: str) -> None:
     """Configuration, mode, hooks, and replaced modules do not affect another model over the same memory."""
     one, other = attached(provider, checkpoint), attached(provider, checkpoint)
@@ -150,17 +141,6 @@ def test_weights_missing_in_the_checkpoint_are_private(provider: Provider, tmp_p
     assert shared_parameters(one) == shared_parameters(other)
 
 
-def test_attached_models_generate(provider: Provider, checkpoint: str) -> None:
-    """``generate`` with either cache, which is private, returns the tokens of an unshared model."""
-    one, mine = attached(provider, checkpoint), own(provider, checkpoint)
-    tokens = inputs(one)["input_ids"]
-    options = {"attention_mask": torch.ones_like(tokens), "max_new_tokens": 6, "do_sample": False, "disable_compile": True}
-    for cache in ("dynamic", "static"):
-        made = one.generate(tokens, cache_implementation=cache, **options)
-        assert made.shape[1] > tokens.shape[1]
-        assert torch.equal(made, mine.generate(tokens, cache_implementation=cache, **options))
-
-
 def test_pipelines_attach(provider: Provider, tmp_path: Path) -> None:
     """``pipeline(task, model=name)`` loads its model by the same method."""
     name = save(FAMILIES["vit"](), tmp_path / "vit")
@@ -192,19 +172,6 @@ def test_copies_are_private(provider: Provider, checkpoint: str) -> None:
     for each in copies:
         with pytest.raises(errors.CapabilityError, match="has no lease"):
             release(each)
-
-
-def test_conversions_copy(provider: Provider, checkpoint: str) -> None:
-    """Resized embeddings and another dtype are the process's own, and the shared memory is unchanged."""
-    one, other = attached(provider, checkpoint), attached(provider, checkpoint)
-    embeddings = {"model.embed_tokens.weight", "lm_head.weight"}
-    one.resize_token_embeddings(100)
-    assert shared_parameters(other).keys() - shared_parameters(one).keys() == embeddings
-    assert one.to(other.device) is one
-    assert shared_parameters(one)
-    one.to(torch.float64)
-    assert shared_parameters(one) == {}
-    assert same_bits(own(provider, checkpoint), other)
 
 
 def test_leases_last_as_long_as_tensors(provider: Provider, checkpoint: str) -> None:
@@ -312,14 +279,6 @@ def test_unshareable_models_are_refused_by_name(refused: str, provider: Provider
     with pytest.raises(errors.CapabilityError, match=rf"LlamaForCausalLM.from_pretrained\(.*\) is not shared: {text}"):
         attached(provider, checkpoint, **options)
     assert objects(provider) == []
-
-
-def test_unshareable_models_are_loaded_ordinarily(provider: Provider, checkpoint: str) -> None:
-    """With one warning that gives the reason."""
-    with shared(provider), pytest.warns(UserWarning, match="offload_folder.*loaded for this process alone") as warned:
-        one = AutoModelForCausalLM.from_pretrained(checkpoint, offload_folder="there")
-    assert len(warned) == 1
-    assert shared_parameters(one) == {}
 
 
 class Mine(transformers.LlamaForCausalLM):

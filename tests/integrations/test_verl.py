@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 import torch
 
 from shared_rpc import Client, Provider
-from shared_rpc.errors import ChannelClosed
 from tests.kit.interpreter import bits
 from tests.kit.processes import PYTHONPATH, ROOT
 
@@ -106,18 +104,6 @@ def group(kind: type[Worker], **options: Any) -> RayWorkerGroup:
 
 
 @pytest.fixture
-def engines(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The engines of one trainer and one rollout, after the steps before an update."""
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    import_external_libs(CONFIG.custom_backend_module)
-    kind = CheckpointEngineRegistry.get(CONFIG.backend)
-    made = [kind(bucket_size=1 << 20, is_master=True), kind(bucket_size=1 << 20)]
-    for engine, arguments in zip(made, kind.build_topology(1, 1, [each.prepare() for each in made]), strict=True):
-        engine.init_process_group(**{key: value for key, (value,) in arguments.items()})
-    return made
-
-
-@pytest.fixture
 def manager(owner: Provider, monkeypatch: pytest.MonkeyPatch) -> Iterator[CheckpointEngineManager]:
     """verl's manager of two trainers and two rollouts, next to a server."""
     environ = {
@@ -151,21 +137,3 @@ def test_every_rollout_receives_each_update(manager: CheckpointEngineManager, ba
             assert "memfd:" not in maps
     with Client(base_path, device="cpu") as client:
         assert client.list_objects() == []
-
-
-@pytest.mark.parametrize("device", ["cpu"])
-def test_a_failed_update_is_an_error_for_the_rollouts(owner: Provider, engines: list[Any]) -> None:
-    """They do not take the weights that were sent for all of them."""
-
-    def failing() -> Iterator[tuple[str, torch.Tensor]]:
-        yield from weights(0).items()
-        raise OSError("a rank is gone")
-
-    async def received() -> list[str]:
-        return [name async for name, _ in engines[1].receive_weights()]
-
-    async def update() -> list[Any]:
-        return await asyncio.gather(engines[0].send_weights(failing()), received(), return_exceptions=True)
-
-    sending, receiving = asyncio.run(update())
-    assert isinstance(sending, OSError) and isinstance(receiving, ChannelClosed)

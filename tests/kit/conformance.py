@@ -76,8 +76,6 @@ class BackendConformance:
     protects: ClassVar[bool] = True
     #: Whether memory can be unmapped and mapped again at its address. Legacy IPC and pools choose the address.
     vacates: ClassVar[bool] = True
-    #: Descriptors that a mapping holds. Where the maker must detect the last user, each mapping holds one that it counts.
-    held: ClassVar[int] = 0
     #: ``module:name`` of the backend, unless it is one of the library's.
     own: ClassVar[str] = ""
     #: Tolerance of the footprint, less than the footprint of one segment.
@@ -226,24 +224,6 @@ class BackendConformance:
         assert (one != other) == self.remaps
         assert segment_peer.load(backend, other + last, 4) == b"last"
 
-    def test_descriptor_may_close_before_the_mapping(self, nothing_left: None, backend: Backend) -> None:
-        """A mapping alone keeps the memory; unmapping frees it."""
-        segment = backend.create(1)
-        nbytes = segment.info.nbytes
-        address = backend.map(segment.fileno(), nbytes, "read_write")
-        segment.close()
-        segment_peer.store(backend, address, b"alive")
-        assert segment_peer.load(backend, address, 5) == b"alive"
-        backend.synchronize()
-        backend.unmap(address, nbytes)
-
-    def test_content_outlives_mappings(self, backend: Backend, segment: Segment, mapped: Callable[..., int]) -> None:
-        """Unmapping and mapping again shows the same bytes: the descriptor keeps the memory."""
-        address = backend.map(segment.fileno(), segment.info.nbytes, "read_write")
-        segment_peer.store(backend, address, b"kept")
-        backend.unmap(address, segment.info.nbytes)
-        assert segment_peer.load(backend, mapped(segment), 4) == b"kept"
-
     # Vacating.
 
     @pytest.fixture
@@ -388,13 +368,6 @@ class BackendConformance:
                 backend.map(fd, nbytes, access)
         os.close(fd)
 
-    def test_closed_descriptor_is_refused(self, nothing_left: None, backend: Backend) -> None:
-        """A closed descriptor is refused like one of another kind."""
-        with closing(backend.create(1)) as segment:
-            nbytes, fd = segment.info.nbytes, segment.fileno()
-        with pytest.raises(CapabilityError):
-            backend.map(fd, nbytes, "read_write")
-
     # Sealing.
 
     def test_sealing_refuses_new_writers(
@@ -504,15 +477,3 @@ class BackendConformance:
         self.assert_died_of_write(*culprit.close())
         assert bytes.fromhex(bystander.ask("read 0 6")) == b"intact"
         assert segment_peer.load(backend, address, 6) == b"intact"
-
-    def test_peer_holds_one_descriptor(self, segment: Segment, peer: Callable[[], Peer]) -> None:
-        """Receiving and mapping costs a process the received descriptor, and those that its mappings hold."""
-        other = peer()
-        before = int(other.ask("fds"))
-        other.give(segment)
-        received = int(other.ask("fds"))
-        other.ask("map read_write")
-        opened = int(other.ask("fds"))  # a GPU's driver opens files once
-        other.ask("map read")
-        assert received == before + 1
-        assert int(other.ask("fds")) == opened + self.held
