@@ -231,7 +231,7 @@ def docs(session: nox.Session) -> None:
     for builder in ("html", "doctest"):
         target = ("docs", f"docs/_build/{builder}")
         _run(session, "sphinx-build", "-n", "-W", "--keep-going", "-q", "-b", builder, "-d", "docs/_build/doctrees", *target)
-    pages = ("pages", "compatibility", "tutorial", "pictures", "deploy")
+    pages = ("pages", "compatibility", "tutorial", "deploy")
     _test(session, *BY_FILE, *(f"tests/docs/test_{name}.py" for name in pages))
 
 

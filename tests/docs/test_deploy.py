@@ -9,14 +9,12 @@ import re
 import shutil
 import signal
 import subprocess
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.kit.commands import cli
 from tests.kit.processes import ROOT, Child, eventually
 from tests.kit.scraping import Scrape, scrape
 
@@ -105,36 +103,9 @@ def test_the_mounted_files_exist() -> None:
     assert source["uid"] == DASHBOARD["templating"]["list"][0]["current"]["value"]
 
 
-def test_the_image_is_complete() -> None:
-    """Every copied file exists and is not ignored, and the server has the used options."""
-    image = (DEPLOY / "Dockerfile").read_text()
-    ignored = (DEPLOY / "Dockerfile.dockerignore").read_text().split()
-    for sources in re.findall(r"^COPY (.*) \S+$", image, re.MULTILINE):
-        for source in sources.split():
-            assert (ROOT / source).exists(), source
-            assert f"!{source}" in ignored
-    extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
-    asked = re.findall(r"EXTRAS[=:] ?([\w,]+)", image + (DEPLOY / "docker-compose.cuda.yml").read_text())
-    assert asked and all(set(one.split(",")) <= extras for one in asked)
-    command = read_yaml("docker-compose.yml")["services"]["server"]["command"]
-    shown = cli("serve", "--help", environ={"COLUMNS": "200"}).succeeded
-    assert all(option in shown for option in command if option.startswith("--"))
-
-
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool, of Debian's package prometheus, is not installed")
 @pytest.mark.parametrize(("kind", "name"), [("config", "prometheus.yml"), ("rules", "alerts.yml")])
 def test_promtool_accepts_the_files(kind: str, name: str) -> None:
     """The configuration, and the rules of the alerts."""
     checked = subprocess.run(["promtool", "check", kind, str(DEPLOY / name)], capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stderr
-
-
-def test_docker_accepts_the_composition() -> None:
-    """If docker with compose is installed; no daemon is needed."""
-    docker = shutil.which("docker")
-    if docker is None or subprocess.run([docker, "compose", "version"], capture_output=True, check=False).returncode:
-        pytest.skip("no docker compose here")
-    for files in (["docker-compose.yml"], ["docker-compose.yml", "docker-compose.cuda.yml"]):
-        options = [word for name in files for word in ("-f", str(DEPLOY / name))]
-        checked = subprocess.run([docker, "compose", *options, "config", "-q"], capture_output=True, text=True, check=False)
-        assert checked.returncode == 0, checked.stderr

@@ -160,16 +160,6 @@ def test_accesses_are_limited(buffers: Buffers) -> None:
     assert buffers.dropped == [stored]
 
 
-def test_other_ids_are_refused(buffers: Buffers) -> None:
-    """A result of an endpoint can neither be got as a buffer nor freed."""
-    result = buffers.add("f(1)", holders="a")
-    assert buffers.reason(result) == buffers.reason("x" * 1000) == "unknown"
-    assert not buffers.table.free(result.object_id) and result.listed
-    with pytest.raises(BufferNotFound) as caught:
-        buffers.table.get("a", "x" * 1000)
-    assert len(str(caught.value)) < 300
-
-
 def test_the_cache_does_not_evict_buffers() -> None:
     """They count against its budget and evict cached objects."""
     buffers = Buffers(max_bytes=250)

@@ -5,13 +5,10 @@
 
 from __future__ import annotations
 
-import collections
-import gc
 import logging
 import math
 import os
 import sys
-import threading
 import types
 from collections.abc import Callable
 from contextlib import closing
@@ -174,63 +171,7 @@ def test_tensors_are_found_anywhere(device: str, rebuilt: Rebuilt) -> None:
     assert result.state.step == 3
 
 
-def test_modules_with_their_own_pickling_are_followed(device: str, rebuilt: Rebuilt) -> None:
-    """A class that defines its pickling is obeyed."""
-    value = _Careful(device)
-    result = rebuilt(value)
-    assert (result.restored, result.cache) == (True, None)
-    assert same_memory(result.weight, value.weight)
-
-
-class _Careful(nn.Module):
-    def __init__(self, device: str) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2, device=device))
-        self.cache: Any = threading.Lock()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "cache": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.restored = True
-
-
-def test_memory_lives_as_long_as_a_graph_over_it(rebuilt: Rebuilt, device: str) -> None:
-    """An autograd graph that saved a shared tensor keeps its memory after the ends of the tensor and the object."""
-    layer = nn.Linear(2, 1, bias=False, device=device)
-    with torch.no_grad():
-        layer.weight.copy_(torch.tensor([[2.0, 3.0]]))
-    data = torch.ones(1, 2, device=device, requires_grad=True)
-    loss = rebuilt(layer)(data).sum()
-    del layer
-    gc.collect()
-    loss.backward()
-    assert data.grad.tolist() == [[2, 3]]
-
-
 # Containers.
-
-Pair = collections.namedtuple("Pair", "first second")
-
-
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda tensor: (tensor, 1, 2.5, "text", None, True, b"bytes", 1j, torch.bfloat16),
-        lambda tensor: [[tensor], {"deep": {"deeper": (tensor,)}}],
-        lambda tensor: Pair(tensor, 5),
-        lambda tensor: collections.OrderedDict(z=tensor, a=1),
-        lambda tensor: None,
-    ],
-    ids=["scalars", "nested", "namedtuple", "ordered dict", "None"],
-)
-def test_containers_round_trip(device: str, rebuilt: Rebuilt, wrap: Callable[[torch.Tensor], Any]) -> None:
-    """Type, order and scalars."""
-    value = wrap(torch.arange(2.0, device=device))
-    result = rebuilt(value)
-    assert type(result) is type(value)
-    assert repr(result) == repr(value)
 
 
 def test_records_count_each_storage_once(published: Callable[..., Record], device: str) -> None:
@@ -294,21 +235,6 @@ def test_unmappable_segments_are_refused(published: Callable[..., Record], devic
 
 
 # Arguments.
-
-
-def test_arguments_are_copies(device: str, no_leaks: None) -> None:
-    """The caller's own are neither moved nor changed by the endpoint."""
-    tensor, layer = torch.ones(3, device=device), nn.Linear(2, 2, device=device)
-    places = [tensor.data_ptr(), layer.weight.data_ptr()]
-    arguments = encode_arguments([tensor], {"layer": layer}, device)
-    with closing(arguments):
-        [received], named = decode_arguments(arguments)
-    received.zero_()
-    with torch.no_grad():
-        named["layer"].weight.zero_()
-    assert [tensor.data_ptr(), layer.weight.data_ptr()] == places
-    assert tensor.tolist() == [1, 1, 1]
-    assert layer.weight.abs().sum() > 0
 
 
 def test_aliases_among_arguments_are_kept(device: str, no_leaks: None) -> None:

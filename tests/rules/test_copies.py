@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import os
 import resource
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -22,7 +21,7 @@ from shared_rpc.execution.device_memory import DeviceMemory
 from shared_rpc.memory.backends.choice import backend_for
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.copies import LowerCopy
-from shared_rpc.memory.file_parts import DIGEST, Part, host_carrier, read_parts
+from shared_rpc.memory.file_parts import DIGEST
 from shared_rpc.memory.segments import Segment
 from shared_rpc.memory.spill import SpillDirectory
 from tests.kit import fake_driver
@@ -297,18 +296,3 @@ def test_errors_of_the_driver_are_reported(fake: fake_driver.Driver, memory: Blo
         memory.lower([segment], "host")
     fake.refuses.clear()
     assert len(memory.gpu_copies) == 0
-
-
-@on_host
-def test_a_failing_progress_callback_ends_the_reading(filled: Filled) -> None:
-    """Its exception is raised once no thread reads any more."""
-    source = filled(12 * STEP)
-
-    def enough(_: Part) -> None:
-        raise TimeoutError
-
-    with closing(HOST.create(12 * STEP)) as segment:
-        parts = [Part(source.fileno(), n * STEP, STEP, n * STEP, segment.fileno()) for n in range(12)]
-        with pytest.raises(TimeoutError):
-            read_parts(parts, host_carrier, enough, threads=2)
-    assert not any(thread.name.startswith("shared-rpc-reader") for thread in threading.enumerate())

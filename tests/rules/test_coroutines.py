@@ -29,21 +29,6 @@ def run_of_nobody() -> RunContext:
 
 
 @pytest.mark.asyncio
-async def test_a_coroutine_that_cancels_itself_ends(ended: list[Any]) -> None:
-    """Like a cancelled task; its starter continues."""
-
-    async def suicidal() -> int:
-        task = asyncio.current_task()
-        assert task is not None
-        task.cancel()
-        return 1
-
-    Coroutines().start("a run", "endpoint", run_of_nobody(), [suicidal], ended.append)
-    await asyncio.sleep(0.01)
-    assert len(ended) == 1
-
-
-@pytest.mark.asyncio
 async def test_a_cancelled_coroutine_fails_with_task_cancelled(ended: list[Any]) -> None:
     """At its await."""
 

@@ -381,22 +381,3 @@ def test_decorators_take_parentheses_and_names(provider: Provider) -> None:
         assert (shared.name, shared.__name__, shared.__doc__, shared.__module__) == ("load", "load", "Build a layer.", __name__)
         assert inspect.signature(shared) == inspect.signature(load)
     assert provider.share("models.load")(load).name == "models.load"
-
-
-def test_get_endpoint_returns_the_options(provider: Provider) -> None:
-    """Including defaults."""
-
-    @provider.share(managed=True, idle_ttl=60)
-    def load(size: int) -> torch.Tensor:
-        """Build ones.
-
-        Of any size.
-        """
-        return torch.ones(size)
-
-    spec = provider.get_endpoint("load")
-    assert {**spec, "name": "load", "managed": True, "idle_ttl": 60, "cache": True, "access": "read_write"} == spec
-    assert (spec["doc"], len(spec["parameters"]), len(bytes.fromhex(spec["fingerprint"]))) == ("Build ones.", 1, 16)
-    assert provider.list_endpoints() == {"load": spec}
-    with pytest.raises(EndpointNotFound, match=r"'lod'.*did you mean 'load'"):
-        provider.get_endpoint("lod")

@@ -94,18 +94,6 @@ def test_any_chunking_gives_the_same_frames(sent: list[Plan], data: st.DataObjec
         decoder.close()
 
 
-@pytest.mark.parametrize("cut", range(HEADER_SIZE + 5 + 3))
-def test_a_truncated_frame_is_not_delivered(cut: int) -> None:
-    """And its descriptors are closed with the decoder."""
-    plan = Plan(3, 1, b"body5", b"pay", fds=2)
-    with nothing_leaks():
-        decoder = FrameDecoder()
-        decoder.feed(plan.encode()[:cut], [new_fd(), new_fd()] if cut else [])
-        assert decoder.next_frame() is None
-        assert len(decoder.partial) == cut
-        decoder.close()
-
-
 def test_the_descriptors_of_a_frame_have_one_owner() -> None:
     """A receiver that takes them closes them; otherwise the frame does, once."""
     with nothing_leaks():

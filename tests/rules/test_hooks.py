@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import closing
 from typing import Any
 
 import pytest
@@ -14,10 +11,8 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.hooks import RemovableHandle
 
-from shared_rpc.codec.arguments import decode_arguments, encode_arguments
 from shared_rpc.codec.results import decode_result
 from shared_rpc.memory.records import Record
-from tests.kit.comparing import differences
 from tests.kit.subjects import doubled, same_state
 
 Rebuilt = Callable[..., Any]
@@ -29,26 +24,6 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return lambda number: monkeypatch.setattr(RemovableHandle, "next_id", number)
 
 
-class Keeping:
-    """An object with custom hooks, as some libraries have besides torch's."""
-
-    def __init__(self) -> None:
-        self.listeners: OrderedDict[int, Any] = OrderedDict()
-
-    def listen(self, hook: Any) -> RemovableHandle:
-        """Add a hook."""
-        handle = RemovableHandle(self.listeners)
-        self.listeners[handle.id] = hook
-        return handle
-
-
-def _listening() -> nn.Module:
-    module = nn.Linear(2, 2)
-    module.keeping = Keeping()
-    module.keeping.listen(same_state)
-    return module
-
-
 CASES: dict[str, tuple[Callable[[], Any], Callable[[Any, Any], RemovableHandle], Callable[[Any], dict[int, Any]]]] = {
     "forward": (nn.Identity, nn.Module.register_forward_hook, lambda value: value._forward_hooks),
     "backward": (nn.Identity, nn.Module.register_full_backward_hook, lambda value: value._backward_hooks),
@@ -58,11 +33,6 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[Any, Any], RemovableHandle],
         lambda: parametrizations.weight_norm(nn.LSTM(2, 2), "weight_hh_l0"),
         nn.Module.register_forward_hook,
         lambda value: value._forward_hooks,
-    ),
-    "a library's own": (
-        _listening,
-        lambda value, hook: value.keeping.listen(hook),
-        lambda value: value.keeping.listeners,
     ),
 }
 
@@ -94,32 +64,7 @@ def test_received_ids_are_not_reused(rebuilt_module: Rebuilt, counted: Callable[
     assert list(hooks(result))[:-1] == ids
 
 
-def test_hooks_of_an_argument_arrive(device: str, no_leaks: None, counted: Callable[[int], None]) -> None:
-    """In the server, which does not reuse their ids."""
-    counted(0)
-    module = nn.Linear(2, 2, device=device)
-    handle = module.register_forward_hook(doubled)
-    with closing(encode_arguments([module], {}, device)) as arguments:
-        counted(0)
-        [received], _ = decode_arguments(arguments)
-    received.register_forward_hook(same_state)
-    assert list(received._forward_hooks.values()) == [doubled, same_state]
-    assert next(iter(received._forward_hooks)) == handle.id
-
-
 # Handles.
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "again"])
-def test_models_that_keep_a_handle_can_be_copied(rebuilt_module: Rebuilt, device: str, how: str) -> None:
-    """Empty dicts referenced by a handle are those of the module, in attached ones too."""
-    model = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 2))
-    model.handle = model[0].register_forward_hook(doubled)
-    result = rebuilt_module(model)
-    copied = copy.deepcopy(result) if how == "deepcopy" else rebuilt_module(result)
-    assert differences(result, copied) == []
-    copied.handle.remove()
-    assert (len(copied[0]._forward_hooks), len(result[0]._forward_hooks)) == (0, 1)
 
 
 def test_received_handles_remove_their_hooks(rebuilt_module: Rebuilt, device: str) -> None:
@@ -134,13 +79,3 @@ def test_received_handles_remove_their_hooks(rebuilt_module: Rebuilt, device: st
     assert result(one).tolist() == [2]
     assert result._forward_hooks_with_kwargs == {}
     assert module(one).tolist() == [4]
-
-
-def test_shallow_copies_share_their_hooks(rebuilt_module: Rebuilt, device: str) -> None:
-    """Containers shared by two modules are shared even if they are empty."""
-    module = nn.Linear(2, 2)
-    one, other = rebuilt_module(nn.ModuleList([module, copy.copy(module)]))
-    one.register_forward_hook(doubled)
-    one.register_buffer("scale", torch.ones(1, device=device))
-    assert list(other._forward_hooks.values()) == [doubled]
-    assert other.scale is one.scale

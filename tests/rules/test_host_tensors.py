@@ -84,19 +84,3 @@ def test_host_state_of_known_objects_is_allowed_in_arguments(lower: Callable[...
     model.register_buffer("scale", torch.ones(1))
     with pytest.raises(CapabilityError, match="scale is on cpu, but memory is shared on 'cuda' here"):
         lower([model], {}, "cuda")
-
-
-def test_averaged_models_round_trip(device: str, rebuilt: Callable[..., Any]) -> None:
-    """The number of models is on the host, shared there, and continues to count."""
-    model = torch.nn.Linear(2, 2, device=device)
-    averaged = AveragedModel(model)
-    averaged.update_parameters(model)
-    read = rebuilt(averaged)
-    assert (read.n_averaged.device.type, read.n_averaged.item()) == ("cpu", 1)
-    assert read.module.weight.device.type == device
-    with torch.no_grad():
-        model.weight.fill_(1)
-    expected = (averaged.module.weight.detach() + 1) / 2
-    read.update_parameters(model)
-    assert averaged.n_averaged.item() == 2
-    torch.testing.assert_close(averaged.module.weight.detach(), expected)

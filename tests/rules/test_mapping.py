@@ -18,7 +18,7 @@ from shared_rpc.lifecycle.finalizer import FINALIZER
 from shared_rpc.memory import mapping as mapping_module
 from shared_rpc.memory.arena import pack
 from shared_rpc.memory.backends.host import HOST, MemfdBackend
-from shared_rpc.memory.devices import device_id, device_kind, device_tag
+from shared_rpc.memory.devices import device_id
 from shared_rpc.memory.mapping import MappingTable
 from shared_rpc.memory.segments import Segment
 from tests.kit.bound_host import BoundHost
@@ -135,19 +135,6 @@ def test_each_access_has_its_mapping(table: MappingTable, segments: MakeSegments
         assert writer.address != reader.address
         HOST.view(writer.address, 2)[:] = b"rw"
         assert bytes(HOST.view(reader.address, 2)) == b"rw"
-
-
-def test_keep_holds_a_descriptor(no_leaks: None, table: MappingTable, segments: MakeSegments) -> None:
-    """With ``keep`` the memory can be published again; also if it was mapped without before."""
-    first, second = segments(2)
-    with table.attach([second]) as [plain]:
-        assert plain.segment is None
-        with table.attach([first, second], keep=True) as kept:
-            assert kept[1] is plain
-            assert [os.fstat(mapping.segment.fileno()).st_ino for mapping in kept] == [
-                os.fstat(segment.fileno()).st_ino for segment in (first, second)
-            ]
-    assert all(mapping.segment.closed for mapping in kept)
 
 
 def test_mappings_keep_a_share_of_all_descriptors(
@@ -365,13 +352,6 @@ def test_unknown_device_is_a_configuration_error(device: str) -> None:
     """The error shows the given value and the permitted ones."""
     with pytest.raises(ConfigurationError, match=re.escape(f"device={device!r}") + ".*'cuda:<index>'"):
         device_id(device)
-
-
-def test_tag_and_kind_come_from_the_id() -> None:
-    """Sockets have ``cpu`` or eight hex digits; torch has ``cpu`` or ``cuda``."""
-    uuid = "GPU-01234567-89ab-cdef-0123-456789abcdef"
-    assert (device_tag("cpu"), device_kind("cpu")) == ("cpu", "cpu")
-    assert (device_tag(uuid), device_kind(uuid)) == ("01234567", "cuda")
 
 
 @pytest.mark.gpu

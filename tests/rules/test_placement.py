@@ -215,17 +215,6 @@ def test_publishing_from_many_threads_moves_once(device: str, published: Publish
 # Access.
 
 
-def test_read_access_is_marked_for_consumers(device: str, published: Published) -> None:
-    """In each segment of a read-only record; the maker's own tensors stay writable."""
-    value = torch.ones(2, device=device)
-    record = published(value, "read")
-    theirs = decode_result(record.skeleton, record.table, record.segments)
-    value.fill_(6)
-    assert [segment.info.access for segment in record.segments] == ["read"]
-    assert theirs.data_ptr() != value.data_ptr()
-    assert theirs.tolist() == [6, 6]
-
-
 def test_read_access_cannot_be_widened(no_leaks: None) -> None:
     """Host memory that was published read-only stays so, for other endpoints and consumers."""
     value = torch.ones(2)
@@ -236,18 +225,6 @@ def test_read_access_cannot_be_widened(no_leaks: None) -> None:
 
 
 # Many segments.
-
-
-def test_memory_is_spread_over_segments(device: str, small_segments: int, published: Published) -> None:
-    """Below the limit, except for one segment per larger storage."""
-    sizes = [1000, 3000, 5000, 100, 100]
-    value = [torch.full((size,), number, dtype=torch.uint8, device=device) for number, size in enumerate(sizes)]
-    record = published(value)
-    theirs = decode_result(record.skeleton, record.table, record.segments)
-    assert [tensor.unique().tolist() for tensor in theirs] == [[0], [1], [2], [3], [4]]
-    assert len(record.segments) == 3
-    theirs[2].fill_(9)
-    assert value[2].unique().tolist() == [9]
 
 
 @pytest.fixture

@@ -139,22 +139,6 @@ class TestBorrower:
         assert references.pop_returned() == []
         assert references.in_use == 0
 
-    def test_the_mapping_outlives_the_session(self, references: ChunkReferences) -> None:
-        """Tensors stay valid after the pool and the references have ended; the memory ends with them."""
-        MAPPINGS.drain()
-        before = len(MAPPINGS)
-        pool = Pool(PoolOptions())
-        (chunk,) = acquired(pool, 16)
-        storage = self._storage()
-        references.acquire(chunk.number, 16, chunk.arena.mapping, [storage])
-        del chunk
-        pool.close()
-        references.close()
-        assert len(MAPPINGS) == before + 1
-        del storage
-        MAPPINGS.drain()
-        assert len(MAPPINGS) == before
-
     def test_the_end_of_a_chunk_is_reported(self, pool: Pool) -> None:
         """There may be waiters for the memory."""
         calls: list[int] = []

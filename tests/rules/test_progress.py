@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -117,20 +116,3 @@ def test_a_bar_can_be_updated_by_other_threads(reports: list[Progress]) -> None:
     """For its own run, for example when a library updates it in a pool."""
     assert thread_map(abs, range(4), tqdm_class=ProgressBar, max_workers=2) == [0, 1, 2, 3]
     assert [reports[0], reports[-1]] == counted(4.0, "", 0, 4)
-
-
-@pytest.mark.deep
-def test_the_bar_of_transformers_reports_progress(reports: list[Progress], tmp_path: Path) -> None:
-    """Its hook for bars accepts ours, as documented."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
-    hook = transformers.utils.logging.set_tqdm_hook(lambda factory, args, kwargs: ProgressBar(*args, **kwargs))
-    try:
-        transformers.LlamaForCausalLM.from_pretrained(tmp_path, tqdm_class=ProgressBar)
-    finally:
-        transformers.utils.logging.set_tqdm_hook(hook)
-    assert reports[-1].done == reports[-1].total
-    assert "weights" in reports[-1].message

@@ -72,17 +72,6 @@ def test_parts_are_equal_and_cover_the_tensor(cut: tuple[torch.Tensor, Placement
     assert len({part["x"].shape for part in shards_of({"x": tensor}, {"x": placement}, world)}) == 1
 
 
-def test_heads_are_not_cut() -> None:
-    """Six rows in three heads can be divided among three ranks, but not among two."""
-    state = {"k": torch.arange(6).repeat_interleave(2).reshape(6, 2)}
-
-    parts = shards_of(state, {"k": Shard(0, blocks=3)}, 3)
-
-    assert [part["k"][:, 0].tolist() for part in parts] == [[0, 1], [2, 3], [4, 5]]
-    with pytest.raises(ConfigurationError, match=r"^k: 3 blocks cannot be divided among 2 ranks"):
-        shards_of(state, {"k": Shard(0, blocks=3)}, 2)
-
-
 def test_more_ranks_than_heads_need_repeat() -> None:
     """Neighbours have the same head then; without it the error suggests it."""
     state = {"k": torch.arange(4)}

@@ -146,25 +146,3 @@ def test_a_value_of_a_kept_slab_keeps_it(device: str, slabs: Slabs, published: P
     del value
     MAPPINGS.drain()
     assert len(MAPPINGS) == 0
-
-
-class Value:
-    """A value in a slab."""
-
-
-def test_slabs_of_released_values_are_unmapped(no_leaks: None) -> None:
-    """Except the latest few, which are kept for the next values in them."""
-    for _ in range(12):
-        with MAPPINGS.create(2 << 20, "cpu", slab=True) as mapping:
-            info, first = mapping.info, Value()
-            MAPPINGS.keep_for([(mapping, first)], "first")
-        MAPPINGS.keep_slab(info)
-        del mapping, first
-        for name in ("second", "third"):
-            MAPPINGS.make_in_slab(info, lambda mapping: Value(), name)
-            if MAPPINGS.has_unused:
-                MAPPINGS.drain()
-            MAPPINGS.keep_slab(info)
-    assert len(MAPPINGS._slabs) <= 4
-    assert len(MAPPINGS) <= 5
-    MAPPINGS.release_slabs()

@@ -145,19 +145,6 @@ class table_writer:
         HOST.unmap(self.address, self.segment.info.nbytes)
 
 
-def test_restored_memory_replaces_the_evicted(table: MappingTable, make: Make, use: Use) -> None:
-    """Another incarnation of the segment is mapped at the address, under its own id from then on."""
-    segment = make(b"first")
-    second = make(b"other", of=segment)
-    _user, [mapping] = use([segment], "a")
-    table.suspend("a")
-    table.resume("a", [second])
-    assert (text(mapping, 5), mapping.info.id) == (b"other", second.info.id)
-    assert table.knows(second.info) and not table.knows(segment.info)
-    with table.attach([second]) as [again]:
-        assert again is mapping
-
-
 def test_attaching_a_suspended_segment_maps_it_at_its_address(table: MappingTable, make: Make, use: Use) -> None:
     """Another result over the same memory, or a later incarnation, is built at the same address."""
     segment = make(b"first")

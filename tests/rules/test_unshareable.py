@@ -49,12 +49,6 @@ def _fake(make: Callable[[], Any]) -> Any:
         return make()
 
 
-def _reads_a_global() -> Any:
-    """Return a function that is pickled by value, with a global that it uses."""
-    space = {"file": _reading(), "__name__": "__main__"}
-    return eval("lambda: file.read()", space)
-
-
 class LeavesOut:
     """An object whose pickled state excludes its lock."""
 
@@ -65,30 +59,9 @@ class LeavesOut:
         return {"file": self.file}
 
 
-class States:
-    """An object with a state made for pickle."""
-
-    def __init__(self, kept: Any) -> None:
-        self.kept = kept
-
-    def __getstate__(self) -> list[Any]:
-        return [1, self.kept]
-
-
-class Raises:
-    """An object whose pickling raises its own error."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-    def __reduce__(self) -> Any:
-        raise self.error
-
-
 #: Attributes that cannot be shared, each with the reason and the remedy. tests/compat has further classes of torch.
 ATTRIBUTES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "text file": (_reading, "", "is an open file of this process: keep its path"),
-    "file in a global": (_reads_a_global, ".<global file>", "is an open file of this process"),
     "socket": (socket.socket, "", "is a socket of this process: keep its address"),
     "lock": (threading.Lock, "", "cannot pickle '_thread.lock' object; make it in each process, or leave it out in a __getst"),
     "generator": (lambda: (number for number in range(3)), "", "cannot pickle 'generator' object"),
@@ -108,12 +81,6 @@ ATTRIBUTES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "mkldnn tensor": (lambda: torch.ones(2, 2).to_mkldnn(), "", "cannot be bound to shared memory: share tensor.to_dense()"),
     "lock as a key": (lambda: {"first": 1, threading.Lock(): 2}, ".<key 1>", "cannot pickle '_thread.lock' object"),
     "lock that is left out": (lambda: LeavesOut(threading.Lock(), _reading()), ".file", "is an open file of this process"),
-    "lock of a state": (lambda: States(threading.Lock()), ".<state>[1]", "cannot pickle '_thread.lock' object"),
-    "error without words": (
-        lambda: Raises(NotImplementedError()),
-        "",
-        "cannot be pickled: NotImplementedError; make it in each",
-    ),
     "stream": (lambda: torch.Stream(device="cpu"), "", "is a stream, which belongs to this process: make one in each process"),
     "fake tensor": (lambda: _fake(lambda: torch.ones(2)), "", "is a fake tensor, which has no memory"),
     "functional tensor": (lambda: torch._to_functional_tensor(torch.ones(2)), "", "is a functional tensor, which exists only"),
