@@ -73,12 +73,3 @@ def compute_there(library: str, name: str) -> Any:
         value = copy.deepcopy(handle.value) if case.remembers else handle.value
         # A pipeline may give host memory, whatever device it computes on.
         return [tensor.clone().to(DEVICE) for _, tensor in strided_tensors(case.run(value, DEVICE))]
-
-
-@provider.share(cache=False)
-def fill_there(library: str, name: str, index: int, value: float) -> None:
-    """Write to the tensor of that index in that process."""
-    with shared(library, name) as handle, torch.no_grad():
-        strided_tensors(handle.value)[index][1].data.fill_(value)
-        if DEVICE == "cuda":
-            torch.cuda.synchronize()

@@ -21,7 +21,6 @@ LIBRARIES = (
     "sentence_transformers",
     "timm",
     "torchvision",
-    "torch_ao",
     "bitsandbytes",
 )
 

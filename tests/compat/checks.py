@@ -16,7 +16,7 @@ import torch
 from shared_rpc import Handle
 from tests.compat import app
 from tests.compat.cases import Case, build, cases_of
-from tests.compat.modes import CLIENT_MODES, mode, repeatable
+from tests.compat.modes import repeatable
 from tests.compat.places import beside_parameters, in_memfd, in_slab, outside
 from tests.kit.comparing import bits, differences, digest, is_memory, memories, strided_tensors
 from tests.kit.processes import eventually
@@ -171,20 +171,15 @@ def pickled(visit: Visit) -> None:
 
 
 def saved(visit: Visit) -> None:
-    """``torch.save`` and ``torch.load`` of the whole object."""
-    visit.same(*(_saved(value, weights_only=False) for value in (visit.own, visit.value)))
+    """``torch.save`` and ``torch.load``."""
+    visit.same(*map(_saved, (visit.own, visit.value)))
 
 
-def saved_weights(visit: Visit) -> None:
-    """``torch.save`` and ``torch.load(weights_only=True)`` of the ``state_dict``."""
-    visit.same(*(_saved(value.state_dict(), weights_only=True) for value in (visit.own, visit.value)))
-
-
-def _saved(value: Any, weights_only: bool) -> Any:
+def _saved(value: Any) -> Any:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     buffer.seek(0)
-    return torch.load(buffer, weights_only=weights_only)
+    return torch.load(buffer, weights_only=False)
 
 
 def written_here(visit: Visit) -> None:
@@ -198,20 +193,6 @@ def written_here(visit: Visit) -> None:
         there = visit.digest_there()
         assert there == digest(visit.value), "not seen there"
         assert there != visit.bits
-    finally:
-        with torch.no_grad():
-            tensor.data.copy_(before)
-        _synchronize(visit.device)
-
-
-def written_there(visit: Visit) -> None:
-    """What is written where it was built is in the client."""
-    index = _some_float(visit)
-    _, tensor = strided_tensors(visit.value)[index]
-    before = tensor.detach().clone()
-    try:
-        app.fill_there(visit.library, visit.name, index, 0.25)
-        assert bool((tensor == 0.25).all()), "not seen here"
     finally:
         with torch.no_grad():
             tensor.data.copy_(before)
@@ -236,20 +217,6 @@ _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 def _synchronize(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
-
-
-def half(visit: Visit) -> None:
-    """``.half()`` and ``.to(float64)`` make a model of the client's own, and leave the shared one."""
-    visit.attach_anew()
-    for dtype in (torch.float16, torch.float64):
-        expected, converted = visit.build().to(dtype), visit.value.to(dtype)
-        visit.same(expected, converted)
-        del converted
-        visit.attach_anew()
-    visit.value.half()
-    assert visit.digest_there() == visit.bits
-    visit.attach_anew()
-    visit.same(visit.build(), visit.value)
 
 
 def trained(visit: Visit) -> None:
@@ -332,24 +299,6 @@ def read_only(visit: Visit) -> None:
         assert digest(handle.value) == visit.bits
 
 
-def under_mode(name: str) -> Callable[[Visit], None]:
-    """The check of an object attached in a mode of the client."""
-
-    def check(visit: Visit) -> None:
-        visit.own = visit.build()  # what has run remembers it
-        visit.handle.release()
-        gc.collect()
-        with mode(name, visit.device):
-            visit.handle = app.shared(visit.library, visit.name)
-            visit.same(visit.own, visit.value)
-        visit.same(visit.own, visit.value)
-        if visit.case.run is not None:
-            visit.same(visit.run(visit.own), visit.run(visit.value))
-
-    check.__doc__ = f"Attached under {name}, it is the same, and computes the same."
-    return check
-
-
 def compiled(backend: str) -> Callable[[Visit], None]:
     """The check of ``torch.compile`` in the client."""
 
@@ -409,14 +358,13 @@ def beside(function: Callable[[Any, Any, str], None]) -> Callable[[Visit], None]
 #: Those that change the client's object, its bits, flags or what it remembers; what comes after attaches anew.
 CHANGES = {
     *("outputs", "outputs there", "deepcopy", "read-only"),
-    *("half", "state_dict", "written here", "written there", "trained"),
+    *("state_dict", "written here", "trained"),
 }
 
 
 def changes(visit: Visit, check: str) -> bool:
     """Whether the objects are to be had anew after a check."""
-    computes = check.startswith("client under") and visit.case.remembers
-    return check in CHANGES or check in visit.case.besides or check.startswith("compiled") or computes
+    return check in CHANGES or check in visit.case.besides or check.startswith("compiled")
 
 
 def checks_of(visit: Visit, heavy: bool) -> Iterator[tuple[str, Callable[[Visit], None]]]:
@@ -438,23 +386,17 @@ def checks_of(visit: Visit, heavy: bool) -> Iterator[tuple[str, Callable[[Visit]
     yield "pickle", pickled
     yield "torch.save", saved
     if hasattr(visit.own, "state_dict") and hasattr(visit.own, "load_state_dict"):
-        yield "torch.save of weights", saved_weights
         yield "state_dict", state_dict
     if _floats(visit.own):
         yield "written here", written_here
-        yield "written there", written_there
     if visit.is_module and case.run is not None and any(parameter.requires_grad for parameter in visit.own.parameters()):
         yield "trained", trained
     yield "read-only", read_only
-    for name in CLIENT_MODES:
-        yield f"client under {name}", under_mode(name)
     for name, function in case.besides.items():
         yield name, beside(function)
     for backend in case.compiled:
         if heavy or backend == "aot_eager":
             yield f"compiled by {backend}", compiled(backend)
-    if visit.is_module:
-        yield "half", half
     yield "released", released
 
 

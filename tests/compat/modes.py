@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-
-from tests.kit.modes import changed
-
-CLIENT_MODES = ("default dtype bfloat16", "default device meta", "no_grad", "inference_mode", "autocast")
 
 
 def settle(device: str) -> None:
@@ -38,16 +33,3 @@ def repeatable(device: str) -> Iterator[None]:
             yield
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-def mode(name: str, device: str) -> contextlib.AbstractContextManager[None]:
-    """A mode, as it is set for a whole process or around a call."""
-    modes: dict[str, Any] = {
-        "default dtype bfloat16": lambda: changed(torch.set_default_dtype, torch.bfloat16, torch.get_default_dtype()),
-        "default device meta": lambda: changed(torch.set_default_device, "meta", None),
-        "autocast": lambda: torch.autocast(device, dtype=torch.bfloat16),
-        "no_grad": torch.no_grad,
-        "inference_mode": torch.inference_mode,
-    }
-    found: contextlib.AbstractContextManager[None] = modes[name]()
-    return found
