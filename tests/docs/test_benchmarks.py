@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from benchmarks.mechanisms import MAKING, MAPPING, Parts
-from benchmarks.runner import ECHO, OURS
-from benchmarks.sides import PEER, PEERS, SharedTensor
+from benchmarks.runner import OURS
 from tests.kit.processes import ROOT
 
 #: The first tests wait for commands that wait for others.
@@ -121,14 +120,6 @@ def test_quoted_rows_are_reproducible(results: Results) -> None:
     for command, names in quoted.items():
         found = [row["name"] for row in results(command).written["rows"]]
         assert [name for name in names if not any(row.startswith(name) for row in found)] == [], command
-
-
-def test_rpc_compares_with_other_libraries(results: Results) -> None:
-    """Those that are installed; torch brings two. The others, and shared-tensor for tensors, are named below the table."""
-    run = results("rpc")
-    assert {ECHO, "multiprocessing", "torch RPC", OURS} <= run.row("direct call, 4 KiB tensor, new")["samples"].keys()
-    assert (PEER in run.row("ping, p50")["values"]) == (SharedTensor.missing() is None)
-    assert all(peer.name in run.printed for peer in PEERS)
 
 
 def test_benchmarks_leave_nothing(results: Results) -> None:

@@ -282,14 +282,6 @@ class BackendConformance:
             vacated(segment)
         eventually(lambda: self.footprint(backend) <= before + self.slack, what=f"footprint back to {before}")
 
-    def test_nothing_else_comes_to_a_vacated_range(
-        self, nothing_left: None, backend: Backend, segment: Segment, mapped: Callable[..., int], vacated: Callable[..., int]
-    ) -> None:
-        """Mappings that are made in the meantime are placed elsewhere."""
-        address = vacated(segment)
-        for other in [mapped(segment) for _ in range(8)]:
-            assert not address <= other < address + segment.info.nbytes
-
     def test_a_range_stays_vacated_where_mapping_fails(
         self, nothing_left: None, backend: Backend, segment: Segment, vacated: Callable[..., int]
     ) -> None:

@@ -161,11 +161,6 @@ def call(kept: list[Any], base_path: str, device: str, endpoint: str) -> Any:
 # Functions of pools.
 
 
-def row_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view."""
-    return tensor[1]
-
-
 def fill(tensor: torch.Tensor) -> int:
     """Fill received memory; return this process's id."""
     tensor.fill_(7)

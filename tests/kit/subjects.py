@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations
 
 from tests.kit.comparing import differences
 from tests.kit.models import Everything, Marked, Scaled
@@ -111,10 +111,6 @@ def _hooked(device: str) -> nn.Module:
     return layer
 
 
-def _of_a_module_that_is_gone(device: str) -> nn.Module:
-    return _holding(device, handle=nn.Linear(1, 1).register_forward_hook(doubled))
-
-
 def _traced_and_hooked(device: str) -> nn.Module:
     graph = torch.fx.symbolic_trace(nn.Sequential(_linear(device), nn.ReLU()))
     graph.register_forward_hook(one_more, with_kwargs=True)
@@ -155,15 +151,7 @@ def _use_compiled_functions(module: Any, device: str) -> torch.Tensor:
     return result
 
 
-# Parametrised.
-
-
-class Halved(nn.Module):
-    """A parametrisation that changes the dtype."""
-
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return the weight as bfloat16."""
-        return weight.bfloat16()
+# Modules.
 
 
 class Slotted(nn.Linear):
@@ -201,29 +189,14 @@ class Delegating(nn.Module):
         return self.inner(data) @ self.gain * self.in_features
 
 
-def _parametrised(
-    make: Callable[[str], nn.Module], *names: str, by: Any = parametrizations.weight_norm
-) -> Callable[[str], Any]:
-    def build(device: str) -> nn.Module:
-        torch.manual_seed(0)
-        with quietly():
-            module = make(device)
-            for name in names:
-                by(module, name)
-            if isinstance(module, nn.RNNBase):
-                # These cache their last result, and compute it again when used, or pickled.
-                _forward(2, 3, 4)(module, device)
-        return module.eval()
-
-    return build
-
-
-def _chained(device: str) -> nn.Module:
+def _weight_normed(device: str) -> nn.Module:
     torch.manual_seed(0)
-    layer = parametrizations.spectral_norm(parametrizations.weight_norm(_linear(device)))
-    parametrize.register_parametrization(layer, "weight", Halved(), unsafe=True)
-    parametrize.register_parametrization(layer, "bias", Halved(), unsafe=True)
-    return layer.eval()
+    module = nn.LSTM(4, 4, 2, device=device)
+    for name in ("weight_hh_l0", "weight_ih_l1"):
+        parametrizations.weight_norm(module, name)
+    # It caches its last result, and computes it again when it is used, or pickled.
+    _forward(2, 3, 4)(module, device)
+    return module.eval()
 
 
 # Tensors.
@@ -242,12 +215,6 @@ def _jagged(device: str) -> nn.Module:
     rows = [torch.ones(2, device=device), torch.ones(3, device=device)]
     with quietly():
         return _holding(device, rows=torch.nested.nested_tensor(rows, layout=torch.jagged))
-
-
-def _generator(device: str) -> nn.Module:
-    generator = torch.Generator(device).manual_seed(7)
-    torch.rand(5, generator=generator, device=device)
-    return _holding(device, generator=generator)
 
 
 def _stepped(device: str) -> nn.Module:
@@ -278,7 +245,6 @@ def _converted(device: str) -> nn.Module:
 
 SUBJECTS: dict[str, Subject] = {
     "hooked": Subject(_hooked, _forward(2, 4)),
-    "handle of a module that is gone": Subject(_of_a_module_that_is_gone, _forward(2, 4), copies=False),
     "traced": Subject(_traced_and_hooked, _forward(2, 4), copies=False),
     "compiled in place": Subject(_compiled, _forward(2, 4)),
     "compiled": Subject(
@@ -287,21 +253,7 @@ SUBJECTS: dict[str, Subject] = {
     "compiled functions": Subject(
         _holding_compiled_functions, _use_compiled_functions, copies=False, ignored=r"\.(plus_one|biased|method|eager)\b"
     ),
-    "weight_norm of an LSTM": Subject(
-        _parametrised(lambda device: nn.LSTM(4, 4, 2, device=device), "weight_hh_l0", "weight_ih_l1"),
-        _forward(2, 3, 4),
-        copies=False,
-    ),
-    "old weight_norm of an LSTM": Subject(
-        _parametrised(lambda device: nn.LSTM(4, 4, device=device), "weight_hh_l0", by=nn.utils.weight_norm),
-        _forward(2, 3, 4),
-        copies=False,
-    ),
-    "spectral_norm of slots": Subject(
-        _parametrised(Slotted, "weight", by=parametrizations.spectral_norm), _forward(2, 4), copies=False
-    ),
-    "weight_norm that delegates": Subject(_parametrised(Delegating, "gain"), _forward(2, 4), copies=False),
-    "chained parametrisation": Subject(_chained, lambda value, device: value.weight.float() @ value.bias.float(), copies=False),
+    "weight_norm of an LSTM": Subject(_weight_normed, _forward(2, 3, 4), copies=False),
     "slots": Subject(Slotted, _forward(2, 4), copies=False),
     "delegating": Subject(Delegating, _forward(2, 4)),
     "everything": Subject(Everything),
@@ -312,7 +264,6 @@ SUBJECTS: dict[str, Subject] = {
         lambda value, device: value.scaled + 1,
         copies=False,
     ),
-    "generator": Subject(_generator, copies=False),
     "quantised": Subject(_converted, _forward(1, 2, 2, 2), copies=False, on=("cpu",)),
     "optimiser": Subject(_stepped, lambda value, device: value.optimiser.state[value.model.weight]["exp_avg"]),
 }

@@ -266,17 +266,6 @@ def test_withdrawn_requests_time_out(connection: Connection) -> None:
     assert not connection.exchanges.owed
 
 
-def test_a_reply_that_crosses_the_cancellation_is_returned(connection: Connection) -> None:
-    """It was sent before the cancellation arrived."""
-    exchange = connection.ask()
-    connection.come(changed(1), 1)
-    connection.exchanges.withdraw(exchange)
-    connection.come(changed(2), 1)
-    connection.come(m.Pong(), 1)
-    assert not exchange.updates
-    assert connection.exchanges.reply(exchange).message == m.Pong()
-
-
 @pytest.mark.parametrize("raised", [True, False], ids=["an endpoint's own", "the server's"])
 def test_only_cancellations_are_confirmed_by_their_error(connection: Connection, raised: bool) -> None:
     """An error of the same kind counts as one only for a withdrawn request, and not from an endpoint."""

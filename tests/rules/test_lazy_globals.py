@@ -6,7 +6,6 @@ import importlib.util
 import json
 import sys
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,7 +18,6 @@ from shared_rpc.provider import app
 from shared_rpc.provider.provider import Provider
 from shared_rpc.provider.spawn import target_of
 from shared_rpc.worker.beginning import Beginning
-from shared_rpc.zygote import imports
 from shared_rpc.zygote.imports import Files, is_installed, shadowed
 
 
@@ -91,24 +89,6 @@ def test_files_of_imports_are_those_of_loaded_modules(tmp_path: Path) -> None:
 def test_code_of_packages_and_of_the_interpreter_is_installed(path: str) -> None:
     """Files and directories alike."""
     assert is_installed(path)
-
-
-@pytest.fixture
-def folders() -> Iterator[None]:
-    """Clear the rule's cache of ``sys.path``, before the test and after it."""
-    imports._folders.cache_clear()
-    yield
-    imports._folders.cache_clear()
-
-
-@pytest.mark.parametrize("metadata", [True, False], ids=["pip's --target", "a person's"])
-def test_directories_with_metadata_contain_packages(
-    folders: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, metadata: bool
-) -> None:
-    """Of distributions, with any name, if they are on ``sys.path``."""
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / ("package-1.0.dist-info" if metadata else "package")).mkdir()
-    assert is_installed(str(tmp_path / "package" / "module.py")) is metadata
 
 
 @pytest.mark.parametrize("path", ["", "app.py", "/home/me/my-site-packages/app.py", "<frozen importlib._bootstrap>"])

@@ -20,7 +20,7 @@ from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.records import Record
 from shared_rpc.protocol.records import StorageEntry
 from tests.kit.interpreter import bits
-from tests.kit.models import Everything, Labelled, Scaled, State, Tied
+from tests.kit.models import Everything, Scaled, State, Tied
 
 Published = Callable[..., Record]
 #: The tensors of a value, by the names of their places.
@@ -37,10 +37,6 @@ def digests(tensors: Tensors) -> dict[str, str]:
     return {place: bits(tensor) for place, tensor in tensors.items()}
 
 
-class Wide(nn.Parameter):
-    """A parameter subclass without further state."""
-
-
 def everything(device: str) -> tuple[Any, Callable[[Any], Tensors], set[str]]:
     """A value with tensors in every place, one of them a parameter."""
     return Everything(device), Everything.tensors, {"parameter"}
@@ -55,20 +51,6 @@ def tied(device: str) -> tuple[Any, Callable[[Any], Tensors], set[str]]:
         model,
         lambda one: {"embed": one.embed.weight, "head": one.head.weight, "row": one.row, "mean": one.mean},
         {"embed", "head", "row"},
-    )
-
-
-def subclasses(device: str) -> tuple[Any, Callable[[Any], Tensors], set[str]]:
-    """Parameters of subclasses, one with attributes, and a plain one with an attribute."""
-    labelled = Labelled(torch.ones(3, device=device))
-    labelled.label, labelled.scale = "eight bits", torch.full((3,), 2.0, device=device)
-    marked = nn.Parameter(torch.ones(3, device=device))
-    marked.weight_loader = "of an engine"
-    value = [Wide(torch.ones(3, device=device)), labelled, marked]
-    return (
-        value,
-        lambda one: {"wide": one[0], "labelled": one[1], "its scale": one[1].scale, "marked": one[2]},
-        {"wide", "labelled", "marked"},
     )
 
 
@@ -95,21 +77,6 @@ def wrappers(device: str) -> tuple[Any, Callable[[Any], Tensors], set[str]]:
     )
 
 
-def sparse(device: str) -> tuple[Any, Callable[[Any], Tensors], set[str]]:
-    """Sparse tensors, one of them a parameter."""
-    value = torch.eye(3, device=device).to_sparse()
-    other = (2 * torch.eye(3, device=device)).to_sparse()
-    return (
-        [nn.Parameter(value), other],
-        lambda one: {
-            f"{place} {part}": getattr(one[number].detach(), part)()
-            for number, place in enumerate(("parameter", "tensor"))
-            for part in ("_indices", "_values")
-        },
-        {"parameter _indices", "parameter _values"},
-    )
-
-
 def overlapping(device: str) -> tuple[Any, Callable[[Any], Tensors], set[str]]:
     """Overlapping storages: one without a byte of a parameter is private, and two share one copy."""
     if device == "cpu":
@@ -126,7 +93,7 @@ def overlapping(device: str) -> tuple[Any, Callable[[Any], Tensors], set[str]]:
     )
 
 
-CASES = [everything, tied, subclasses, wrappers, sparse, overlapping]
+CASES = [everything, tied, wrappers, overlapping]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -18,7 +18,7 @@ from shared_rpc.errors import (
     UpdateInterrupted,
 )
 from shared_rpc.memory import revisions
-from shared_rpc.memory.backends.choice import backend_for, mechanism_info
+from shared_rpc.memory.backends.choice import backend_for
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.revisions import Page, new_page, read_only, settled_revision
 from shared_rpc.protocol.records import SegmentInfo
@@ -174,11 +174,6 @@ def mps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     with fake_driver.installed():
         monkeypatch.setitem(fake_driver._ATTRIBUTES, 133, int(request.param))
         yield request.param
-
-
-def test_servers_report_a_shared_gpu_context(mps: bool) -> None:
-    """With the mechanism, in ``info``."""
-    assert mechanism_info("auto", fake_driver.GPUS[0])["mps"] is mps
 
 
 def test_the_first_protected_mapping_warns(mps: bool, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from typing import Any
 
 import numpy
@@ -137,50 +135,6 @@ def _bare_optimizer(device: str) -> Any:
     return torch.optim.SGD(layers(device).parameters(), lr=0.1, momentum=0.9)
 
 
-class WithHooks(nn.Module):
-    """A module that counts its calls by hooks of every kind."""
-
-    def __init__(self, device: str) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4, device=device)
-        self.calls = 0
-        self.handles = [
-            self.layer.register_forward_hook(_keep),
-            self.layer.register_forward_pre_hook(_keep_before),
-            self.register_state_dict_post_hook(_keep_state),
-        ]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Project."""
-        return self.layer(x)
-
-
-def _keep(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-    return output * 2
-
-
-def _keep_before(module: nn.Module, args: Any) -> Any:
-    return (args[0] + 1,)
-
-
-def _keep_state(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
-    state[f"{prefix}extra"] = torch.zeros(1)
-    del state[f"{prefix}extra"]
-
-
-def _another_hook(attached: Any, own: Any, device: str) -> None:
-    """Hooks of the client's stand beside the module's own."""
-    x = torch.ones(1, 4, device=device)
-    expected = own(x)
-    seen: list[int] = []
-    handles = [attached.layer.register_forward_hook(lambda *_: seen.append(1)) for _ in range(3)]
-    assert torch.equal(attached(x), expected)
-    assert len(seen) == 3
-    for handle in handles:
-        handle.remove()
-    assert torch.equal(attached(x), expected)
-
-
 def _lazy(device: str) -> Any:
     return nn.Sequential(nn.LazyLinear(4, device=device))
 
@@ -208,16 +162,8 @@ class Keeping(nn.Module):
         self.kept = kept
 
 
-def _lock(device: str) -> Any:
-    return Keeping(device, threading.Lock())
-
-
 def _large_array(device: str) -> Any:
     return Keeping(device, numpy.linspace(0, 1, 1 << 12))
-
-
-def _file(device: str) -> Any:
-    return Keeping(device, open(os.devnull, encoding="ascii"))
 
 
 def alone() -> torch.distributed.device_mesh.DeviceMesh:
@@ -257,7 +203,6 @@ CASES = {
     "BatchNorm, training": Case(_batch_norm),
     "channels_last": Case(_channels_last, lambda m, d: m(ramp(m, d, 2, 3, 4, 4))),
     "AveragedModel": Case(_averaged, lambda m, d: m(ramp(m, d, 2, 8))),
-    "hooks": Case(WithHooks, lambda m, d: m(ramp(m, d, 2, 4)), besides={"hooks of the client": _another_hook}),
     "numpy in attributes": Case(WithArrays, lambda m, d: m(ramp(m, d, 2, 4))),
     "a large numpy array in an attribute": Case(_large_array),
     "optimizer": Case(_bare_optimizer, as_pickled=True),
@@ -269,6 +214,4 @@ CASES = {
     "FSDP, fully_shard": Case(_fully_sharded, refused="is sharded by FSDP"),
     "lazy": Case(_lazy, refused="lazy parameter"),
     "on the meta device": Case(_on_meta, refused="is on the meta device"),
-    "a lock in an attribute": Case(_lock, refused="cannot pickle '_thread.lock' object"),
-    "an open file in an attribute": Case(_file, refused="is an open file of this process"),
 }
