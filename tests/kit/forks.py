@@ -379,8 +379,8 @@ def _run(words: Sequence[str]) -> NoReturn:
             code = 1
     except KeyboardInterrupt:  # it ends by the signal
         raise
-    except BaseException:
-        code = 1
+    except BaseException as error:
+        code, sys.last_value = 1, error
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     main.clear()
