@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import queue
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from anyio import move_on_after
 
 from shared_rpc import AsyncClient, Client, Generation, Handle, Provider, Server
 from shared_rpc.errors import (
@@ -141,48 +143,31 @@ def test_simultaneous_refreshes_join_one_build(app: App, load: Any, builds: Buil
     assert (builds.count, handle.generation, handle.get_object_info()["leases"]) == (1, 1, 1)
 
 
-class Versions:
-    """An endpoint whose key ignores the version. Each version is built when the test allows it."""
+def test_later_runs_are_newer(app: App) -> None:
+    """A run that began before a refresh and ends after it is not made current: a call gets its result, a refresh an error."""
+    begun, go = queue.Queue[int](), {version: threading.Event() for version in (1, 2, 3)}
 
-    def __init__(self, app: App) -> None:
-        self.begun = {version: threading.Event() for version in range(1, 4)}
-        self.go = {version: threading.Event() for version in range(1, 4)}
-        self.serving = app.share("serving", managed=True, cache_format_key="serving")(self.build)
-
-    def build(self, version: int = 1) -> torch.Tensor:
-        """Wait for permission, then build."""
-        self.begun[version].set()
-        assert self.go[version].wait(20)
+    def build(version: int = 1) -> torch.Tensor:
+        begun.put(version)
+        assert go[version].wait(20)
         return torch.full((3,), float(version))
 
-
-@pytest.fixture
-def versions(app: App) -> Iterator[Versions]:
-    """Versions that are all allowed at the end."""
-    versions = Versions(app)
-    yield versions
-    for event in versions.go.values():
-        event.set()
-
-
-def test_later_runs_are_newer(versions: Versions) -> None:
-    """A run that began before a refresh and ends after it is not made current: a call gets its result, a refresh an error."""
+    serving = app.share("serving", managed=True, cache_format_key="serving")(build)
     with ThreadPoolExecutor(3) as threads:
-        call = threads.submit(versions.serving, 1)
-        assert versions.begun[1].wait(20)
-        refreshes = []
-        for version in (2, 3):
-            refreshes.append(threads.submit(versions.serving.refresh, version))
-            assert versions.begun[version].wait(20)
-        versions.go[3].set()
-        made = refreshes[1].result(20)
-        versions.go[2].set()
+        running = []
+        for version, ask in ((1, serving), (2, serving.refresh), (3, serving.refresh)):
+            running.append(threads.submit(ask, version))
+            assert begun.get(timeout=20) == version
+        call, earlier, later = running
+        go[3].set()
+        made = later.result(20)
+        go[2].set()
         with pytest.raises(RefreshError, match=f"ended first: .* is .object {made.object_id}"):
-            refreshes[0].result(20)
-        versions.go[1].set()
+            earlier.result(20)
+        go[1].set()
         with call.result(20) as handle:
             assert float(handle.value[0]) == 1.0 and not handle.is_current()
-    with versions.serving() as handle:
+    with serving() as handle:
         assert (handle.object_id, float(handle.value[0])) == (made.object_id, 3.0)
 
 
@@ -399,39 +384,20 @@ def test_the_end_of_the_server_is_reported(server: Server, client: Client, caplo
 
 @pytest.mark.anyio
 async def test_coroutines_can_refresh(server: Server) -> None:
-    """With the same names."""
-    async with AsyncClient(socket_path=server.socket_path) as client:
-        async with await client.call("load") as old:
-            made = await client.refresh("load")
-            assert (made.generation, await old.is_current()) == (2, False)
-            async with await old.latest() as new:
-                assert (number(new.value), new.generation, await new.is_current()) == (2, 2, True)
+    """With the same names; the iterator continues after a cancelled scope, and gives the latest of several."""
+    async with AsyncClient(socket_path=server.socket_path) as client, AsyncClient(socket_path=server.socket_path) as listener:
+        old = await client.call("load")
         calls: list[int] = []
         with await client.on_refresh(lambda made: calls.append(made.generation)):
-            await client.refresh("load")
-            while not calls:
-                await client.ping()
-        assert (calls, await old.is_current()) == ([3], False)
-
-
-@pytest.mark.anyio
-async def test_coroutines_can_iterate_over_refreshes(server: Server, client: Client) -> None:
-    """The iterator continues after a cancelled scope."""
-    from anyio import move_on_after, to_thread
-
-    client.call("load")
-    async with AsyncClient(socket_path=server.socket_path, connect_timeout=0) as listener:
-        seen = []
-        async with listener.refreshes() as news:
-            with move_on_after(0.02):
-                await anext(news)
-            for _ in range(3):
-                await to_thread.run_sync(client.refresh, "load")
-            async for made in news:
-                seen.append(made.generation)
-                if made.generation == 4:
-                    break
-        assert seen == [4]  # all three were there already, and the latest stands for them
+            async with listener.refreshes() as news:
+                with move_on_after(0.02):
+                    await anext(news)
+                made = [await client.refresh("load") for _ in range(3)]
+                while calls[-1:] != [4]:
+                    await client.ping()
+                assert await anext(news) == made[-1]
+        async with await old.latest() as new:
+            assert (number(new.value), new.generation, await new.is_current(), await old.is_current()) == (4, 4, True, False)
 
 
 # Candidates: generations that exist, but are not current until they are promoted.

@@ -65,24 +65,6 @@ def test_writes_reach_only_shared_tensors(device: str, get: Serve, elsewhere: El
     assert [where for where, tensor in module.tensors().items() if tensor[1] == -2] == shared
 
 
-def test_statistics_are_private_to_each_client(device: str, get: Serve, elsewhere: Elsewhere) -> None:
-    """BatchNorm in training mode: each client's statistics begin with the published ones."""
-    model = normed(device).train()
-    get(model, access="read", tensors="parameters")
-    train = """
-        model = kept["model"] = client.call("get")
-        before = model[1].running_mean.tolist()
-        for _ in range({times}):
-            model(torch.arange(8.0, device=device).reshape(2, 4))
-        answer = [before, model[1].num_batches_tracked.item(), model[1].running_mean.ne(0).all().item()]
-        """
-    assert elsewhere(train.format(times=3)) == [[0] * 4, 3, True]
-    assert elsewhere(train.format(times=5), 1) == [[0] * 4, 5, True]
-    assert elsewhere('answer = kept.pop("model")[1].num_batches_tracked.item()') == 3
-    assert elsewhere('answer = kept.pop("model")[1].num_batches_tracked.item()', 1) == 5
-    assert (model[1].num_batches_tracked.item(), model[1].running_mean.tolist()) == (0, [0] * 4)
-
-
 def test_reattached_objects_have_the_published_bytes(device: str, get: Serve, elsewhere: Elsewhere) -> None:
     """After a release, whatever this process, another one or the server has written."""
     model = normed(device)
@@ -117,18 +99,6 @@ def test_the_process_of_the_endpoint_has_its_own_object(app: App) -> None:
     )
     one[0].weight.fill_(4)
     assert made[0][0].weight[0, 0] == 4
-
-
-def test_sizes_distinguish_shared_and_private_bytes(app: App) -> None:
-    """``nbytes`` counts the parameters, ``private_nbytes`` the copies of each process; 0 in the local role."""
-    app.share("load", managed=True, tensors="parameters")(normed)
-    app.share("whole", managed=True)(normed)
-    with app.provider.call("load") as part, app.provider.call("whole") as whole:
-        shared = sum(tensor.nbytes for tensor in part.value.parameters())
-        own = sum(tensor.nbytes for tensor in part.value.buffers())
-        facts, facts_of_whole = part.get_object_info(refresh=True), whole.get_object_info(refresh=True)
-    assert (facts["nbytes"], facts_of_whole["nbytes"]) == (shared, shared + own)
-    assert facts["private_nbytes"] - facts_of_whole["private_nbytes"] == (own if app.role != "local" else 0)
 
 
 @pytest.mark.parametrize("cache", [True, False])

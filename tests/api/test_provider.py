@@ -22,9 +22,6 @@ from shared_rpc.errors import CapabilityError, ConfigurationError, RemoteTraceba
 from tests.kit.apps import App, at_once, shares_memory
 from tests.kit.processes import eventually
 
-#: Seconds within which two runs must meet. Where they must not, the test takes this long.
-MEETING = 0.2
-
 
 def test_a_replaced_endpoint_has_keys_of_its_own(app: App) -> None:
     """The same call has another key once a function with another default has taken the endpoint's name."""
@@ -103,22 +100,6 @@ def test_invalidation_drops_one_call(app: App) -> None:
     assert built == [2, 3, 2]
 
 
-def test_idle_results_expire(app: App) -> None:
-    """After ``idle_ttl`` without a call a result is built again."""
-    built = []
-
-    @app.share(idle_ttl=0)
-    def load() -> torch.Tensor:
-        built.append(1)
-        return torch.ones(1)
-
-    def built_again() -> bool:
-        load()
-        return len(built) > 1
-
-    eventually(built_again)
-
-
 def test_identical_calls_in_flight_join_one_run(app: App) -> None:
     """Threads that request a result being built wait for it."""
     built, go = [], threading.Event()
@@ -180,24 +161,6 @@ def test_followers_get_the_leader_s_exception(app: App) -> None:
     assert len(built) == 1
 
 
-def test_serialized_runs_never_overlap(app: App) -> None:
-    """``concurrency="serialized"`` runs an endpoint one call at a time, whatever the arguments."""
-    meeting, met = threading.Barrier(2), []
-
-    @app.share(concurrency="serialized")
-    def load(number: int) -> torch.Tensor:
-        try:
-            meeting.wait(MEETING)
-            met.append(number)
-        except threading.BrokenBarrierError:
-            pass
-        return torch.ones(number)
-
-    results = at_once(*[lambda number=number: load(number) for number in (1, 2, 3)])
-    assert [len(result) for result in results] == [1, 2, 3]
-    assert met == []
-
-
 def test_first_calls_of_many_threads(base_path: str) -> None:
     """Threads that use a provider first at the same time get one role between them, and one server."""
     provider = Provider(base_path, execution_mode="server", device="cpu")
@@ -253,24 +216,6 @@ def test_async_endpoints_by_name_block(app: App) -> None:
     assert call() == anyio.run(main) == 2
 
 
-def test_endpoints_can_call_each_other(app: App) -> None:
-    """Such a call uses the cache like any other."""
-    built = []
-
-    @app.share(managed=True)
-    def base(size: int) -> torch.nn.Module:
-        built.append(size)
-        return torch.nn.Linear(size, size)
-
-    @app.share()
-    def weight(size: int) -> torch.Tensor:
-        with app.inside["base"](size) as handle:
-            return handle.value.weight.detach()
-
-    assert shares_memory(weight(2), base(2).value.weight)
-    assert built == [2]
-
-
 def test_endpoints_may_nest_deeper_than_there_are_threads(app: App) -> None:
     """An endpoint that waits for another one does not use up a thread that the other needs."""
 
@@ -282,23 +227,6 @@ def test_endpoints_may_nest_deeper_than_there_are_threads(app: App) -> None:
         return below + 1
 
     assert tower(50).item() == 50
-
-
-def test_recursive_calls_are_refused(app: App) -> None:
-    """A call that would wait for itself, directly or not, is an error that names it instead of a deadlock."""
-
-    @app.share()
-    def load(size: int) -> torch.Tensor:
-        result: torch.Tensor = app.inside["helper"](size)
-        return result
-
-    @app.share()
-    def helper(size: int) -> torch.Tensor:
-        result: torch.Tensor = app.inside["load"](size)
-        return result
-
-    with pytest.raises(ConfigurationError, match=r"load\(size=2\) calls itself while it is being built"):
-        app.provider.call("load", 2)
 
 
 def test_sync_calls_on_the_servers_loop_are_refused(base_path: str) -> None:
@@ -395,31 +323,6 @@ def test_handles_release_at_the_end_of_their_block(app: App) -> None:
     assert caught.value.reason == "released"
     assert (handle.released, handle.is_stale()) == (True, True)
     assert torch.equal(kept, torch.ones(4))
-
-
-@pytest.mark.parametrize("way", ["release", "collection"])
-def test_an_uncached_object_ends_with_its_last_handle(app: App, way: str) -> None:
-    """Released or dropped."""
-    built: list[weakref.ref[torch.nn.Module]] = []
-
-    @app.share(managed=True, cache=False)
-    def load() -> torch.nn.Module:
-        module = torch.nn.Linear(2, 2)
-        built.append(weakref.ref(module))
-        return module
-
-    handle = load()
-    gc.collect()
-    assert built[0]() is not None
-    if way == "release":
-        handle.release()
-    del handle
-
-    def gone() -> bool:
-        gc.collect()
-        return built[0]() is None
-
-    eventually(gone)
 
 
 def test_object_info(app: App) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from shared_rpc import Client, Provider
-from shared_rpc.errors import CapabilityError, CodecError, EndpointNotFound, RemoteError
+from shared_rpc.errors import CapabilityError, CodecError, RemoteError
 from tests.kit.apps import App, Connect, Serve
 from tests.kit.models import Locked
 
@@ -90,20 +89,6 @@ def test_type_errors_within_the_server_are_not_signature_errors(
     assert ["Traceback" in (record.exc_text or "") for record in caplog.records if record.exc_info] == [True]
 
 
-def test_unknown_endpoints_come_with_a_suggestion(every_app: list[App]) -> None:
-    """The error is the same in every role."""
-    errors = set()
-    for app in every_app:
-        app.share("load_model")(lambda: torch.ones(1))
-        errors.add(error_of(functools.partial(app.provider.call, "load_modle")))
-        errors.add(error_of(functools.partial(app.provider.invalidate_endpoint_cache, "load_modle")))
-        errors.add(error_of(functools.partial(app.provider.invalidate_call_cache, "load_modle")))
-    ((kind, text),) = errors
-    assert kind is EndpointNotFound
-    assert "'load_modle'" in text
-    assert "did you mean 'load_model'?" in text
-
-
 #: Levels beyond the limits of pickle and of messages: from Python 3.14 on, the stack's size is the limit.
 DEEP = 200_000
 
@@ -151,19 +136,6 @@ class EndsItsReader(torch.nn.Linear):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return sys.exit, ("unpickled",)
-
-
-def test_results_that_cannot_be_rebuilt_release_their_lease(client_of: Connect, provider: Any) -> None:
-    """There is no handle that would."""
-
-    def made() -> torch.nn.Module:
-        return EndsItsReader(2, 2)
-
-    provider.share("kept", managed=True)(made)
-    client = client_of(made)
-    with pytest.raises(CodecError, match="SystemExit: unpickled"):
-        client.call("kept")
-    assert client.get_server_info()["leases"] == 0
 
 
 def test_arguments_that_end_their_receiver_do_not_stop_the_server(client_of: Connect) -> None:

@@ -70,15 +70,6 @@ def test_objects_with_memory_are_results_in_every_role(every_app: list[App], kin
     assert len(sizes) == 1
 
 
-def test_an_object_is_rebuilt_once(provider: Provider, serve: Serve, connect: Connect) -> None:
-    """If it supports weak references, each call of a client returns the same object while it lives."""
-    provider.share("get")(lambda: State(1, {"m": torch.ones(1)}))
-    serve()
-    client = connect()
-    one = client.call("get")
-    assert client.call("get") is one
-
-
 def test_materialize_requires_the_module(provider: Provider, serve: Serve, connect: Connect) -> None:
     """It works with an object's module; for the object itself the error gives the remedy."""
     provider.share("held", managed=True)(lambda: State(1, {"m": torch.nn.Linear(2, 2)}))

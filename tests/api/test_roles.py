@@ -8,7 +8,6 @@ import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -100,12 +99,6 @@ def ones(size):
 """
 
 
-def answers_of(child: Child) -> dict[str, Any]:
-    """Return the findings of a child that runs :data:`APP`."""
-    answers: dict[str, Any] = json.loads(child.expect("answers:").removeprefix("answers:"))
-    return answers
-
-
 @pytest.fixture
 def script(tmp_path: Path) -> Callable[..., Path]:
     """``script(main)`` writes :data:`SCRIPT` with that main code to a new file."""
@@ -160,18 +153,6 @@ def test_every_role_gives_the_same_answers(tmp_path: Path, start: Callable[..., 
     assert (answers["managed"], answers["released"]) == (["Handle", "Net", 1], True)
     assert answers["forward"] == [[2.0] * 4]
     assert (answers["add"], answers["double"], answers["error"]) == ([3.0, 3.0], [2.0, 2.0], "on purpose")
-
-
-def test_a_client_may_start_before_its_server(tmp_path: Path, start: Callable[..., Child]) -> None:
-    """It waits for the server, and attaches."""
-    path = tmp_path / "app.py"
-    path.write_text(APP)
-    client = start(path, "client")
-    client.expect("begins")
-    server = start(path, "server")
-    assert answers_of(client)["mode"] == "client"
-    assert client.close() == (0, "")
-    server.expect("building")
 
 
 def test_a_missing_server_is_reported(base_path: str, script: Callable[..., Path], start: Callable[..., Child]) -> None:

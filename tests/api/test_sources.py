@@ -132,28 +132,6 @@ def test_errors_of_the_source_reach_all_waiters(
     assert model.builds == 1
 
 
-def test_a_second_source_replaces_the_first(
-    source: Source, client: Client, model: Model, connect: Connect, threads: ThreadPoolExecutor
-) -> None:
-    """It gets the open misses, and every later request of the first one is an error."""
-    call = threads.submit(client.call, "load")
-    first = next(source)
-    with connect().source() as second:
-        miss = next(second)
-        assert miss == first
-        for attempt in (
-            lambda: source.build(first),
-            lambda: source.fail(first, ""),
-            lambda: source.report({}),
-            lambda: next(source),
-        ):
-            with pytest.raises(ClusterError, match="has replaced it") as caught:
-                attempt()
-            assert caught.value.reason == "replaced"
-        second.build(miss).release()
-        call.result(10).release()
-
-
 def test_records_of_another_server_answer_misses(
     source: Source, client: Client, model: Model, base_path: str, threads: ThreadPoolExecutor
 ) -> None:

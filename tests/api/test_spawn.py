@@ -198,15 +198,6 @@ def test_racing_processes_start_one_server(scripts: Scripts) -> None:
     assert len(scripts.loads) == 1
 
 
-def test_a_server_keeps_the_lock_until_it_has_ended(scripts: Scripts) -> None:
-    """No other one is started before its memory is free."""
-    server = scripts.attached()
-    assert not scripts.nothing_runs()
-    os.kill(server, signal.SIGTERM)
-    eventually(scripts.nothing_runs)
-    assert not is_running(server)
-
-
 def test_a_killed_starter_does_not_stop_its_server(scripts: Scripts) -> None:
     """The server continues to load, others wait for it, and no second one is started."""
     scripts.write(SLOW, ATTACH)

@@ -145,15 +145,6 @@ def test_superseded_generations_can_be_opened_while_held(client: Client, path: P
     assert caught.value.reason == "superseded"
 
 
-def test_stale_handles_make_no_tickets(client: Client, path: Path) -> None:
-    """Neither a released one, nor one of an earlier server."""
-    handle = client.call("tied")
-    handle.release()
-    with pytest.raises(StaleHandleError):
-        handle.ticket(path)
-    assert not path.exists()
-
-
 def test_buffers_have_tickets(client: Client, connect: Connect, path: Path) -> None:
     """Both sides write to one memory; the buffer's own terms apply."""
     buffer = client.create_buffer((2, 4), "float32", zero=True, max_accesses=1)

@@ -154,8 +154,6 @@ def test_devices_are_listed(client: Client, device: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "options", "text"),
     [
-        ((-1,), {}, "a buffer of -1 bytes"),
-        ((1, "tensor"), {}, "dtype='tensor' is no dtype of a buffer"),
         ((1,), {"device": "GPU-1"}, "allocates no memory on GPU-1: use one of cpu"),
         ((1,), {"ttl": 0}, "ttl=0"),
         ((1,), {"ttl": 5.0, "keep": True}, "use one"),

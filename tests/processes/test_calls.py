@@ -71,25 +71,6 @@ def raiser(provider: Provider, error: Callable[[], BaseException]) -> None:
 
 
 @pytest.mark.parametrize(
-    "error",
-    [
-        OSError(2, "No such file", "weights.bin"),
-        ExceptionGroup("several", [ValueError(1), TypeError(2)]),
-    ],
-    ids=lambda error: type(error).__name__,
-)
-def test_exceptions_keep_their_type(provider: Provider, serve: Serve, connect: Connect, error: Exception) -> None:
-    """``except ValueError`` works around a shared function, and the traceback of the server is the cause."""
-    raiser(provider, lambda: error)
-    serve()
-    with pytest.raises(type(error)) as caught:
-        connect().call("fail")
-    assert type(caught.value) is type(error)
-    assert str(caught.value) == str(error)
-    assert "raise error()" in str(caught.value.__cause__)
-
-
-@pytest.mark.parametrize(
     ("error", "message"),
     [
         (lambda: Custom("weights", where="model.bin"), "weights in model.bin"),

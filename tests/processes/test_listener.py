@@ -71,14 +71,6 @@ def test_a_live_server_is_not_disturbed(other_server: Child, serve: Serve, conne
     assert connect().get_server_info()["pid"] == other_server.pid
 
 
-def test_a_dead_socket_is_replaced(other_server: Child, path: str, serve: Serve, connect: Connect) -> None:
-    """That of a killed server, by the next one."""
-    other_server.kill()
-    assert stat.S_ISSOCK(os.lstat(path).st_mode)
-    serve()
-    assert connect().get_server_info()["pid"] == os.getpid()
-
-
 def test_a_child_of_a_dead_server_does_not_keep_its_socket_alive(
     base_path: str, serve: Serve, connect: Connect, program: Program
 ) -> None:

@@ -247,15 +247,6 @@ def test_an_adopted_object_is_the_next_generation(here: Site, there: Site) -> No
     assert there.client.refresh("load", 3).generation == 3
 
 
-def test_records_are_adopted_under_a_given_call(here: Site, there: Site) -> None:
-    """Of their own endpoint or of another one; the key is made from the arguments as for a call."""
-    with here.client.export(here.client.call("load", 3)) as record:
-        for endpoint, key in (("load", "load(size=7)"), ("other", "other(size=7)")):
-            assert there.client.adopt(record, endpoint, 7).cache_key == key
-    assert (there.client.call("other", 7).value.weight == 1).all()
-    assert there.built == []
-
-
 def test_uncached_objects_need_a_call(here: Site, there: Site) -> None:
     """They have no key; and an endpoint without a cache adopts nothing."""
     with here.client.export(here.client.call("uncached", 3)) as record:
@@ -365,16 +356,6 @@ def test_any_damaged_byte_is_detected(there: Site, path: Path) -> None:
             "version",
             "has format 2, and this release of shared-rpc reads format 1",
         ),
-    ],
-    ids=[
-        "missing",
-        "a pipe",
-        "another file",
-        "empty",
-        "without its header",
-        "without its end",
-        "writable by others",
-        "version",
     ],
 )
 def test_invalid_files_are_refused(path: Path, change: Callable[[Path], Any], reason: str, message: str) -> None:

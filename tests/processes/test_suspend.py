@@ -37,16 +37,6 @@ def load(number=0):
 @provider.share(managed=True, access="read")
 def load_read_only():
     return torch.arange({SIZE})
-
-BASE = torch.arange({SIZE})
-
-@provider.share(managed=True)
-def whole():
-    return BASE
-
-@provider.share
-def part():
-    return BASE[:10]
 """
 
 
@@ -266,19 +256,6 @@ def test_objects_of_several_clients_are_evicted_once_all_are_suspended(client: C
     value.add_(1)
     theirs.resume()
     assert torch.equal(theirs.value, torch.arange(SIZE) * 3 + 1)
-
-
-def test_tensors_of_another_object_share_the_resumed_memory(client: Client) -> None:
-    """It shares memory with a suspended object: after the eviction of both, its tensors use the resumed memory."""
-    handle, part = client.call("whole"), client.call("part")
-    assert part.untyped_storage().data_ptr() == handle.value.untyped_storage().data_ptr()
-    handle.suspend()
-    assert torch.equal(part, torch.arange(10))
-    moved = client.evict(handle)
-    assert len(moved) == 2
-    handle.resume()
-    handle.value.add_(5)
-    assert torch.equal(part, torch.arange(10) + 5)
 
 
 def test_the_servers_own_process_uses_the_restored_memory(

@@ -152,7 +152,7 @@ def test_objects_are_evicted_and_restored_by_endpoint(client: Client) -> None:
         client.restore("0" * 24)
 
 
-@pytest.mark.parametrize("way", ["call", "task", "latest", "ticket", "export"])
+@pytest.mark.parametrize("way", ["task", "latest", "ticket", "export"])
 def test_every_access_restores_the_object(client: Client, way: str) -> None:
     """The bytes are the same, in memory that later accesses share."""
     with client.call("model", 10) as first:
@@ -164,8 +164,6 @@ def test_every_access_restores_the_object(client: Client, way: str) -> None:
         if way == "export":
             with client.export(first) as record:
                 found = torch.frombuffer(bytearray(record.segments[0].buffer()[:40]), dtype=torch.float32)
-        elif way == "call":
-            found = client.call("model", 10).value
         elif way == "task":
             found = client.wait_for_task(client.submit("model", 10)).value
         else:

@@ -17,11 +17,9 @@ from shared_rpc.errors import ConfigurationError, ServerBusy, TaskCancelled
 from shared_rpc.execution import device_memory
 from shared_rpc.memory.closing import CLOSER
 from shared_rpc.memory.devices import device_id, facts_of
-from shared_rpc.protocol import tiers as t
 from tests.kit.apps import Connect
 from tests.kit.closings import late_closings
 from tests.kit.processes import eventually
-from tests.kit.raw import HoldingSession
 
 #: The device first: resources that its driver opens once are no leak.
 pytestmark = pytest.mark.usefixtures("device", "no_leaks")
@@ -189,22 +187,6 @@ def test_impossible_options_are_refused(full: Full, options: dict[str, Any], tex
     """The server does not start, and gives the reason."""
     with pytest.raises(ConfigurationError, match=text):
         full(1, **options)
-
-
-def test_suspended_objects_are_evicted_and_resumed(full: Full, client: Client, tmp_path: Path, unit: int) -> None:
-    """Evicted for another request; the resuming session waits for capacity."""
-    server = full(1, spill_dir=tmp_path)
-    with client.call("model", 1, unit) as handle, HoldingSession(server.socket_path) as session:
-        object_id = handle.object_id
-        session.hold(object_id)
-        session.suspend(object_id)
-        handle.release()
-        with client.call("model", 2, unit):
-            assert client.get_object_info(object_id)["tier"] != "device"
-            session.begin_resume(object_id)
-            eventually(lambda: waiting(server) == 1)
-        assert isinstance(session.heard(), t.Resumed)
-        assert client.get_object_info(object_id)["tier"] == "device"
 
 
 def test_calls_of_running_endpoints_go_first(

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from shared_rpc import Client, errors
 from tests.kit.brokers import APP
@@ -88,14 +87,6 @@ class System:
             return ""
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60).stdout.strip()
 
-    def kill(self) -> None:
-        """Kill the broker, and wait for its successor."""
-        before = self.run("show", "-P", "MainPID", "shared-rpc@app.service")
-        self.run("kill", "--kill-who=main", "-s", "KILL", "shared-rpc@app.service")
-        eventually(
-            lambda: self.run("show", "-P", "MainPID", "shared-rpc@app.service") not in (before, "0"), 30.0, "it starts again"
-        )
-
     def close(self) -> None:
         """End it and all its processes."""
         os.kill(int(self._first()), signal.SIGKILL)
@@ -141,24 +132,3 @@ def test_the_first_client_starts_the_service(system: System, connect: Callable[[
     assert system.run("show", "-P", "Result", "shared-rpc@app.service") == "success"
     with pytest.raises(errors.SharedRPCError), Client(system.base_path, device="cpu", connect_timeout=0.2) as late:
         late.ping()
-
-
-def test_objects_survive_repeated_kills(system: System, connect: Callable[[], Client]) -> None:
-    """With handles, buffers, writes and revisions, over one memory."""
-    client = connect()
-    handle, model = client.call("held"), client.call("model")
-    buffer = client.create_buffer((4,), "float32", keep=True)
-    for number in range(1, 6):
-        with client.update(handle) as value:
-            value.fill_(float(number))
-        buffer.value.fill_(float(number))
-        model.weight.data.fill_(float(number))
-        system.kill()
-        with connect() as other:
-            again = other.call("held")
-            assert again.object_id == handle.object_id and not handle.is_stale()
-            assert again.revision == handle.revision == 2 * number
-            assert torch.equal(other.get_buffer(buffer.object_id).value, torch.full((4,), float(number)))
-            assert torch.equal(other.call("model").weight, model.weight)
-            assert other.get_server_info()["builds"] == 0
-    assert system.run("show", "-P", "NRestarts", "shared-rpc@app.service") == "5"

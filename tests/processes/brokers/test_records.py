@@ -75,18 +75,6 @@ def same(one: torch.nn.Module, other: torch.nn.Module) -> bool:
     return bool(mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine) and arrays)
 
 
-def test_an_object_moves_between_brokers(places: list[Place]) -> None:
-    """Built once, of the app's own class; read-only memory stays read-only."""
-    here, there = places
-    handle = here.client.call("sealed", 100)
-    with here.client.export(handle) as record:
-        assert [segment.info.access for segment in record.segments] == ["read", "private", "copy"]
-        there.client.adopt(record)
-    arrived = there.client.call("sealed", 100)
-    assert same(arrived.value, handle.value)
-    assert (here.built, there.built, arrived.generation) == (1, 0, 1)
-
-
 @pytest.mark.parametrize(
     "code",
     [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import signal
 import threading
 from pathlib import Path
 
@@ -118,17 +117,6 @@ def test_removed_endpoints_are_unavailable(app: BrokerApp) -> None:
         client.call("answer")
     assert client.call("reply").tolist() == [1, 1]
     assert [info["endpoint"] for info in client.list_objects()] == ["reply"]
-
-
-def test_a_hangup_reloads(app: BrokerApp) -> None:
-    """SIGHUP, which service managers send; the broker prints the result."""
-    broker = app.start()
-    client = app.connect()
-    client.call("answer")
-    app.write(NEW)
-    broker.process.send_signal(signal.SIGHUP)
-    assert broker.expect("reloaded").endswith("answer changed, 1 objects dropped")
-    assert client.call("answer").tolist() == [2, 2]
 
 
 def test_the_reload_command(app: BrokerApp, children: list[Child]) -> None:

@@ -79,26 +79,6 @@ def test_random_states_differ(with_torch: Zygote) -> None:
     assert [fork.close() for fork in forks] == [(0, "")] * 3
 
 
-def test_forks_compute_with_their_own_threads(with_torch: Zygote) -> None:
-    """Python's, and those of native libraries."""
-    with_torch.write(
-        "compute",
-        """
-        import concurrent.futures, threading
-        import torch
-        from tell import say
-
-        torch.set_num_threads(2)
-        with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            sums = list(pool.map(lambda n: (torch.ones(600, 600) @ torch.ones(600, 600)).sum().item(), range(4)))
-        say([sums, torch.get_num_threads(), threading.active_count()])
-    """,
-    )
-    fork = with_torch.fork("compute")
-    assert fork.read_message() == [[600.0**3] * 4, 2, 1]
-    assert fork.close() == (0, "")
-
-
 def test_atexit_callbacks_of_imports_run_once_per_fork(zygote: Zygote, tmp_path: Path) -> None:
     """Each fork runs them once; the zygote does not."""
     zygote.write(
