@@ -36,7 +36,7 @@ def test_a_real_model_is_attached(provider: Provider, device: str) -> None:
 def test_modules_outside_the_transformer_are_private(provider: Provider, device: str, tmp_path: Path) -> None:
     """Such as a dense layer after it."""
     modules: Any = importlib.import_module("sentence_transformers.sentence_transformer.modules")
-    bert = save(FAMILIES["bert"](), tmp_path / "bert")
+    bert = save(FAMILIES["BERT"](), tmp_path / "bert")
     tokens = tmp_path / "bert" / "vocab.txt"
     tokens.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrstuvwxyz"]))
     (tmp_path / "bert" / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')

@@ -127,7 +127,7 @@ def test_tensors_that_are_no_parameters_are_its_processes_own(provider: Provider
 
 def test_weights_missing_in_the_checkpoint_are_private(provider: Provider, tmp_path: Path) -> None:
     """A new head is made once, copied by each process, and can be trained over the frozen base."""
-    name = save(FAMILIES["bert"](), tmp_path / "bert")
+    name = save(FAMILIES["BERT"](), tmp_path / "bert")
     one, other = (attached(provider, name, AutoModelForSequenceClassification, num_labels=3) for _ in range(2))
     lacking = {"bert.pooler.dense.weight", "bert.pooler.dense.bias", "classifier.weight", "classifier.bias"}
     assert {key for key, parameter in one.named_parameters() if parameter.requires_grad} == lacking
@@ -143,7 +143,7 @@ def test_weights_missing_in_the_checkpoint_are_private(provider: Provider, tmp_p
 
 def test_pipelines_attach(provider: Provider, tmp_path: Path) -> None:
     """``pipeline(task, model=name)`` loads its model by the same method."""
-    name = save(FAMILIES["vit"](), tmp_path / "vit")
+    name = save(FAMILIES["ViT"](), tmp_path / "vit")
     (tmp_path / "vit" / "preprocessor_config.json").write_text(
         json.dumps({"image_processor_type": "ViTImageProcessorFast", "size": {"height": 16, "width": 16}})
     )

@@ -37,7 +37,8 @@ def _model(model_class: str, config_class: str, **options: Any) -> Callable[[str
     return build
 
 
-def _causal(model_class: str, config_class: str, **options: Any) -> Callable[[str], Any]:
+def causal(model_class: str, config_class: str, **options: Any) -> Callable[[str], Any]:
+    """What builds a small language model of a class, on a device."""
     return _model(model_class, config_class, **{**_CAUSAL, "pad_token_id": 0, **options})
 
 
@@ -105,7 +106,7 @@ def tokenizer() -> Any:
 def _pipeline(device: str) -> Any:
     from transformers import pipeline
 
-    model = _causal("LlamaForCausalLM", "LlamaConfig")(device)
+    model = causal("LlamaForCausalLM", "LlamaConfig")(device)
     return pipeline("text-generation", model=model, tokenizer=tokenizer(), device=device)
 
 
@@ -126,18 +127,18 @@ def _run_features(made: Any, device: str) -> Any:
 
 def _output(device: str) -> Any:
     with torch.no_grad():
-        return _causal("LlamaForCausalLM", "LlamaConfig")(device)(_tokens(device), output_hidden_states=True)
+        return causal("LlamaForCausalLM", "LlamaConfig")(device)(_tokens(device), output_hidden_states=True)
 
 
 def _dynamic_cache(device: str) -> Any:
     with torch.no_grad():
-        return _causal("LlamaForCausalLM", "LlamaConfig")(device)(_tokens(device), use_cache=True).past_key_values
+        return causal("LlamaForCausalLM", "LlamaConfig")(device)(_tokens(device), use_cache=True).past_key_values
 
 
 def _static_cache(device: str) -> Any:
     from transformers import StaticCache
 
-    model = _causal("LlamaForCausalLM", "LlamaConfig")(device)
+    model = causal("LlamaForCausalLM", "LlamaConfig")(device)
     cache = StaticCache(config=model.config, max_cache_len=16)
     with torch.no_grad():
         model(_tokens(device), past_key_values=cache)
@@ -146,7 +147,7 @@ def _static_cache(device: str) -> Any:
 
 def _continue(cache: Any, device: str) -> Any:
     torch.manual_seed(0)
-    model = _causal("LlamaForCausalLM", "LlamaConfig")(device)
+    model = causal("LlamaForCausalLM", "LlamaConfig")(device)
     with torch.no_grad():
         return model(_tokens(device)[:, -1:], past_key_values=copy.deepcopy(cache)).logits
 
@@ -156,7 +157,7 @@ def _encoding(device: str) -> Any:
 
 
 def _prepared_for_training(device: str) -> Any:
-    model = _causal("LlamaForCausalLM", "LlamaConfig")(device)
+    model = causal("LlamaForCausalLM", "LlamaConfig")(device)
     model.gradient_checkpointing_enable()
     model.enable_input_require_grads()
     return model
@@ -293,24 +294,22 @@ _SAVED = {"save_pretrained": _save_pretrained}
 
 CASES = {
     "Llama": Case(
-        _causal("LlamaForCausalLM", "LlamaConfig"),
+        causal("LlamaForCausalLM", "LlamaConfig"),
         _generate,
         compiled=("aot_eager",),
         besides={**_SAVED, "sampling and beams": _sample, "resize_token_embeddings of a copy": _resize},
     ),
-    "Llama, tied": Case(
-        _causal("LlamaForCausalLM", "LlamaConfig", tie_word_embeddings=True), _generate_dynamic, besides=_SAVED
-    ),
+    "Llama, tied": Case(causal("LlamaForCausalLM", "LlamaConfig", tie_word_embeddings=True), _generate_dynamic, besides=_SAVED),
     "Llama, parameters alone": Case(
-        _causal("LlamaForCausalLM", "LlamaConfig"), _generate_dynamic, parameters_alone=True, besides=_SAVED
+        causal("LlamaForCausalLM", "LlamaConfig"), _generate_dynamic, parameters_alone=True, besides=_SAVED
     ),
-    "Qwen2": Case(_causal("Qwen2ForCausalLM", "Qwen2Config"), _generate_dynamic),
-    "Qwen3": Case(_causal("Qwen3ForCausalLM", "Qwen3Config", head_dim=8), _generate_dynamic),
+    "Qwen2": Case(causal("Qwen2ForCausalLM", "Qwen2Config"), _generate_dynamic),
+    "Qwen3": Case(causal("Qwen3ForCausalLM", "Qwen3Config", head_dim=8), _generate_dynamic),
     "Mixtral": Case(
-        _causal("MixtralForCausalLM", "MixtralConfig", num_local_experts=4, num_experts_per_tok=2), _generate_dynamic
+        causal("MixtralForCausalLM", "MixtralConfig", num_local_experts=4, num_experts_per_tok=2), _generate_dynamic
     ),
     "Qwen3-MoE": Case(
-        _causal(
+        causal(
             "Qwen3MoeForCausalLM",
             "Qwen3MoeConfig",
             head_dim=8,
@@ -321,7 +320,7 @@ CASES = {
         _generate_dynamic,
     ),
     "DeepSeek-V3": Case(
-        _causal(
+        causal(
             "DeepseekV3ForCausalLM",
             "DeepseekV3Config",
             moe_intermediate_size=16,
@@ -340,10 +339,10 @@ CASES = {
         ),
         _generate_dynamic,
     ),
-    "Gemma 3": Case(_causal("Gemma3ForCausalLM", "Gemma3TextConfig", head_dim=8), _generate_dynamic),
-    "Mistral": Case(_causal("MistralForCausalLM", "MistralConfig"), _generate_dynamic),
-    "Phi-3": Case(_causal("Phi3ForCausalLM", "Phi3Config"), _generate_dynamic),
-    "GPT2": Case(_causal("GPT2LMHeadModel", "GPT2Config"), _generate_dynamic, besides=_SAVED),
+    "Gemma 3": Case(causal("Gemma3ForCausalLM", "Gemma3TextConfig", head_dim=8), _generate_dynamic),
+    "Mistral": Case(causal("MistralForCausalLM", "MistralConfig"), _generate_dynamic),
+    "Phi-3": Case(causal("Phi3ForCausalLM", "Phi3Config"), _generate_dynamic),
+    "GPT2": Case(causal("GPT2LMHeadModel", "GPT2Config"), _generate_dynamic, besides=_SAVED),
     "Mamba": Case(
         _model(
             "MambaForCausalLM",
