@@ -205,14 +205,6 @@ def test_nothing_is_left_after_a_model(no_leaks: None, provider: Provider, check
     assert shared_parameters(attached(provider, checkpoint))
 
 
-def test_requested_devices_are_recorded(provider: Provider, checkpoint: str) -> None:
-    """In ``hf_device_map``, which other libraries read; without a request there is none."""
-    device = provider_device(provider)
-    assert attached(provider, checkpoint, device_map=str(device)).hf_device_map == {"": device}
-    assert not hasattr(attached(provider, checkpoint), "hf_device_map")
-    assert attached(provider, checkpoint, device_map={"": device}).device == device
-
-
 def test_changed_checkpoints_are_loaded_again(provider: Provider, checkpoint: str) -> None:
     """By later loads; attached models keep the earlier weights."""
     before = attached(provider, checkpoint)

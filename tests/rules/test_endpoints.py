@@ -240,17 +240,6 @@ def test_any_template_is_refused_or_usable(template: str) -> None:
 # Options.
 
 
-def test_specifications_have_the_functions_facts() -> None:
-    """Name, first line of the docstring, and whether it is awaited."""
-
-    async def answer() -> None: ...
-
-    spec = describe(load)
-    assert (spec.name, spec.doc, spec.is_async) == ("load", "Load a model.", False)
-    assert (describe(answer).doc, describe(answer).is_async) == ("", True)
-    assert describe(load, "v2.model-8b").name == "v2.model-8b"
-
-
 @pytest.mark.parametrize("option", ["manged", "doc"])
 def test_unknown_options_are_type_errors(option: str) -> None:
     """With their names; the function's own facts are not options."""

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from shared_rpc.broker.fd_store import _HALVES, _HEAD, FdStore, StateFile
+from shared_rpc.broker.fd_store import FdStore, StateFile
 from shared_rpc.broker.systemd import Notifier, Passed
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.copies import LowerCopy
@@ -234,17 +234,3 @@ def test_failed_writes_of_the_state_are_retried(
     moving.put("device", 2)
     assert moving.recovered() == [CONTENTS] * 3
     assert len(moving.entries) == 6
-
-
-def test_the_last_complete_write_counts() -> None:
-    """A half with a wrong digest is ignored, whichever it is; a file without a valid one has no data."""
-    file = StateFile()
-    for number in range(1, 4):
-        file.write(b"state %d" % number)
-        assert StateFile(file.fd).data == b"state %d" % number
-    latest, earlier = sorted(_HALVES, key=lambda offset: os.pread(file.fd, 1, offset), reverse=True)
-    os.pwrite(file.fd, b"S", latest + _HEAD.size)
-    assert StateFile(file.fd).data == b"state 2"
-    os.pwrite(file.fd, b"S", earlier + _HEAD.size)
-    assert StateFile(file.fd).data == b""
-    os.close(file.fd)

@@ -8,13 +8,9 @@ from typing import Any
 
 import pytest
 
-from shared_rpc.client.steps import Reply, Tell, Within
 from shared_rpc.errors import ClusterError
 from shared_rpc.execution.run import Run
-from shared_rpc.operations.sources import Source
-from shared_rpc.protocol.frames import Frame
-from shared_rpc.protocol.messages import Answer
-from shared_rpc.protocol.sources import AttachSource, AwaitMisses, DetachSource, FailMiss
+from shared_rpc.protocol.sources import AttachSource, AwaitMisses, FailMiss
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.server.sources import Sources
 from shared_rpc.server.state.runs import RunTable
@@ -173,15 +169,3 @@ def test_given_misses_continue_without_waiters(server: Server, offered: bool) ->
     if offered:
         server.offered("s", source)
     assert runs.leave(run, "waiter") is not offered
-
-
-def test_a_source_that_is_closed_while_its_first_step_attaches_it_is_detached() -> None:
-    """The closing thread does not have the number yet, so the step detaches the source and ends the iteration."""
-    source = Source(None)
-    step: Any = source._next()
-    assert [type(next(step)), type(step.send(None).message)] == [Within, AttachSource]
-    assert list(source._detach()) == []
-    assert step.send(Reply(Answer.of((7, "server")), Frame(0, 1, b""))) == Tell(DetachSource(7))
-    with pytest.raises(StopIteration) as ended:
-        step.send(None)
-    assert ended.value.value is None

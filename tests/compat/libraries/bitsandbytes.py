@@ -46,12 +46,6 @@ def _llama(**options: Any) -> Any:
     return build
 
 
-def _embedding(device: str) -> Any:
-    import bitsandbytes
-
-    return bitsandbytes.nn.StableEmbedding(16, 8).to(device).eval()
-
-
 def _run(model: Any, device: str) -> Any:
     return model(torch.linspace(-1, 1, 128, device=device).reshape(2, 64))
 
@@ -66,5 +60,4 @@ CASES = {
     "Linear4bit, fp4": Case(_four_bit("fp4"), _run, remembers=True),
     "a Llama in 4 bits": Case(_llama(load_in_4bit=True), _logits, remembers=True, ignored="name_or_path"),
     "a Llama in 8 bits": Case(_llama(load_in_8bit=True), _logits, remembers=True, ignored="name_or_path"),
-    "StableEmbedding": Case(_embedding, lambda m, d: m(torch.tensor([1, 2, 3], device=d))),
 }

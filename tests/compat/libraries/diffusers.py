@@ -63,27 +63,6 @@ def _run_vae(model: Any, device: str) -> Any:
     return model.decode(latent).sample
 
 
-def _ddpm(device: str) -> Any:
-    from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel
-
-    unet = UNet2DModel(
-        sample_size=8,
-        block_out_channels=(8, 16),
-        layers_per_block=1,
-        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
-        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-        norm_num_groups=4,
-        attention_head_dim=4,
-    )
-    return DDPMPipeline(unet.eval(), DDPMScheduler(num_train_timesteps=10)).to(device)
-
-
-def _run_ddpm(pipeline: Any, device: str) -> Any:
-    pipeline.set_progress_bar_config(disable=True)
-    made = pipeline(num_inference_steps=2, generator=torch.Generator().manual_seed(1), output_type="np")
-    return torch.from_numpy(made.images)
-
-
 def _tokenizer() -> Any:
     from transformers import CLIPTokenizer
 
@@ -188,25 +167,10 @@ def _run_flux(model: Any, device: str) -> Any:
     ).sample
 
 
-def _dit(device: str) -> Any:
-    from diffusers import DiTTransformer2DModel
-
-    sizes = {"num_layers": 1, "num_attention_heads": 2, "attention_head_dim": 8, "num_embeds_ada_norm": 10}
-    return DiTTransformer2DModel(sample_size=8, patch_size=2, in_channels=4, out_channels=4, **sizes).to(device).eval()
-
-
-def _run_dit(model: Any, device: str) -> Any:
-    noise = torch.linspace(-1, 1, 4 * 8 * 8, device=device).reshape(1, 4, 8, 8).to(next(model.parameters()).dtype)
-    places = {"timestep": torch.tensor([3], device=device), "class_labels": torch.tensor([2], device=device)}
-    return model(noise, **places).sample
-
-
 CASES = {
     "UNet2DConditionModel": Case(_unet, _run_unet, compiled=("aot_eager",), besides={"an adapter of the client": _lora}),
     "AutoencoderKL": Case(_vae, _run_vae),
     "FluxTransformer2DModel": Case(_flux, _run_flux),
-    "DiTTransformer2DModel": Case(_dit, _run_dit),
-    "DDPMPipeline": Case(_ddpm, _run_ddpm, remembers=True),
     "StableDiffusionPipeline": Case(_stable_diffusion, _run_stable_diffusion, remembers=True, as_pickled=True),
     "the modules of a pipeline": Case(_modules, _run_modules),
 }

@@ -29,21 +29,6 @@ def _lstm(device: str) -> Any:
     return nn.LSTM(8, 16, num_layers=2, batch_first=True, bidirectional=True).to(device).eval()
 
 
-def _normed_lstm(device: str) -> Any:
-    lstm = nn.LSTM(8, 16, batch_first=True)
-    # In train mode: cuDNN has no backward pass in the other one.
-    return nn.utils.parametrizations.weight_norm(lstm, "weight_hh_l0").to(device)
-
-
-def _old_weight_norm(device: str) -> Any:
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        # Made on the device: the weight that it computes is a plain attribute, which does not follow .to().
-        return nn.Sequential(nn.utils.weight_norm(nn.Linear(8, 8, device=device)), nn.Tanh()).eval()
-
-
 def _parametrized(device: str) -> Any:
     first = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
     second = nn.utils.parametrizations.orthogonal(nn.Linear(8, 8))
@@ -131,10 +116,6 @@ def _step(attached: Any, own: Any, device: str) -> None:
             tensor.data.copy_(old)
 
 
-def _bare_optimizer(device: str) -> Any:
-    return torch.optim.SGD(layers(device).parameters(), lr=0.1, momentum=0.9)
-
-
 def _lazy(device: str) -> Any:
     return nn.Sequential(nn.LazyLinear(4, device=device))
 
@@ -188,15 +169,10 @@ def _fully_sharded(device: str) -> Any:
 #: graph stays where it was recorded. So it wants no gradient; all else of it is compared.
 _VALUE = r"\((requires_grad|is_leaf)\)$"
 _COMPUTED = rf"\['0'\]\.weight {_VALUE}"
-#: The same of a parametrised LSTM: its pickling, its forward pass and .to() make this list anew of what is computed.
-_LISTED = rf"\._flat_weight(s|_refs)\[1\](\(\))? {_VALUE}"
-
 CASES = {
     "Sequential": Case(layers, lambda m, d: m(ramp(m, d, 2, 64)), compiled=("aot_eager", "inductor")),
     "Transformer": Case(_transformer, lambda m, d: m(ramp(m, d, 2, 3, 16), ramp(m, d, 2, 3, 16))),
     "LSTM": Case(_lstm, lambda m, d: m(ramp(m, d, 2, 3, 8))[0]),
-    "LSTM, weight_norm": Case(_normed_lstm, lambda m, d: m(ramp(m, d, 2, 3, 8))[0], ignored=_LISTED),
-    "weight_norm of old": Case(_old_weight_norm, lambda m, d: m(ramp(m, d, 2, 8)), ignored=_COMPUTED),
     "parametrizations": Case(_parametrized, lambda m, d: m(ramp(m, d, 2, 8))),
     "pruned": Case(_pruned, lambda m, d: m(ramp(m, d, 2, 8)), ignored=_COMPUTED),
     "MultiheadAttention": Case(_attention, _run_attention),
@@ -205,7 +181,6 @@ CASES = {
     "AveragedModel": Case(_averaged, lambda m, d: m(ramp(m, d, 2, 8))),
     "numpy in attributes": Case(WithArrays, lambda m, d: m(ramp(m, d, 2, 4))),
     "a large numpy array in an attribute": Case(_large_array),
-    "optimizer": Case(_bare_optimizer, as_pickled=True),
     "model and Adam": Case(_optimizer("AdamW"), as_pickled=True, besides={"a step": _step}),
     "model and SGD": Case(_optimizer("SGD"), as_pickled=True, besides={"a step": _step}),
     "generator in an attribute": Case(_generator, lambda m, d: m(ramp(m, d, 2, 64))),

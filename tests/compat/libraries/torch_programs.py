@@ -25,15 +25,6 @@ def _scripted(device: str) -> Any:
     return _quietly(lambda: torch.jit.script(layers(device)))
 
 
-def _traced(device: str) -> Any:
-    module = layers(device)
-    return _quietly(lambda: torch.jit.trace(module, ramp(module, device, 2, 64)))
-
-
-def _frozen(device: str) -> Any:
-    return _quietly(lambda: torch.jit.freeze(torch.jit.script(layers(device))))
-
-
 def _partly_scripted(device: str) -> Any:
     return nn.ModuleDict({"encoder": _scripted(device), "head": nn.Linear(8, 2, device=device)})
 
@@ -49,10 +40,6 @@ def _exported(device: str) -> Any:
 
 def _exported_module(device: str) -> Any:
     return _exported(device).module()
-
-
-def _unflattened(device: str) -> Any:
-    return torch.export.unflatten(_exported(device))
 
 
 def _compiled_module(device: str) -> Any:
@@ -94,13 +81,10 @@ def _run(module: Any, device: str) -> Any:
 
 CASES = {
     "torch.jit.script": Case(_scripted, refused="is TorchScript"),
-    "torch.jit.trace": Case(_traced, refused="is TorchScript"),
-    "torch.jit.freeze": Case(_frozen, refused="is TorchScript"),
     "a part that is scripted": Case(_partly_scripted, refused="result.encoder is TorchScript"),
     "torch.fx.GraphModule": Case(_graph_module, _run, as_pickled=True),
     "ExportedProgram": Case(_exported, refused="is an exported program"),
     "ExportedProgram.module()": Case(_exported_module, refused="belongs to an exported program"),
-    "torch.export.unflatten": Case(_unflattened, refused="belongs to an exported program"),
     "module.compile()": Case(
         _compiled_module, _run, as_pickled=True, note="comes uncompiled: compile it where it is used, as after pickle"
     ),
