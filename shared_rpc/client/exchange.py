@@ -18,15 +18,17 @@ descriptors of an answer are in the buffers or in :attr:`Request.frame`: no call
 from __future__ import annotations
 
 import itertools
+import os
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import msgspec
 
 from shared_rpc.client.replies import raise_error, too_late
 from shared_rpc.client.steps import Reply, Request
 from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, ProtocolError, from_wire, to_wire
+from shared_rpc.memory.segments import Descriptor, KnownSegments, Segment
 from shared_rpc.protocol import exported as x
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.catalogue import NUMBERS, decode_message
@@ -79,6 +81,8 @@ class Exchanges:
         self.owed: dict[int, Request] = {}
         #: Ids of arenas whose descriptors were sent over this connection.
         self._sent: set[str] = set()
+        #: The segments of replies that later ones may name without a descriptor.
+        self.known = KnownSegments[Descriptor]()
         #: The reason of the connection's end, from :func:`to_wire`: an exception would keep the frames of its traceback.
         self.broken: tuple[str, str, dict[str, str]] | None = None
 
@@ -187,7 +191,7 @@ class Exchanges:
             if self.pending.pop(exchange.number, None) is not None:
                 self.owed[exchange.number] = exchange.request.owed()
         elif exchange.request.frame is not None:
-            self._discard(exchange.request.frame, exchange.request)
+            self._discard(exchange.answer, exchange.request.frame, exchange.request)
 
     # Arriving frames.
 
@@ -212,26 +216,29 @@ class Exchanges:
                 self._add_update(exchange, frame)
             else:
                 news.append(exchange)
-                answer = self._read(exchange, frame)
+                answer = self._read(frame)
                 # No call from here on: the exchange has all of it or nothing.
                 exchange.request.frame, exchange.answer = frame, answer
                 del self.pending[exchange.number]
             del buffers.frames[0]
         return news
 
-    @staticmethod
-    def _read(exchange: Exchange, frame: Frame) -> m.Message | str:
-        """Return an answer, or the reason why it cannot be read.
-
-        Its arenas are recorded at once: the next answer may be of the same arena, and be processed first.
-        """
+    def _read(self, frame: Frame) -> m.Message | str:
+        """Return an answer, or the reason why it cannot be read. Its descriptors become known, and known ones join it."""
         try:
             answer = decode_message(frame)
         except ProtocolError as error:
             return str(error)
-        if frame.fds and isinstance(answer, m.Result) and exchange.request.transfer is not None:
-            with suppress(OSError):  # if no file can be opened, the answer itself reports that
-                exchange.request.transfer.learn(answer, frame)
+        if isinstance(answer, m.Result) and len(answer.segments) == len(frame.fds) + len(answer.kept):
+            fds = iter(frame.fds)
+            for number, info in enumerate(answer.segments):
+                fd = next(fds) if number not in answer.kept else -1
+                descriptor = self.known.get(info.id)
+                if fd < 0 and descriptor is not None:
+                    frame.known[number] = descriptor
+                elif fd >= 0 and descriptor is None and (info.arena or info.slab):
+                    with Segment.owning(info, _duplicate(fd)) as segment:
+                        self.known.add(info, segment.owner)
         return answer
 
     @staticmethod
@@ -248,11 +255,17 @@ class Exchanges:
             if isinstance(message, m.Error):
                 self.fail(from_wire(message.code, message.text, message.detail))
         elif frame.kind != _EVENT:
-            self._discard(frame, self.owed.pop(frame.request_id, None))
+            self._discard(self._read(frame), frame, self.owed.pop(frame.request_id, None))
         frame.close()
 
-    def _discard(self, frame: Frame, request: Request | None) -> None:
-        release = discard(frame, request)
+    def _discard(self, answer: m.Message | str, frame: Frame, request: Request | None) -> None:
+        """Close an abandoned reply, and release its lease and its chunks."""
+        frame.close()
+        if isinstance(answer, str):
+            return
+        if isinstance(answer, m.Result) and request is not None and request.transfer is not None:
+            request.transfer.release(answer)
+        release = release_for(answer, request)
         if release is not None and self.broken is None:
             self.notify(release)
 
@@ -270,23 +283,24 @@ class Exchanges:
             exchange.request.interrupted(self._buffers)
         self.pending.clear()
         self.owed.clear()
+        self.known.clear()
 
     def ended(self) -> Exception:
         """Return a new error for an exchange that will get no answer."""
         return from_wire(*self.broken) if self.broken is not None else ConnectionClosed(f"the connection to {self.path} closed")
 
 
-def discard(frame: Frame, request: Request | None = None) -> m.Release | m.FreeBuffer | None:
-    """Close an abandoned reply; return the message that releases its lease, if any."""
+def _duplicate(fd: int) -> int:
+    """Duplicate a descriptor, which the frame keeps: an interrupted delivery begins again.
+
+    :raises ConnectionClosed: if this process cannot: the server takes the segment for known from here on.
+    """
     try:
-        message = decode_message(frame)
-        if request is not None and request.transfer is not None:
-            request.transfer.discard(message, frame)
-    except ProtocolError:
-        return None
-    finally:
-        frame.close()
-    return release_for(message, request)
+        return os.dup(fd)
+    except OSError as error:
+        if error.errno is None:  # a signal handler's own
+            raise
+        raise ConnectionClosed(f"a result cannot be received: {error.strerror}") from error
 
 
 def release_for(message: m.Message, request: Request | None) -> m.Release | m.FreeBuffer | None:

@@ -367,6 +367,7 @@ class Link:
     def abandon(self) -> None:
         """Close the copies of descriptors in a forked child, where the session is another process's."""
         self._socket.close()
+        self._exchanges.known.clear()
         self.ended = True
         if hasattr(self, "transfer"):
             self.transfer.closed = True

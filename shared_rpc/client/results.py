@@ -9,7 +9,7 @@ import msgspec
 
 from shared_rpc.client.steps import Reply
 from shared_rpc.client.transfer import ClientTransfer
-from shared_rpc.errors import ConnectionClosed, ProtocolError
+from shared_rpc.errors import ProtocolError
 from shared_rpc.memory.chunk_references import ChunkReferences
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.segments import Segment
@@ -45,22 +45,16 @@ def result_of(what: str, reply: Reply, transfer: ClientTransfer | None = None) -
     """Take the result from a reply, with ownership of the descriptors.
 
     :raises ProtocolError: if there is none.
-    :raises ConnectionClosed: if its memory was released with the session, whose end another request has detected.
     """
     message, frame = reply.message, reply.frame
-    kept = len(message.kept) if isinstance(message, m.Result) else 0
-    if not isinstance(message, m.Result) or len(message.segments) != len(frame.fds) + kept or (transfer is None and kept):
+    if not isinstance(message, m.Result) or len(message.segments) != len(frame.fds) + len(frame.known):
         frame.close()
         raise ProtocolError(f"the server answered {what} with a {type(message).__name__} that is no valid result")
+    segments = Segment.received(message.segments, frame)
     if transfer is None:
-        return ReceivedResult(what, message, frame.payload, Segment.received(message.segments, frame.fds))
+        return ReceivedResult(what, message, frame.payload, segments)
     if message.freed:
         transfer.arguments.release(message.freed)
-    segments = transfer.segments(message.segments, message.kept, frame.fds)
-    if transfer.closed and any(segment.descriptor is None for segment in segments):
-        for segment in segments:
-            segment.close()
-        raise ConnectionClosed(f"the connection ended before the result of {what} was mapped: call again")
     return ReceivedResult(what, message, frame.payload, segments, dict.fromkeys(message.chunks, transfer.references), transfer)
 
 

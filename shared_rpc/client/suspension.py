@@ -332,7 +332,7 @@ def _segments_of(reply: Reply) -> tuple[t.Resumed, list[Segment]]:
     message, frame = reply.message, reply.frame
     if not isinstance(message, t.Resumed) or len(frame.fds) != len(message.segments):
         raise ProtocolError(f"the server answered Resume with {type(message).__name__}, not with Resumed and its descriptors")
-    return message, Segment.received(message.segments, frame.fds)
+    return message, Segment.received(message.segments, frame)
 
 
 def _mapped(book: Suspensions, object_id: str, segments: Sequence[Segment], owner: str, activate: Callable[[], None]) -> None:

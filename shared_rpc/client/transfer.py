@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from shared_rpc.errors import SharedRPCError
 from shared_rpc.lifecycle.finalizer import FINALIZER, weakly
 from shared_rpc.memory.chunk_references import ChunkReferences
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.pool import Pool, PoolOptions
-from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import messages as m
-from shared_rpc.protocol.frames import Frame
-from shared_rpc.protocol.records import SegmentInfo
 
 #: Seconds without a request after which a separate message returns chunks, and between two polls of a GPU that uses some.
 _IDLE = 0.05
@@ -35,8 +31,6 @@ class ClientTransfer:
         self.arguments = Pool(options)
         self.references = ChunkReferences(weakly(self._chunk_dropped))
         self._flush = flush
-        #: The server's arenas. Their descriptors are sent once, perhaps in a reply that is processed after the next one.
-        self._spare: dict[str, Segment] = {}
         #: True if another thread will return chunks soon.
         self._scheduled = False
         #: The time at which a request last returned chunks (time.monotonic()).
@@ -61,51 +55,10 @@ class ClientTransfer:
                 FINALIZER.start()
                 self._schedule()
 
-    def learn(self, message: m.Message, frame: Frame) -> None:
-        """Record the arenas of a reply, which may be processed after a later reply."""
-        if not isinstance(message, m.Result) or len(message.segments) != len(frame.fds) + len(message.kept):
-            return
-        fds = iter(frame.fds)
-        for number, info in enumerate(message.segments):
-            fd = next(fds) if number not in message.kept else -1
-            if fd >= 0 and info.arena and info.id not in self._spare:
-                self._keep_spare(Segment.owning(info, os.dup(fd)))
-
-    def _keep_spare(self, arena: Segment) -> None:
-        self._spare[arena.info.id] = arena
-        if self.closed:  # by another thread
-            self._close_spare(arena.info.id)
-
-    def _close_spare(self, segment_id: str) -> None:
-        segment = self._spare.pop(segment_id, None)
-        if segment is not None:  # no other thread does it
-            segment.close()
-
-    def segments(self, infos: Sequence[SegmentInfo], kept: Sequence[int], fds: list[int]) -> list[Segment]:
-        """Make a reply's segments, which own the descriptors of the list, except kept segments, which arrived before.
-
-        A segment of an ended session has no descriptor.
-        """
-        found: list[Segment] = []
-        for number, info in enumerate(infos):
-            if number not in kept:
-                found.append(Segment(info))
-                found[-1].adopt(fds)
-                if info.arena and info.id not in self._spare:
-                    self._keep_spare(found[-1].duplicate())
-            else:
-                spare = self._spare.get(info.id)
-                found.append(Segment(info, spare.descriptor if spare is not None else None))
-        return found
-
-    def discard(self, message: m.Message, frame: Frame) -> None:
-        """Process the memory of an abandoned reply."""
-        if not isinstance(message, m.Result) or len(message.segments) != len(frame.fds) + len(message.kept):
-            return
-        for segment in self.segments(message.segments, message.kept, frame.fds):
-            segment.close()
-        self.arguments.release(message.freed)
-        self.references.release(message.chunks)
+    def release(self, result: m.Result) -> None:
+        """Release the memory of a result that is not taken, and take back the chunks that it returns."""
+        self.arguments.release(result.freed)
+        self.references.release(result.chunks)
 
     def _chunk_dropped(self) -> None:
         # Runs in a finaliser.
@@ -137,7 +90,5 @@ class ClientTransfer:
         """End with the session. Memory is freed when neither side has a tensor over it."""
         self.closed = True
         self.references.close()
-        for segment_id in tuple(self._spare):  # another thread may continue an interrupted close()
-            self._close_spare(segment_id)
         self.arguments.close()
         MAPPINGS.release_slabs()

@@ -33,7 +33,7 @@ from shared_rpc.forks import after_fork, fork_safe_lock
 from shared_rpc.lifecycle.finalizer import FINALIZER
 from shared_rpc.memory.backends.choice import backend_for
 from shared_rpc.memory.faults import WatchedRange, unwatch, watch
-from shared_rpc.memory.segments import Backend, Segment
+from shared_rpc.memory.segments import KEPT_SLABS, Backend, Segment
 from shared_rpc.protocol.records import Access, SegmentInfo
 
 _log = logging.getLogger("shared_rpc")
@@ -150,8 +150,6 @@ class _Use(weakref.ref[_Pin]):
 #: a process that attaches ten thousand small objects needs descriptors for other purposes.
 KEPT_SHARE = 4
 
-#: Slabs that a process keeps mapped: those of two workers, with each access. Their memory stays as long.
-_SLABS = 4
 
 #: Seconds for which host memory stays mapped after its last user: a loop of calls for one object maps it once, and unmaps
 #: unused memory at its own safe points instead of waking the finaliser thread.
@@ -310,7 +308,7 @@ class MappingTable:
             if mapping is None or mapping in self._slabs:
                 return
             self._slabs[mapping] = None
-            if len(self._slabs) > _SLABS:
+            if len(self._slabs) > KEPT_SLABS:
                 oldest = next(iter(self._slabs))
                 del self._slabs[oldest]
                 self._retire_unused(oldest)

@@ -48,13 +48,13 @@ class Record(msgspec.Struct, eq=False):
     def body(self, known: Container[str]) -> dict[str, Any]:
         """Return the fields of a :class:`~shared_rpc.protocol.messages.RecordBody`.
 
-        :param known: the ids of the pool's segments whose descriptors the reader already has.
+        :param known: the ids of the segments whose descriptors the reader already has.
         """
         infos = [segment.info for segment in self.segments]
         return {
             "table": msgspec.Raw(self.table),
             "segments": infos,
-            "kept": [number for number, info in enumerate(infos) if info.arena and info.id in known],
+            "kept": [number for number, info in enumerate(infos) if info.id in known],
             "chunks": list(self.chunks),
         }
 

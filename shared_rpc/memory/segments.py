@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import secrets
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import msgspec
 
@@ -15,6 +16,15 @@ from shared_rpc.errors import CapabilityError
 from shared_rpc.forks import after_fork
 from shared_rpc.memory.closing import CLOSER, LARGE, THREAD
 from shared_rpc.protocol.records import EXPORTER_OWNED, Access, SegmentInfo
+
+if TYPE_CHECKING:
+    from shared_rpc.protocol.frames import Frame
+
+T = TypeVar("T")
+
+#: Slabs that a client keeps mapped, and whose descriptors a session keeps: those of two workers, with each access. Their memory
+#: stays as long.
+KEPT_SLABS = 4
 
 
 def new_segment_id() -> str:
@@ -69,14 +79,10 @@ class Segment(msgspec.Struct, eq=False, weakref=True):
         return segment
 
     @classmethod
-    def received(cls, infos: Iterable[SegmentInfo], fds: list[int]) -> list[Segment]:
-        """Create owners of received descriptors, one for each info, and remove these from their list."""
-        return [cls.owning(info, fds.pop(0)) for info in infos]
-
-    def adopt(self, fds: list[int]) -> None:
-        """Take ownership of the first of some descriptors, and remove it from their list."""
-        self.descriptor = Descriptor(fds.pop(0), self.info)
-        self._note()
+    def received(cls, infos: Iterable[SegmentInfo], frame: Frame) -> list[Segment]:
+        """Create the owners of a frame's descriptors, one for each info, and remove these from the frame."""
+        fds, known = frame.fds, frame.known
+        return [Segment(info, known[n]) if n in known else cls.owning(info, fds.pop(0)) for n, info in enumerate(infos)]
 
     def _note(self) -> None:
         if self.info.mechanism in EXPORTER_OWNED and self.descriptor is not None:
@@ -133,6 +139,25 @@ class Segment(msgspec.Struct, eq=False, weakref=True):
 
     def __repr__(self) -> str:
         return f"Segment({self.info!r}, {'closed' if self.closed else f'fd={self.fileno()}'})"
+
+
+class KnownSegments(dict[str, T]):
+    """Segments whose descriptors the reader of a connection has, by id, for later replies: arenas, and the latest slabs.
+
+    Both sides have one, and agree because both add to it in the order of the replies.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._slabs: deque[str] = deque()
+
+    def add(self, info: SegmentInfo, value: T) -> None:
+        """Add a segment that is not known yet. The first slab of too many goes."""
+        self[info.id] = value
+        if info.slab:
+            self._slabs.append(info.id)
+            if len(self._slabs) > KEPT_SLABS:
+                del self[self._slabs.popleft()]
 
 
 class Backend(Protocol):

@@ -82,7 +82,7 @@ class GenerationOperations:
         if not isinstance(message, g.RevisionPage) or len(frame.fds) != 1:
             frame.close()
             raise ProtocolError(f"the server answered GetRevision with {type(message).__name__}")
-        [segment] = Segment.received([message.page], frame.fds)
+        [segment] = Segment.received([message.page], frame)
         return Page(segment, message.memory, object_id)
 
 

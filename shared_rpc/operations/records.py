@@ -54,7 +54,7 @@ class RecordOperations:
         lease = yield from lent(ctx, _lent(message.object_id, message.generation), None)
         within = {n: (header.segments[n], part.offset) for n, part in message.parts.items() if n < len(header.segments)}
         infos = [message.parts[n].slab if n in within else info for n, info in enumerate(header.segments)]
-        segments = Segment.received(infos, frame.fds)
+        segments = Segment.received(infos, frame)
         parts = yield Work(functools.partial(_mapped, segments, server.server_id, parts=within))
         return cast(Exporting, ctx._record(header, parts, [lease], allocated=False))
 
@@ -175,7 +175,7 @@ def _allocated(ctx: Context, header: RecordHeader, ttl: float | None, question: 
         if not isinstance(made, m.Result):
             raise ProtocolError(f"the server answered {what} with {type(made).__name__}, not with Result")
         leases.append((yield Lend(made, None)))
-        segments = Segment.received(made.segments, reply.frame.fds)
+        segments = Segment.received(made.segments, reply.frame)
         parts += yield Work(functools.partial(_mapped, segments, server.server_id, {0: info}))
     return ctx._record(header, parts, leases, allocated=True)
 

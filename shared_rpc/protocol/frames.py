@@ -23,7 +23,7 @@ import os
 import struct
 from collections import deque
 from collections.abc import Iterable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -75,13 +75,17 @@ def close_all(fds: list[int]) -> None:
 
 
 class Frame(msgspec.Struct):
-    """One message. The frame owns its descriptors until a receiver removes them from the list."""
+    """One message. The frame owns its descriptors until a receiver removes them from the list.
+
+    ``known``: the owners of descriptors that earlier frames brought, by the numbers of the message's segments.
+    """
 
     kind: int
     request_id: int
     body: bytes
     payload: bytes = b""
     fds: list[int] = msgspec.field(default_factory=list)
+    known: dict[int, Any] = msgspec.field(default_factory=dict)
 
     def detach_fds(self) -> list[int]:
         """Return the descriptors, with ownership."""

@@ -18,7 +18,7 @@ from shared_rpc.execution.outcomes import Failure
 from shared_rpc.execution.run import CallArguments
 from shared_rpc.execution.stream import FramedStream
 from shared_rpc.lifecycle.collector import paused
-from shared_rpc.memory.segments import Descriptor
+from shared_rpc.memory.segments import Descriptor, KnownSegments
 from shared_rpc.observability.events import HOOKS, RequestFailed
 from shared_rpc.protocol import exported as x
 from shared_rpc.protocol import messages as m
@@ -84,8 +84,8 @@ class RemoteClient:
         )
         #: Pending requests, by number.
         self.waiting: dict[int, RemoteCaller] = {}
-        #: Arenas of the session's pool whose descriptors were sent over this connection.
-        self.sent: set[str] = set()
+        #: The segments whose descriptors the client has.
+        self.known = KnownSegments[bool]()
         self._on_close = on_close
         self._silence: asyncio.TimerHandle | None = None
 
@@ -317,9 +317,9 @@ class RemoteCaller(msgspec.Struct, eq=False):
             return True
         record, stored = outcome.record, outcome.stored
         assert record is not None, "a result for another process has a record"
-        transfer, sent = self.core.transfers.find(self.session), self._client.sent
+        transfer, known = self.core.transfers.find(self.session), self._client.known
         message = m.Result(
-            **record.body(sent),
+            **record.body(known),
             freed=transfer.returned() if transfer is not None and self._waiter is not None and self._waiter.pooled else [],
             object_id=stored.object_id if stored is not None else "",
             generation=stored.generation if stored is not None else 1,
@@ -328,7 +328,10 @@ class RemoteCaller(msgspec.Struct, eq=False):
         )
         owners = tuple([segment.owner for number, segment in enumerate(record.segments) if number not in message.kept])
         if self.reply(message, record.skeleton, owners):
-            sent.update([info.id for info in message.segments if info.arena])
+            if owners:
+                for info in message.segments:
+                    if (info.arena or info.slab) and info.id not in known:
+                        known.add(info, True)
             return True
         if transfer is not None:
             transfer.release_results(record.chunks)

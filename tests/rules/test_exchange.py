@@ -8,7 +8,9 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 import msgspec
@@ -17,8 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared_rpc.client.exchange import Exchange, Exchanges, TooLate
+from shared_rpc.client.results import result_of
 from shared_rpc.client.steps import Reply, Request
 from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, ProtocolError
+from shared_rpc.memory.backends.host import HOST
+from shared_rpc.memory.segments import KEPT_SLABS, KnownSegments
 from shared_rpc.protocol import exported as x
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.catalogue import decode_message, encode_message
@@ -324,6 +329,36 @@ def test_answers_without_a_request_are_closed(connection: Connection) -> None:
     assert connection.sent()[1:] == [(2, m.Release(["stray"]))]
     connection.come(m.Pong(), 1, fds=2)  # a second answer
     assert connection.exchanges.reply(exchange).message == m.Pong()
+
+
+@given(st.lists(st.integers(0, 2 * KEPT_SLABS), max_size=40), st.randoms())
+def test_both_sides_know_the_same_segments(numbers: list[int], chance: Random) -> None:
+    """Arenas and the latest slabs, in the order of the replies, in which order these are taken."""
+    with ExitStack() as stack:
+        memories = [stack.enter_context(HOST.create(4096)) for _ in range(2 * KEPT_SLABS + 1)]
+        for number, memory in enumerate(memories):
+            memory.info = msgspec.structs.replace(memory.info, arena=number < 2, slab=number >= 2)
+        connection, server, taken = Connection(), KnownSegments[bool](), []
+        for number in numbers:
+            info, exchange = memories[number].info, connection.ask()
+            kept = [0] if info.id in server else []
+            if not kept:
+                server.add(info, True)
+            fds = [] if kept else [os.dup(memories[number].fileno())]
+            answer = m.Result(msgspec.Raw(EMPTY_TABLE), [info], kept)
+            connection.buffers.feed(frame_of(answer, exchange.number, fds=len(fds)), fds)
+            connection.exchanges.deliver()
+            taken.append((memories[number], exchange))
+        chance.shuffle(taken)
+        for memory, exchange in taken:
+            if chance.random() < 0.3:
+                connection.exchanges.abandon(exchange)
+                continue
+            with result_of("a call", connection.exchanges.reply(exchange)) as result:
+                assert os.path.sameopenfile(result.segments[0].fileno(), memory.fileno())
+        assert {*connection.exchanges.known} == {*server} and len(server) <= KEPT_SLABS + 2
+        connection.exchanges.fail(ConnectionClosed("the end"))
+        connection.close()
 
 
 def test_unreadable_answers_are_errors(connection: Connection) -> None:

@@ -4,30 +4,21 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 
-import msgspec
 import pytest
 import torch
 
 from shared_rpc.client import transfer as lane_module
-from shared_rpc.client.results import result_of
-from shared_rpc.client.steps import Reply
 from shared_rpc.client.transfer import ClientTransfer
-from shared_rpc.errors import ConnectionClosed
 from shared_rpc.memory import chunk_references
 from shared_rpc.memory.backends.choice import backend_for
 from shared_rpc.memory.backends.host import MemfdBackend
 from shared_rpc.memory.chunk_references import ChunkReferences
 from shared_rpc.memory.devices import device_id
 from shared_rpc.memory.pool import Pool, PoolOptions
-from shared_rpc.memory.segments import Segment
-from shared_rpc.protocol import messages as m
-from shared_rpc.protocol.frames import Frame
-from shared_rpc.protocol.records import EMPTY_TABLE
 
 
 class Gpu(MemfdBackend):
@@ -173,31 +164,6 @@ def test_few_chunks_are_marked_after_a_second_of_requests(idle: Idle) -> None:
     idle.clock.advance(0.1)  # in the background, where the GPU must not be marked
     idle.request()
     assert idle.request() == numbers
-
-
-# The server's arenas.
-
-
-@pytest.fixture
-def arena() -> Iterator[Segment]:
-    """An arena, as the server has it."""
-    with MemfdBackend().create(4096) as segment:
-        segment.info = msgspec.structs.replace(segment.info, arena=True)
-        yield segment
-
-
-@pytest.mark.usefixtures("no_leaks")
-def test_results_of_an_ended_session_are_refused(arena: Segment) -> None:
-    """The memory was given by name, and another request has met the next server meanwhile."""
-    transfer = ClientTransfer(PoolOptions(), lambda numbers: None)
-    message = m.Result(msgspec.Raw(EMPTY_TABLE), [arena.info], [0])
-    for taken in transfer.segments([arena.info], [], [os.dup(arena.fileno())]):
-        taken.close()
-    with result_of("echo()", Reply(message, Frame(9, 1, b"", b"", [])), transfer) as result:
-        assert os.path.sameopenfile(result.segments[0].fileno(), arena.fileno())
-    transfer.close()
-    with pytest.raises(ConnectionClosed, match=r"before the result of echo\(\) was mapped"):
-        result_of("echo()", Reply(message, Frame(9, 1, b"", b"", [])), transfer)
 
 
 @pytest.mark.gpu
