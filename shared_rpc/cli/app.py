@@ -32,7 +32,7 @@ from shared_rpc.cli.tasks import call, cancel, tasks, wait
 from shared_rpc.cli.top.command import top
 from shared_rpc.cli.verifying import verify
 from shared_rpc.errors import ConfigurationError, SharedRPCError
-from shared_rpc.protocol.infos import DeviceInfo, ServerInfo, SourceInfo, ZygoteInfo
+from shared_rpc.protocol.infos import DeviceInfo, SourceInfo, ZygoteInfo
 from shared_rpc.scripts.listing import live_zygotes
 
 _GROUP = "shared_rpc.cli"
@@ -54,18 +54,15 @@ class Commands(TyperGroup):
 
         :raises ConfigurationError: for one whose distribution is not installed.
         """
-        own = super().get_command(ctx, cmd_name)
-        if own is not None:
-            return own
         from importlib.metadata import entry_points
 
-        for found in entry_points(group=_GROUP, name=cmd_name):
-            command: Any = typer.main.get_command(found.load())
+        command = super().get_command(ctx, cmd_name)
+        for found in entry_points(group=_GROUP, name=cmd_name) if command is None else ():
+            command = typer.main.get_command(found.load())
             command.name = cmd_name
-            return command
-        if cmd_name in _KNOWN:
+        if command is None and cmd_name in _KNOWN:
             raise ConfigurationError(f"the command {cmd_name!r} is not installed: {_KNOWN[cmd_name]}")
-        return None
+        return command
 
 
 app = typer.Typer(
@@ -112,47 +109,38 @@ def list_servers(base_path: BasePath = None, json: Json = False) -> None:
     if json:
         as_json([*({"kind": "server", **info} for info in infos), *zygotes])
         return
-    if infos:
-        _server_table(infos)
-    else:
+    if not infos:
         print("no server is alive")
+    else:
+        listing(
+            "",
+            infos,
+            {
+                "socket": lambda info: info["socket_path"],
+                "pid>": lambda info: info["pid"],
+                "device": lambda info: info["device"],
+                "endpoints": lambda info: ", ".join(info["endpoints"]),
+                "objects>": contents,
+                "memory>": lambda info: size(info["nbytes"]),
+                "leases>": lambda info: info["leases"],
+                "clients>": lambda info: info["clients"],
+                "up": lambda info: ago(info["started_at"]),
+            },
+        )
     if zygotes:
-        _zygote_table(zygotes, "\nzygotes")
-
-
-def _server_table(infos: list[ServerInfo]) -> None:
-    listing(
-        "",
-        infos,
-        {
-            "socket": lambda info: info["socket_path"],
-            "pid>": lambda info: info["pid"],
-            "device": lambda info: info["device"],
-            "endpoints": lambda info: ", ".join(info["endpoints"]),
-            "objects>": contents,
-            "memory>": lambda info: size(info["nbytes"]),
-            "leases>": lambda info: info["leases"],
-            "clients>": lambda info: info["clients"],
-            "up": lambda info: ago(info["started_at"]),
-        },
-    )
-
-
-def _zygote_table(zygotes: list[dict[str, Any]], title: str) -> None:
-    """Print a row for each zygote."""
-    listing(
-        title,
-        zygotes,
-        {
-            "zygote": lambda one: one["key"],
-            "pid>": lambda one: one["pid"],
-            "has imported": lambda one: ", ".join(one["preload"]),
-            "scripts>": lambda one: one["runs"],
-            "memory>": lambda one: size(one["rss"]),
-            "idle>": lambda one: f"{one['idle']:.0f} s",
-            "ends after>": lambda one: f"{one['idle_exit']:.0f} s",
-        },
-    )
+        listing(
+            "\nzygotes",
+            zygotes,
+            {
+                "zygote": lambda one: one["key"],
+                "pid>": lambda one: one["pid"],
+                "has imported": lambda one: ", ".join(one["preload"]),
+                "scripts>": lambda one: one["runs"],
+                "memory>": lambda one: size(one["rss"]),
+                "idle>": lambda one: f"{one['idle']:.0f} s",
+                "ends after>": lambda one: f"{one['idle_exit']:.0f} s",
+            },
+        )
 
 
 def info(socket: Socket = None, base_path: BasePath = None, json: Json = False) -> None:
@@ -205,20 +193,15 @@ def _source(facts: SourceInfo) -> str:
     pieces = [f"pid {facts['pid']}, for {ago(facts['since'] or 0.0)}" if facts["session"] is not None else "none is attached"]
     if facts["misses"]:
         pieces.append(f"{several(facts['misses'], 'run')} asked")
-    status = facts["status"]
-    told = [f"{name} {status[name]}" for name in ("cluster", "node", "state") if status.get(name)]
-    told += [several(status[name], name.removesuffix("s")) for name in ("nodes", "objects") if name in status]
-    told += [
-        f"{size(status[name])} {name.removeprefix('bytes_')}" for name in ("bytes_received", "bytes_sent") if name in status
-    ]
-    if told:
-        pieces.append(", ".join(told))
-    pieces += status.get("activity", [])
+    status: dict[str, Any] = {**facts["status"]}
+    activity = status.pop("activity", [])
+    told = [f"{name.replace('_', ' ')} {size(fact) if 'bytes' in name else fact}" for name, fact in status.items()]
+    pieces += [*([", ".join(told)] if told else []), *activity]
     joiner = facts["joiner"]
     if joiner is not None:
         pieces.append(f"joiner pid {joiner['pid']}" if joiner["pid"] is not None else "no joiner runs")
         if joiner["problem"]:
-            pieces.append(f"before that {joiner['problem']}" if joiner["pid"] is not None else joiner["problem"])
+            pieces.append(f"before that {joiner['problem']}")
     return "; ".join(pieces)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -13,19 +13,15 @@ from shared_rpc.errors import ConfigurationError, ConnectError, SharedRPCError, 
 from shared_rpc.protocol.peers import is_own_or_root
 from shared_rpc.settings import is_socket_of, resolve_base_path
 
-#: Seconds for a server to answer.
-_PATIENCE = 2.0
-
-
-def _warn(reason: str) -> None:
-    complain(f"passed over: {reason}")
+#: Seconds for a server to answer: one that may be stopped or stuck, and one that was chosen.
+PATIENCE, _TIMEOUT = 2.0, 30.0
 
 
 @contextmanager
-def live_servers(base_path: str | None, on_error: Callable[[str], None] = _warn) -> Iterator[list[Client]]:
+def live_servers(base_path: str | None) -> Iterator[list[Client]]:
     """Yield clients of all servers that answer at a socket of the base path; without one, at any in the default's directory.
 
-    :param on_error: called with the reason for each live server that does not answer. Dead sockets are silently left out.
+    A live server that does not answer is reported. Dead sockets are silently left out.
     """
     whole = resolve_base_path(base_path)
     clients = []
@@ -33,7 +29,7 @@ def live_servers(base_path: str | None, on_error: Callable[[str], None] = _warn)
         for path in sorted(Path(whole).parent.glob("*.sock")):
             if not _is_ours(path, whole) or (base_path and not is_socket_of(whole, str(path))):
                 continue
-            client = Client(socket_path=path, timeout=_PATIENCE, connect_timeout=0)
+            client = Client(socket_path=path, timeout=PATIENCE, connect_timeout=0)
             try:
                 client.ping()
             except (SharedRPCError, OSError) as error:
@@ -41,7 +37,7 @@ def live_servers(base_path: str | None, on_error: Callable[[str], None] = _warn)
                 if listens(str(path)):
                     # The cause leaves out the advice to start a server.
                     reason = error.__cause__ if isinstance(error.__cause__, ConnectError) else error
-                    on_error(str(reason))
+                    complain(f"passed over: {reason}")
             else:
                 clients.append(client)
         yield clients
@@ -62,63 +58,34 @@ def _is_ours(path: Path, base_path: str) -> bool:
     return False
 
 
-@contextmanager
-def the_server(socket_path: str | None, base_path: str | None) -> Iterator[Client]:
-    """Yield a client of the server at ``socket_path``, or of the only live server.
-
-    :raises ConfigurationError: if there is none, or several to choose from.
-    """
-    if socket_path is not None:
-        with Client(socket_path=socket_path, timeout=30.0, connect_timeout=0) as client:
-            yield client
-        return
-    with live_servers(base_path) as clients:
-        yield _single(clients, base_path)
-
-
-def find_server(socket_path: str | None, base_path: str | None, preferred: str = "") -> Client:
-    """Return a client like :func:`the_server`, for repeated use. It does not wait for a server; the caller must close it.
+def the_server(socket_path: str | None, base_path: str | None, preferred: str = "", timeout: float = _TIMEOUT) -> Client:
+    """Return a client of the server at ``socket_path``, or of the only live server. It does not wait for a server to start.
 
     :param preferred: the socket to choose if several servers answer.
-    :raises SharedRPCError: if there is none, or several to choose from, or none at ``socket_path``.
+    :raises ConfigurationError: if there is none, or several to choose from.
     """
     if socket_path is None:
-        reasons: list[str] = []
-        with live_servers(base_path, reasons.append) as clients:
-            if not clients and reasons:
-                raise ConnectError("; ".join(reasons))
+        with live_servers(base_path) as clients:
             socket_path = _single(clients, base_path, preferred).socket_path
-    client = Client(socket_path=socket_path, timeout=_PATIENCE, connect_timeout=0)
-    try:
-        client.ping()
-    except BaseException:
-        client.close()
-        raise
-    return client
+    return Client(socket_path=socket_path, timeout=timeout, connect_timeout=0)
 
 
-@contextmanager
-def the_owner(task_id: str, socket_path: str | None, base_path: str | None) -> Iterator[Client]:
-    """Yield a client of the server at ``socket_path``, or of the live server that issued the task's id.
+def the_owner(task_id: str, socket_path: str | None, base_path: str | None) -> Client:
+    """Return a client of the server at ``socket_path``, or of the live server that issued the task's id.
 
     :raises ConfigurationError: if no server is alive.
     :raises TaskError: if none of several issued it.
     """
-    if socket_path is not None:
-        with the_server(socket_path, base_path) as client:
-            yield client
-        return
-    with live_servers(base_path) as clients:
-        _check_some(clients, base_path)
-        issuer = task_id.rpartition("-")[0]
-        # If there is one server, its own error about a foreign id is more specific.
-        owners = clients if len(clients) == 1 else [one for one in clients if one.get_server_info()["server_id"] == issuer]
-        if not owners:
-            raise TaskError(f"none of the servers that answer issued task {task_id!r}: {_paths(clients)}", reason="unknown")
-        for client in clients:
-            if client is not owners[0]:
-                client.close()  # a wait may take hours
-        yield owners[0]
+    if socket_path is None:
+        with live_servers(base_path) as clients:
+            _check_some(clients, base_path)
+            issuer = task_id.rpartition("-")[0]
+            # If there is one server, its own error about a foreign id is more specific.
+            owners = clients if len(clients) == 1 else [one for one in clients if one.get_server_info()["server_id"] == issuer]
+            if not owners:
+                raise TaskError(f"none of the servers that answer issued task {task_id!r}: {_paths(clients)}", reason="unknown")
+            socket_path = owners[0].socket_path
+    return the_server(socket_path, base_path)
 
 
 def _single(clients: list[Client], base_path: str | None, preferred: str = "") -> Client:

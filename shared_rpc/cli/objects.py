@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Annotated, Literal
 
 import typer
 
 from shared_rpc.cli.discovery import the_server
-from shared_rpc.cli.options import Arguments, BasePath, Json, Misuse, Socket, is_list, keywords
-from shared_rpc.cli.rendering import ago, as_json, bars, command_of, copies_of, listing, origin, several, size, span, tier_of
+from shared_rpc.cli.options import Arguments, BasePath, Json, Misuse, Socket, as_misuse, is_list, keywords
+from shared_rpc.cli.rendering import ago, as_json, command_of, copies_of, listing, origin, several, size, span, tier_of
 from shared_rpc.client.exported import RecordBytes
 from shared_rpc.errors import ConfigurationError, one_line
 from shared_rpc.operations.client import Client
 from shared_rpc.protocol.infos import ListedObjectInfo, MoveInfo
-
-#: Seconds between two polls of a move, for its bar.
-_LOOK = 0.2
 
 Target = Annotated[str, typer.Argument(metavar="OBJECT|ENDPOINT", help="An object's id or cache key, or an endpoint.")]
 File = Annotated[str, typer.Argument(metavar="FILE", help="The file of the record.")]
@@ -65,11 +60,8 @@ def invalidate(
 ) -> None:
     """Drop cached results; clients keep those that they hold."""
     kwargs = keywords(arguments)
-    with the_server(socket, base_path) as client:
-        try:
-            count = client.invalidate_call_cache(endpoint, **kwargs) if kwargs else client.invalidate_endpoint_cache(endpoint)
-        except TypeError as error:
-            raise ConfigurationError(str(error)) from error
+    with the_server(socket, base_path) as client, as_misuse():
+        count = client.invalidate_call_cache(endpoint, **kwargs) if kwargs else client.invalidate_endpoint_cache(endpoint)
     if json:
         as_json({"endpoint": endpoint, "invalidated": count})
     else:
@@ -85,16 +77,14 @@ def evict(
 ) -> None:
     """Move an object, or all objects of an endpoint, from their device to a lower tier. Active objects stay."""
     with the_server(socket, base_path) as client:
-        chosen = _target(client, target)
-        moves = _moved(client, lambda: client.evict(chosen, to))
+        moves = client.evict(_target(client, target), to)
     _show(moves, "freed>", json)
 
 
 def restore(target: Target, socket: Socket = None, base_path: BasePath = None, json: Json = False) -> None:
     """Move an object, or all objects of an endpoint, back to their device, for all processes."""
     with the_server(socket, base_path) as client:
-        chosen = _target(client, target)
-        moves = _moved(client, lambda: client.restore(chosen))
+        moves = client.restore(_target(client, target))
     _show(moves, "taken>", json)
 
 
@@ -115,32 +105,7 @@ def _target(client: Client, name: str) -> str:
     return chosen
 
 
-def _moved(client: Client, move: Callable[[], list[MoveInfo]]) -> list[MoveInfo]:
-    """Move objects; on a terminal with a bar for each active move."""
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    if not (console.is_terminal and sys.stdout.isatty()):
-        return move()
-    from rich.progress import DownloadColumn, TaskID
-
-    known: dict[str, TaskID] = {}
-    with ThreadPoolExecutor(1) as threads, bars(console, DownloadColumn(binary_units=True)) as shown:
-        moving = threads.submit(move)
-        while not wait([moving], timeout=_LOOK).done:
-            for item in client.list_objects():
-                if "moving" in item:
-                    if item["object_id"] not in known:
-                        known[item["object_id"]] = shown.add_task(f"{one_line(origin(item))} to {item['moving']['to']}")
-                    done, total = item["moving"]["done"], item["moving"]["total"]
-                    shown.update(known[item["object_id"]], completed=done, total=total)
-        return moving.result()
-
-
 def _show(moves: list[MoveInfo], column: str, json: bool) -> None:
-    if not moves and not json:
-        print("nothing is to be moved")
-        return
     columns: dict[str, Callable[[MoveInfo], object]] = {
         "object": lambda move: move["object_id"],
         "of": lambda move: move["cache_key"] or move["endpoint"] or "buffer",
@@ -194,20 +159,10 @@ def import_file(
     begin = time.perf_counter()
     with FileRecord(file) as opened, the_server(socket, base_path) as client:
         record: RecordBytes = opened
-        try:
+        with as_misuse():
             made = client.adopt(record, endpoint, **kwargs)
-        except TypeError as error:
-            raise ConfigurationError(str(error)) from error
     if json:
-        as_json(
-            {
-                "object_id": made.object_id,
-                "endpoint": made.endpoint,
-                "cache_key": made.cache_key,
-                "generation": made.generation,
-                "nbytes": made.nbytes,
-            }
-        )
+        as_json({name: getattr(made, name) for name in ("object_id", "endpoint", "cache_key", "generation", "nbytes")})
     else:
         took = time.perf_counter() - begin
         print(f"{one_line(made.cache_key)} ({size(made.nbytes)}) is generation {made.generation}, read in {took:.2f} s")

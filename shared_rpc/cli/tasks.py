@@ -13,9 +13,9 @@ import typer
 
 from shared_rpc import Client
 from shared_rpc.cli.discovery import live_servers, the_owner, the_server
-from shared_rpc.cli.options import Arguments, BasePath, Json, Socket, Timeout, is_list, keywords
+from shared_rpc.cli.options import Arguments, BasePath, Json, Socket, Timeout, as_misuse, is_list, keywords
 from shared_rpc.cli.rendering import ago, as_json, bars, listing, percent, size, status_of, steps, task_object, took
-from shared_rpc.errors import ConfigurationError, SharedRPCError, StaleHandleError, TaskCancelled, one_line
+from shared_rpc.errors import SharedRPCError, StaleHandleError, TaskCancelled, one_line
 from shared_rpc.operations.tasks import fetch_claimed, watched
 from shared_rpc.protocol.infos import ObjectInfo
 from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
@@ -55,9 +55,6 @@ def tasks(
     if json:
         as_json([task_object(info) for info in infos])
         return
-    if not infos:
-        print("there are no tasks" if status is None else f"no task is {status}")
-        return
     listing(
         "",
         infos,
@@ -87,20 +84,16 @@ def cancel(task: TaskId, socket: Socket = None, base_path: BasePath = None, json
     with the_owner(task, socket, base_path) as client:
         done = client.cancel_task(task)
         info = client.get_task_status(task)
-    if not done:
-        outcome = "ended"
-    elif info.status is TaskStatus.CANCELLED:
-        outcome = "cancelled"
-    else:
-        outcome = "asked"
+    outcome = "ended" if not done else "cancelled" if info.status is TaskStatus.CANCELLED else "asked"
     if json:
         as_json({"outcome": outcome, "task": task_object(info)})
-    elif outcome == "ended":
-        print(f"task {task} had ended: it is {info.status}")
-    elif outcome == "cancelled":
-        print(f"task {task} was cancelled")
-    else:
-        print(f"task {task} was asked to stop; it ends when its endpoint checks")
+        return
+    texts = {
+        "ended": f"had ended: it is {info.status}",
+        "cancelled": "was cancelled",
+        "asked": "was asked to stop; it ends when its endpoint checks",
+    }
+    print(f"task {task} {texts[outcome]}")
 
 
 def call(
@@ -114,10 +107,8 @@ def call(
     """Call an endpoint as a task: print the task's id, then wait for it."""
     kwargs = keywords(arguments)
     with the_server(socket, base_path) as client:
-        try:
+        with as_misuse():
             task = client.submit(endpoint, **kwargs)
-        except TypeError as error:
-            raise ConfigurationError(str(error)) from error
         with _interruptible(task, socket, base_path):
             display = _display_for(json)
             display.begin(task)
@@ -173,12 +164,10 @@ def _facts(client: Client, info: TaskInfo) -> dict[str, Any]:
     known: ObjectInfo | None = None
     with suppress(StaleHandleError):  # another client has fetched it, and nothing keeps it
         known = client.get_object_info(info.object_id or "")
-    endpoint = client.list_endpoints().get(info.endpoint)
     return {
         "object_id": info.object_id,
         "nbytes": known["nbytes"] if known is not None else None,
         "device": known["device"] if known is not None else None,
-        "managed": endpoint is not None and endpoint["managed"],
     }
 
 

@@ -98,7 +98,7 @@ def test_ls_reports_a_server_that_does_not_answer(
     served: Server, listener: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On standard error, after a limited time; the other servers are listed."""
-    monkeypatch.setattr(discovery, "_PATIENCE", 0.2)
+    monkeypatch.setattr(discovery, "PATIENCE", 0.2)
     (tmp_path / "a.sock.lock").touch()
     ran = cli("ls")
     assert (ran.code, served.socket_path in ran.output) == (0, True)
@@ -148,7 +148,7 @@ def test_info_describes_the_source(served: Server) -> None:
         source.report(status | {"bytes_received": 1 << 30, "activity": ["sends load()"]})
         (line,) = [line for line in cli("info").output.splitlines() if line.startswith("source")]
     assert f"pid {os.getpid()}, for" in line
-    assert "cluster prod, node a, state joined, 3 nodes, 1 object, 1.0 GiB received; sends load()" in line
+    assert "cluster prod, node a, state joined, nodes 3, objects 1, bytes received 1.0 GiB; sends load()" in line
 
 
 def test_objects_and_their_holders(served: Server, connect: Connect) -> None:
@@ -215,7 +215,7 @@ def test_invalidating_an_endpoint_or_a_call(served: Server, connect: Connect) ->
 def test_a_call_that_does_not_exist(served: Server, connect: Connect) -> None:
     """A wrong name is an error of one line, and does nothing."""
     assert "no endpoint 'lod': did you mean 'load'?" in cli("call", "lod").complaint
-    assert "unexpected keyword argument 'siez'" in cli("objects", "invalidate", "load", "size=1", "siez=1").complaint
+    assert "unexpected keyword argument 'siez'" in cli("objects", "invalidate", "load", "size=1", "siez=1").misuse
     assert connect().list_tasks() == []
 
 

@@ -20,7 +20,7 @@ from textual.pilot import Pilot
 from textual.widgets import HelpPanel, Input, Static
 
 from shared_rpc import Client, Provider, Server
-from shared_rpc.cli.discovery import find_server
+from shared_rpc.cli.discovery import the_server
 from shared_rpc.cli.top.app import Grid, Question, TopApp
 from shared_rpc.cli.top.tables import ORDERS, ObjectChoice, arranged, bar, detail, objects, others, summary
 from shared_rpc.cli.top.watching import Action, Rates, ServerWatcher, Snapshot, pause, rates
@@ -284,7 +284,7 @@ def test_the_watched_server_is_found_again(base_path: str, provider: Provider) -
     """Also if another one has started since."""
     with Server(provider) as first, Server(Provider(f"{base_path}-another", device="cpu")) as other:
         for server in (first, other):
-            with find_server(None, None, server.socket_path) as client:
+            with the_server(None, None, server.socket_path) as client:
                 assert client.socket_path == server.socket_path
 
 

@@ -35,10 +35,10 @@ def top(
     """
     from rich.console import Console
 
-    from shared_rpc.cli.discovery import find_server
+    from shared_rpc.cli.discovery import PATIENCE, the_server
     from shared_rpc.cli.rendering import width
 
-    find = functools.partial(find_server, socket, base_path)
+    find = functools.partial(the_server, socket, base_path, timeout=PATIENCE)
     console = Console(highlight=False, width=width())
     if once or not sys.stdout.isatty() or not console.is_terminal or console.is_dumb_terminal:
         _print_once(find, interval, console)

@@ -95,8 +95,9 @@ class ServerWatcher:
         try:
             if self._client is None:
                 self._client = self._find(self._path)
-                self._path, self._devices = self._client.socket_path, []
+                self._devices = []
             self._latest = self._ask(self._client)
+            self._path = self._client.socket_path
         except (SharedRPCError, OSError) as error:
             self.close()
             raise SharedRPCError(f"lost the server, and looking for it: {error}" if self._path else str(error)) from error
