@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy
@@ -33,9 +34,11 @@ def client(connect: Connect) -> Client:
 
 
 @pytest.fixture
-def elsewhere(interpreters: list[Interpreter], base_path: str, device: str) -> Elsewhere:
+def elsewhere(interpreters: list[Interpreter], base_path: str, device: str) -> Iterator[Elsewhere]:
     """``elsewhere(code, number)`` runs in one of two other processes, each with a client of this test's server."""
-    return lambda code, number=0: interpreters[number].run(code, base_path=base_path, device=device)
+    yield lambda code, number=0: interpreters[number].run(code, base_path=base_path, device=device)
+    for process in interpreters:
+        process.run("kept.clear()")
 
 
 @pytest.mark.parametrize("tensors", ["all", "parameters"])
@@ -78,8 +81,7 @@ def test_reattached_objects_have_the_published_bytes(device: str, get: Serve, el
     assert [elsewhere(write), elsewhere(write, 1)] == [0, 0]
     model[1].running_mean.fill_(7)
     assert [elsewhere(write), elsewhere(write, 1)] == [0, 0]
-    assert elsewhere('answer = kept.pop("writes")[0].item()') == 5
-    elsewhere('kept.pop("writes")', 1)
+    assert elsewhere('answer = kept["writes"][0].item()') == 5
 
 
 def test_the_process_of_the_endpoint_has_its_own_object(app: App) -> None:
@@ -182,46 +184,33 @@ def own_pages(array):
 """
 
 
-@pytest.mark.parametrize("managed", [False, True], ids=["plain", "managed"])
-def test_pages_are_copied_on_write(
-    device: str, base_path: str, provider: Provider, serve: Serve, interpreters: list[Interpreter], managed: bool
-) -> None:
+def test_pages_are_copied_on_write(device: str, provider: Provider, serve: Serve, elsewhere: Elsewhere) -> None:
     """Reading an array takes no memory; writing takes a page, which only the writer sees."""
     value = beside_a_tensor(device, numpy.arange(LARGE))
-    provider.share("get", managed=managed)(lambda: value)
+    provider.share("get")(lambda: value)
     serve()
-    names = {"base_path": base_path, "device": device}
     read = """
-        kept["of"] = client.call("get")
-        kept["array"] = array = getattr(kept["of"], "value", kept["of"]).moments["arrays"][0]
-        answer = [int(array.sum()), kept["own_pages"](array)]
+        kept["array"] = array = client.call("get").moments["arrays"][0]
+        answer = [int(array.sum()), own_pages(array)]
         """
-    for process in interpreters:
-        process.run(f"{OWN_PAGES}\nkept['own_pages'] = own_pages")
-        assert process.run(read, **names) == [int(numpy.arange(LARGE).sum()), 0]
-    one, other = interpreters
-    assert one.run("kept['array'][0] = 7\nanswer = [int(kept['array'][0]), kept['own_pages'](kept['array'])]") == [7, 1]
-    assert other.run("answer = [int(kept['array'][0]), kept['own_pages'](kept['array'])]") == [0, 0]
-    assert arrays_of(value)[0][0] == 0
-    for process in interpreters:
-        process.run("kept.clear()")
+    for number in (0, 1):
+        assert elsewhere(OWN_PAGES + textwrap.dedent(read), number) == [int(numpy.arange(LARGE).sum()), 0]
+    look = f"{OWN_PAGES}answer = [int(kept['array'][0]), own_pages(kept['array'])]"
+    elsewhere("kept['array'][0] = 7")
+    assert [elsewhere(look), elsewhere(look, 1), arrays_of(value)[0][0]] == [[7, 1], [0, 0], 0]
 
 
-def test_written_arrays_are_sent_as_arguments(
-    device: str, base_path: str, provider: Provider, serve: Serve, interpreters: list[Interpreter]
-) -> None:
+def test_written_arrays_are_sent_as_arguments(device: str, provider: Provider, serve: Serve, elsewhere: Elsewhere) -> None:
     """The client's copy is sent: the memory that others have of it is not named instead."""
     provider.share("get")(lambda: beside_a_tensor(device, numpy.zeros(LARGE)))
     provider.share("first", cache=False)(lambda x: x[:1].clone())
     serve()
-    seen = interpreters[0].run(
+    seen = elsewhere(
         """
         array = client.call("get").moments["arrays"][0]
         array[0] = 5
         answer = client.call("first", torch.from_numpy(array).to(device)).tolist()
-        """,
-        base_path=base_path,
-        device=device,
+        """
     )
     assert seen == [5]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -35,34 +34,6 @@ def server(provider: Provider, serve: Serve) -> Server:
     provider.share("made", managed=True)(lambda value=1.0: {"layers": [torch.full((2, 3), value)], "text": "kept"})
     provider.share("uncached", managed=True, cache=False)(lambda: torch.arange(3.0))
     return serve()
-
-
-def test_a_ticket_opens_the_object(client: Client, server: Server, path: Path, connect: Connect) -> None:
-    """Another client gets the same object and memory, with its own lease."""
-    handle = client.call("tied")
-    handle.ticket(path)
-    with connect() as other:
-        opened = other.open_ticket(path)
-        assert (opened.object_id, opened.server_id, opened.generation) == (
-            handle.object_id,
-            handle.server_id,
-            handle.generation,
-        )
-        assert torch.equal(opened.value.embed.weight, handle.value.embed.weight)
-        assert opened.get_object_info()["leases"] == 2
-        handle.release()
-        assert opened.get_object_info()["leases"] == 1
-
-
-def test_tickets_describe_the_object(client: Client, server: Server, path: Path) -> None:
-    """The object, and its server."""
-    handle = client.call("made", value=2.0)
-    ticket = handle.ticket(path)
-    assert Ticket.read(path) == ticket
-    assert Ticket.from_json(ticket.to_json()) == ticket
-    fields = json.loads(path.read_text())
-    assert fields["socket_path"] == server.socket_path
-    assert (fields["version"], fields["kind"], fields["endpoint"]) == (2, "result", "made")
 
 
 def test_clients_are_created_from_tickets(server: Server, client: Client, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,19 +1,22 @@
-"""One client exhausts all that it can while others are served: the broker loses no object."""
+"""Clients that exhaust what a broker has: others are served, cached results are evicted first, and no object is lost."""
 
 from __future__ import annotations
 
 import os
 import re
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
 
 from shared_rpc import Client, Handle
+from shared_rpc.errors import ServerBusy
 from tests.kit import attacker
 from tests.kit.attacker import Bystander
-from tests.kit.brokers import BrokerApp
+from tests.kit.brokers import BrokerApp, another_worker, worker_pids
 from tests.kit.processes import Child, eventually
 
 #: Descriptors that the broker may have.
@@ -23,10 +26,7 @@ PATIENCE = 15.0
 #: Bytes that the broker may take besides its objects.
 MEMORY = 256 << 20
 
-LIMITED = f"""
-import resource
-resource.setrlimit(resource.RLIMIT_NOFILE, ({LIMIT}, {LIMIT}))
-"""
+LIMITED = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({0}, {0}))\n"
 
 ENDPOINT = """
 @provider.share
@@ -43,7 +43,7 @@ class Served:
     def __init__(self, app: BrokerApp) -> None:
         app.write(ENDPOINT)
         self.app = app
-        self.broker: Child = app.start_program(app.program(LIMITED))
+        self.broker: Child = app.start_program(app.program(LIMITED.format(LIMIT)))
         self.client: Client = app.connect(timeout=60.0)
         self.path = self.client.get_server_info()["socket_path"] or ""
         self.handle: Handle = self.client.call("held", 8)
@@ -98,3 +98,43 @@ def test_the_connection_that_exhausts_descriptors_is_logged(served: Served) -> N
         line = served.broker.expect_error("closed the connection of pid")
     assert f"pid {os.getpid()}: it holds " in line
     eventually(lambda: served.client.get_server_info()["connections"] == 1)
+
+
+# Objects: the descriptors of a small broker.
+
+#: Descriptors that a server may have in these tests, and the number of open ones at which no object gets another.
+FEW, FULL = 256, 192
+
+KEPT = """
+@provider.share(host_copy="never")
+def cached(n):
+    return torch.full((8,), float(n))
+
+@provider.share(managed=True, cache=False, host_copy="never")
+def kept(n):
+    return torch.full((8,), float(n))
+"""
+
+
+@pytest.fixture
+def client(broker_app: BrokerApp) -> Client:
+    """A client of a broker with few descriptors."""
+    broker_app.write(KEPT)
+    broker_app.start_program(broker_app.program(LIMITED.format(FEW)))
+    return broker_app.connect()
+
+
+def test_objects_exhaust_descriptors(client: Client, broker_app: BrokerApp) -> None:
+    """Clients can connect then, and a dead worker is replaced; after releases, calls succeed."""
+    handles: list[Handle[torch.Tensor]] = []
+    with pytest.raises(ServerBusy, match="three quarters of the 256 of the process are in use"):
+        while len(handles) < FEW:
+            handles.append(client.call("kept", len(handles)))
+    info = client.get_server_info()["descriptors"]
+    assert FULL - 32 < info["used"] < FULL + 16 and info["limit"] == FEW
+    (pid,) = worker_pids(client)
+    os.kill(pid, signal.SIGKILL)
+    another_worker(client, pid)
+    client.release_many(handles[:10])
+    with broker_app.connect() as another:
+        assert [float(another.call("kept", n).value[0]) for n in range(9)] == [float(n) for n in range(9)]
