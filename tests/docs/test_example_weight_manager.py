@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -15,8 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.kit.brokers import is_running
-from tests.kit.examples import Example, descendants
+from tests.kit.examples import Example
 from tests.kit.processes import Child, eventually
 
 pytest.importorskip("safetensors")
@@ -171,7 +168,7 @@ def used(client: Any) -> int:
 
 
 def test_workers_continue_without_the_manager(site: Site) -> None:
-    """When another one serves a version, they follow it automatically. Ctrl-C at the terminal ends all, without a traceback."""
+    """When another one serves a version, they follow it automatically."""
     worker = site.worker("resnet18")
     ask(worker, 0)
 
@@ -180,16 +177,6 @@ def test_workers_continue_without_the_manager(site: Site) -> None:
         load.more()
     assert {site.version("resnet18", answer) for answer in load.answers} == {"v1"}
 
-    manager = site.example.serve("manager.py", "--result-ttl", "10")
+    site.example.serve("manager.py", "--result-ttl", "10")
     site.deploy("resnet18", "v2")
     eventually(lambda: site.version("resnet18", ask(worker, 0)) == "v2", 20.0)
-
-    running = [*descendants(manager.pid), worker.pid]
-    for pid in running:
-        if os.getpgid(pid) == os.getpgid(0):
-            os.kill(pid, signal.SIGINT)
-    for process in (worker, manager):
-        code, errors = process.close()
-        assert (code, "Traceback" in errors) == (0, False), errors
-    eventually(lambda: not any(map(is_running, running)))
-    assert not list(site.example.folder.glob("*.sock"))

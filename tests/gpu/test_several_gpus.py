@@ -54,10 +54,6 @@ def provider(base_path: str) -> Provider:
     def spanning() -> torch.nn.Module:
         return Spanning("cuda:0", "cuda:1")
 
-    @provider.share
-    def weights() -> torch.Tensor:
-        return torch.arange(64.0, device="cuda:0").reshape(8, 8)
-
     @provider.share(cache=False)
     def echo(x: torch.Tensor) -> torch.Tensor:
         return x

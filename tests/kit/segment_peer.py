@@ -4,15 +4,13 @@
 segment's info as its bytes. Commands on standard input, one answer on standard output each::
 
     create <device> <mechanism> <nbytes>    make a segment and send it
-    unmap                       undo the last map
-    vacate                      undo it, and keep the range of addresses
+    vacate                      undo the last map, and keep the range of addresses
     fill <access>               map it there again
     close                       close the descriptor
     receive                     take a descriptor; nothing is mapped yet
     map <access>                map it
     read <offset> <nbytes>      print the bytes, in hex
     write <offset> <hex>        write them
-    fds                         print how many descriptors are open
 """
 
 from __future__ import annotations
@@ -28,7 +26,6 @@ from shared_rpc.memory.backends.choice import backend_for
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.segments import Backend, Segment
 from shared_rpc.protocol.records import SegmentInfo
-from tests.kit.processes import open_fds
 
 
 def is_gpu_memory(backend: Any) -> bool:
@@ -103,16 +100,14 @@ def main(path: str, own: str = "") -> None:
                     answer = load(backend(), address + int(offset), int(nbytes)).hex()
                 case ["write", offset, data]:
                     store(backend(), address + int(offset), bytes.fromhex(data))
-                case ["unmap" | "vacate" as how]:
+                case ["vacate"]:
                     backend().synchronize()
-                    getattr(backend(), how)(address, segment.info.nbytes)
+                    backend().vacate(address, segment.info.nbytes)
                 case ["fill", access]:
                     filled = backend().map(segment.fileno(), segment.info.nbytes, access, at=address)
                     answer = "filled" if filled == address else f"mapped at {filled:#x}, not at {address:#x}"
                 case ["close"]:
                     segment.close()
-                case ["fds"]:
-                    answer = str(open_fds())
             print("answer:", answer)
         if segment is not None:
             segment.close()

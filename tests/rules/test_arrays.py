@@ -111,6 +111,18 @@ def test_memory_lives_as_long_as_an_array_over_it(device: str, published: Callab
     assert len(MAPPINGS) == before
 
 
+def test_sizes_count_shared_and_copied_bytes(device: str, published: Callable[..., Record]) -> None:
+    """``nbytes`` is shared, including arrays; ``private_nbytes`` is copied by each process: small arrays, and objects."""
+    alone = published(beside_a_tensor(device))
+    array = numpy.arange(LARGE)
+    shared = published(beside_a_tensor(device, array))
+    assert shared.nbytes == alone.nbytes + array.nbytes
+    assert alone.private_nbytes < shared.private_nbytes < alone.private_nbytes + 500
+    private = published(beside_a_tensor(device, *(numpy.zeros(100) for _ in range(100)), numpy.array([b"x" * LARGE], object)))
+    assert private.nbytes == alone.nbytes
+    assert private.private_nbytes > 100 * 800 + LARGE
+
+
 @pytest.mark.parametrize("entry", [BufferEntry(0, 8192, 1), BufferEntry(0, -1, 5), BufferEntry(3, 0, 5), BufferEntry(-1, 0, 5)])
 def test_buffers_outside_their_segment_are_refused(no_leaks: None, entry: BufferEntry) -> None:
     """A table that does not fit its segments is refused."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
 
 import pytest
 
@@ -32,12 +31,3 @@ def test_a_class_has_every_operation(kind: type) -> None:
         assert list(shown.parameters) == ["self", *list(defined.parameters)[1:]]
         assert [each.default for each in shown.parameters.values()] == [each.default for each in defined.parameters.values()]
         assert (method.__doc__, method.__name__, method.__qualname__) == (body.__doc__, name, f"{kind.__name__}.{name}")
-
-
-@pytest.mark.parametrize(("kind", "handle"), [(Client, "Handle"), (AsyncClient, "AsyncHandle"), (Provider, "Handle")])
-def test_annotations_name_the_class_of_handles(kind: Any, handle: str) -> None:
-    """A signature has the class's own handle for arguments and results, and not the steps of an operation."""
-    assert inspect.signature(kind.create_buffer).return_annotation == f"{handle}[torch.Tensor]"
-    assert inspect.signature(kind.latest).parameters["handle"].annotation == f"{handle}[T]"
-    assert inspect.signature(kind.list_tasks).return_annotation == "list[TaskInfo]"
-    assert kind.list_tasks.__annotations__ == {"status": "str | None", "return": "list[TaskInfo]"}

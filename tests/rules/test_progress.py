@@ -76,12 +76,6 @@ def iterated() -> None:
         continue
 
 
-def without_a_total() -> None:
-    """Update a bar without total or description."""
-    with silent() as bar:
-        bar.update(2.5)
-
-
 def not_reported() -> None:
     """Iterate over a disabled bar, and one of tqdm's own: subclassing that changes nothing for others."""
     assert list(silent(range(2), disable=True)) == [0, 1]
@@ -101,7 +95,6 @@ def in_a_bar() -> None:
     [
         (updated, counted(10.0, "weights", 0, 1, 3, 10, 10)),
         (iterated, counted(3.0, "", 0, 1, 2, 3, 3) + counted(1000.0, "Bar", 0, 1000)),
-        (without_a_total, counted(None, "", 0, 2.5, 2.5)),
         (not_reported, []),
         (in_a_bar, counted(2.0, "files", 0) + counted(1.0, "parts", 0, 1, 1) + counted(2.0, "files", 1, 1)),
     ],

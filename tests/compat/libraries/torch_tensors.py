@@ -59,16 +59,6 @@ def _subclass(device: str) -> Any:
     return tensor
 
 
-class Scale(nn.Parameter):
-    """A parameter of a class of its own."""
-
-
-def _parameter_subclass(device: str) -> Any:
-    module = nn.Linear(4, 4, device=device)
-    module.weight = torch.Tensor._make_subclass(Scale, module.weight.detach(), True)
-    return module
-
-
 def _wrapper(device: str) -> Any:
     from torch.testing._internal.two_tensor import TwoTensor
 
@@ -87,18 +77,6 @@ def _sparse(layout: str) -> Callable[[str], Any]:
 
 def _coo(device: str) -> Any:
     return torch.eye(6, device=device).to_sparse().coalesce()
-
-
-class Sparse(nn.Module):
-    """A module with a sparse buffer."""
-
-    def __init__(self, device: str) -> None:
-        super().__init__()
-        self.register_buffer("weight", _coo(device))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply."""
-        return self.weight @ x
 
 
 def _rows(device: str) -> list[torch.Tensor]:
@@ -174,11 +152,9 @@ CASES = {
     "distribution": Case(_distribution, lambda t, d: t.log_prob(torch.ones(3, device=d))),
     "PackedSequence": Case(_packed_sequence),
     "subclass": Case(_subclass, lambda t, d: t * 2),
-    "subclass of Parameter": Case(_parameter_subclass, lambda m, d: m(torch.ones(2, 4, device=d))),
     "wrapper subclass": Case(_wrapper, lambda m, d: m(torch.ones(2, 4, device=d))),
     "quantized": Case(_quantized, lambda ts, d: [t.dequantize() for t in ts], devices=("cpu",)),
     "sparse COO": Case(_coo, lambda t, d: t @ torch.ones(6, 2, device=d)),
-    "sparse COO in a module": Case(Sparse, lambda m, d: m(torch.ones(6, 2, device=d))),
     "sparse CSR": Case(_sparse("csr"), refused="has the layout torch.sparse_csr"),
     "sparse CSC": Case(_sparse("csc"), refused="has the layout torch.sparse_csc"),
     "sparse BSR": Case(_sparse("bsr"), refused="has the layout torch.sparse_bsr"),

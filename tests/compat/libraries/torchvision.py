@@ -37,13 +37,6 @@ def _features(device: str) -> Any:
     return create_feature_extractor(_resnet(device), ["layer1", "flatten"]).eval()
 
 
-def _segmentation(device: str) -> Any:
-    from torchvision.models._utils import IntermediateLayerGetter
-    from torchvision.models.segmentation.fcn import FCN, FCNHead
-
-    return FCN(IntermediateLayerGetter(_resnet(device), {"layer4": "out"}), FCNHead(512, 3)).to(device).eval()
-
-
 def _transforms(device: str) -> Any:
     from torch import nn
     from torchvision.transforms import v2
@@ -75,7 +68,6 @@ CASES = {
     "MobileNetV3": Case(_mobilenet, _run),
     "VisionTransformer": Case(_vit, _run),
     "feature extractor": Case(_features, _run, as_pickled=True),
-    "FCN": Case(_segmentation, _run),
     "tv_tensors": Case(_pictures),
     "transforms and model": Case(_transforms, _run_transforms),
 }

@@ -115,16 +115,6 @@ def _run_pipeline(made: Any, device: str) -> Any:
     return [torch.tensor(list("|".join(texts).encode()))]
 
 
-def _features(device: str) -> Any:
-    from transformers import pipeline
-
-    return pipeline("feature-extraction", model=_bert(device).bert, tokenizer=tokenizer(), device=device)
-
-
-def _run_features(made: Any, device: str) -> Any:
-    return made("the quick fox", return_tensors=True)
-
-
 def _output(device: str) -> Any:
     with torch.no_grad():
         return causal("LlamaForCausalLM", "LlamaConfig")(device)(_tokens(device), output_hidden_states=True)
@@ -258,10 +248,6 @@ def _train_checkpointed(attached: Any, own: Any, device: str) -> None:
     assert all(torch.equal(*pair) for pair in zip(*grads, strict=True))
 
 
-def _run_wav2vec2(model: Any, device: str) -> Any:
-    return model(torch.linspace(-1, 1, 2 * 800, device=device).reshape(2, 800).to(next(model.parameters()).dtype)).logits
-
-
 def _llava(device: str) -> Any:
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
@@ -355,15 +341,6 @@ CASES = {
         ),
         _run_whisper,
     ),
-    "Wav2Vec2": Case(
-        _model(
-            "Wav2Vec2ForCTC",
-            "Wav2Vec2Config",
-            **{**_TEXT, "conv_dim": (16, 16), "conv_kernel": (10, 3), "conv_stride": (5, 2)},
-            **{"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2},
-        ),
-        _run_wav2vec2,
-    ),
     "ViT": Case(
         _model("ViTForImageClassification", "ViTConfig", **_VISION), lambda model, device: model(_picture(model, device)).logits
     ),
@@ -390,7 +367,6 @@ CASES = {
         ),
     ),
     "text-generation pipeline": Case(_pipeline, _run_pipeline, remembers=True),
-    "feature-extraction pipeline": Case(_features, _run_features, remembers=True),
     "ModelOutput": Case(_output),
     "DynamicCache": Case(_dynamic_cache, _continue),
     "StaticCache": Case(_static_cache, _continue),
