@@ -20,7 +20,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 import msgspec
@@ -42,6 +42,7 @@ _AGAIN_SOON, _AGAIN = 0.1, 5.0
 #: Number of holders, and of other items, listed in an error.
 _SHOWN = 5
 _QUOTA, _ALL = "the quota (--quota, or Server(quotas=...))", "the device's memory"
+_HOST_QUOTA = "the limit (--host-quota, or Server(host_quota=...))"
 
 
 class Mover(Protocol):
@@ -235,38 +236,16 @@ class Capacity:
             raise
         return reservation
 
-    def take_host(self, nbytes: int, spared: Collection[StoredObject] = (), *, drops: bool = True) -> Reservation:
-        """Reserve host memory for copies to be made now.
+    def has_host(self, nbytes: int) -> bool:
+        """Return True if further host copies fit without dropping or moving others."""
+        return HOST not in self._limits or nbytes <= self._free(HOST)
 
-        :param spared: objects whose copies stay.
-        :param drops: True to drop copies of other objects that are on their devices.
-        :raises ServerBusy: if there is too little now.
-        """
-        if self._host_limit is not None and nbytes:
-            droppable = self._droppable_copies(spared) if drops else []
-            ordered = sum(request.sizes.get(HOST, 0) for request in self._queue)
-            used = self.used(HOST) + ordered
-            excess = used + nbytes - self._host_limit
-            if excess > sum(one.frees[HOST] for one in droppable):
-                raise ServerBusy(
-                    f"{nbytes} bytes of host copies do not fit: the limit (--host-quota, or Server(host_quota=...)) is "
-                    f"{self._host_limit}, and {used} are in use or reserved. Restore or drop objects that are there, or move "
-                    f"them to files"
-                )
-            self._drop_copies(excess, droppable)
-        self._taken[HOST] += nbytes
-        return Reservation(self, {HOST: nbytes})
+    def drop_stale_copies(self, nbytes: int) -> bool:
+        """Drop stale host copies until ``nbytes`` are freed; return True if any was dropped."""
+        return self._drop_copies(nbytes, [one for one in self._droppable_copies() if self._is_stale(one.group)])
 
-    def drop_stale_copies(self, nbytes: int, spared: Collection[StoredObject]) -> bool:
-        """Drop stale host copies until ``nbytes`` are freed; return True if any was dropped.
-
-        :param spared: objects whose copies stay.
-        """
-        return self._drop_copies(nbytes, [one for one in self._droppable_copies(spared) if self._is_stale(one.group)])
-
-    def _droppable_copies(self, spared: Collection[StoredObject]) -> list[_Candidate]:
-        names = _ids(spared)
-        return [one for one in self._host_copies() if one.copies and names.isdisjoint(_ids(one.group))]
+    def _droppable_copies(self) -> list[_Candidate]:
+        return [one for one in self._host_copies() if one.copies]
 
     def _drop_copies(self, nbytes: int, found: Iterable[_Candidate]) -> bool:
         """Drop host copies until ``nbytes`` are freed; return True if any was dropped."""
@@ -568,7 +547,7 @@ class Capacity:
     def _require(self, device: str, nbytes: int, total: int | None) -> None:
         quota = self._limits.get(device)
         if quota is not None and (total is None or quota <= total):
-            limit, what = quota, _QUOTA
+            limit, what = quota, _HOST_QUOTA if device == HOST else _QUOTA
         elif total is not None:
             limit, what = total, _ALL
         else:
@@ -577,7 +556,15 @@ class Capacity:
         excess = self.used(device) + nbytes - limit
         if nbytes == 0 or excess <= 0:
             return
-        if not self._objects.drop_idle(excess, device):
+        if device == HOST:
+            droppable = self._droppable_copies()
+            if excess > sum(one.frees[HOST] for one in droppable):
+                raise ServerBusy(
+                    f"{nbytes} bytes of host copies do not fit: {what} is {limit}, and {self.used(HOST)} are in use or "
+                    f"reserved. Restore or drop objects that are there, or move them to files"
+                )
+            self._drop_copies(excess, droppable)
+        elif not self._objects.drop_idle(excess, device):
             raise ServerBusy(
                 f"{nbytes} bytes on {device} do not fit: {what} is {limit}, and {self.used(device)} are in use: "
                 f"{self._users(device)}. Release handles, free buffers, or ask for less"

@@ -319,7 +319,7 @@ class Tiers:
         group, tier, stored = move.group, move.to, move.group[0]
         with self._moving(move):
             new = sum(info.nbytes for info in self._uncopied(group)) if tier == "host" else 0
-            async with self._host_memory(move, new, reason):
+            async with self._capacity.reserve(None, {HOST: new} if new else {}, patient=False) as move.host:
                 for member in group:
                     self._leases.watch(member.object_id, move.cancel)
                 for _ in range(_ATTEMPTS):
@@ -343,16 +343,6 @@ class Tiers:
             self._objects.evict(group, tier)
         self._state.executor.reclaim()
         return self._describe_moves(group, before, copied, began, reason)
-
-    @contextlib.asynccontextmanager
-    async def _host_memory(self, move: Move, nbytes: int, reason: MoveReason) -> AsyncIterator[None]:
-        """Reserve host memory for copies. Evictions for capacity wait for it; other moves are refused without it."""
-        if reason == "capacity" and nbytes:
-            async with self._capacity.reserve(None, {HOST: nbytes}, patient=False) as move.host:
-                yield
-        else:
-            with self._capacity.take_host(nbytes, move.group) as move.host:
-                yield
 
     # The protocol that :class:`~shared_rpc.server.capacity.Capacity` uses to evict objects.
 
@@ -412,11 +402,11 @@ class Tiers:
                     new = self._uncopied(group) if tier == "host" else list(infos_of(group).values())
                     self._capacity.require_descriptors(len(new))
                     host = sum(info.nbytes for info in new) if tier == "host" else 0
-                    with self._capacity.take_host(host, drops=False) as reservation:
-                        move = self._enter(group, tier, "")
-                        move.host = reservation
-                        with self._moving(move):
-                            await self._copy(move)
+                    if not self._capacity.has_host(host):
+                        raise ServerBusy(f"its {host} bytes exceed the limit of host copies")
+                    move = self._enter(group, tier, "")
+                    with self._moving(move), self._capacity.take({HOST: host}) as move.host:
+                        await self._copy(move)
         except SharedRPCError as error:
             _log.info("%s is not copied ahead of its eviction: %s", _named(stored), error)
 
@@ -591,7 +581,7 @@ class Tiers:
     async def _spare_host(self, group: Sequence[StoredObject]) -> None:
         """Free the host memory of other objects' stale copies if there is too little for a group's copies."""
         new, free = sum(info.nbytes for info in self._uncopied(group)), self._memory.host_free
-        if free is not None and new > free and self._capacity.drop_stale_copies(new - free, group):
+        if free is not None and new > free and self._capacity.drop_stale_copies(new - free):
             await until_freed()
 
     async def _restore(

@@ -534,37 +534,35 @@ def test_copies_of_evicted_objects_are_kept(worlds: Callable[..., World]) -> Non
 def test_stale_copies_are_dropped_when_the_host_is_short(worlds: Callable[..., World]) -> None:
     """The least recently used first, as many as necessary; not good ones, nor those of cold objects."""
     world = worlds({}, when_full="refuse")
-    spared, good, first, second = (world.put(name, {GPU: 100}, ready=True) for name in ("spared", "good", "1", "2"))
+    good, first, second = (world.put(name, {GPU: 100}, ready=True) for name in ("good", "1", "2"))
     world.put("cold", {GPU: 100}, "host")
-    copies = {one: world.store.copies.get(one.record.segments[0].info.id, "host") for one in (spared, good, first, second)}
-    for one in (spared, first, second):
+    copies = {one: world.store.copies.get(one.record.segments[0].info.id, "host") for one in (good, first, second)}
+    for one in (first, second):
         copy = copies[one]
         assert copy is not None
         copy.revision = STALE
     first.last_accessed_at = world.clock.time + 1
     drop = world.capacity.drop_stale_copies
-    assert not drop(0, [spared]) and drop(1, [spared])
+    assert not drop(0) and drop(1)
     left = [world.store.copies.get(one.record.segments[0].info.id, "host") is not None for one in (first, second)]
     assert left == [True, False]
-    assert drop(1000, [spared]) and world.store.copies.nbytes("host") == 300 and not drop(1000, [spared])
+    assert drop(1000) and world.store.copies.nbytes("host") == 200 and not drop(1000)
 
 
 def test_requested_evictions_do_not_wait_for_host_memory(worlds: Callable[..., World]) -> None:
-    """They drop copies of other warm objects; objects in the host tier stay."""
+    """They drop copies of warm objects; objects in the host tier stay."""
     world = worlds({}, host_limit=200, when_full="refuse")
-    own, warm = world.put("own", {GPU: 100}), world.put("warm", {GPU: 100}, ready=True)
+    world.put("warm", {GPU: 100}, ready=True)
     world.put("cold", {GPU: 100}, "host")
-    take = world.capacity.take_host
+    take, has = world.capacity.take, world.capacity.has_host
     with pytest.raises(ServerBusy, match=r"200 bytes of host copies do not fit: the limit \(--host-quota, .*\) is 200"):
-        take(200, [own])
-    for refused in (lambda: take(100, drops=False), lambda: take(100, [warm])):
-        with pytest.raises(ServerBusy):
-            refused()
-    with take(100, [own]):
+        take({HOST: 200})
+    assert has(0) and not has(1)
+    with take({HOST: 100}):
         assert world.store.copies.nbytes("host") == 100
         with pytest.raises(ServerBusy, match="200 are in use or reserved"):
-            take(1)
-    take(100, drops=False).release()
+            take({HOST: 1})
+    assert has(100)
 
 
 # Objects that share memory.
