@@ -63,14 +63,12 @@ class Acceptor:
     def usage(self, asker: str = "") -> Usage:
         """Count the server's users and their uses, without those of :meth:`Core.apart`. On the loop only.
 
-        :param asker: the session of the asking client, excluded from the count, as are connections without a Hello.
+        :param asker: the session of the asking client, excluded from the count.
         """
-        own = {*self._core.own_processes(), *self._core.sources.pids}
         leases, apart = self._core.leases, self._core.apart(asker)
         tasks = self._core.tasks.table.counts()
-        silent = 0 if asker else sum(one.session is None and one.peer.pid not in own for one in self._connections)
         return Usage(
-            clients=silent + len({one.session_id for one in self._connections if one.session is not None} - apart),
+            clients=len(self._core.sessions.ids - apart),
             leases=len(leases) - sum(leases.count(session) for session in apart),
             tasks=tasks["pending"] + tasks["running"],
             running=len(self._core.state.runs),
