@@ -333,13 +333,8 @@ class Broker:
         service = self._services.pop(key)
         self._store.remove_service(key, service.core)
         path = service.acceptor.path
-        try:
-            listener = service.acceptor.inherited()
-        except OSError as error:
-            _log.error("cannot keep the service manager's socket %s: %s", path, error)
-        else:
-            if listener is not None:
-                self._inherited.listeners[path] = listener
+        if (listener := service.acceptor.inherited()) is not None:
+            self._inherited.listeners[path] = listener
         service.acceptor.remove_socket()
         service.core.stop()
         service.core.close()

@@ -15,7 +15,6 @@ import anyio
 from shared_rpc.context import CURRENT_RUN, RunContext
 from shared_rpc.errors import SharedRPCError, TaskCancelled
 from shared_rpc.execution.outcomes import Failure
-from shared_rpc.forks import after_fork
 
 #: True if uvloop is installed.
 USES_UVLOOP = importlib.util.find_spec("uvloop") is not None
@@ -131,10 +130,3 @@ def end_if_forked(pid: int, endpoint: str) -> None:
         text = f"shared_rpc: endpoint {endpoint!r} forked this process (pid {os.getpid()}) from pid {pid}, and left it"
         print(f"{text}: end such a process by os._exit(), or use multiprocessing", file=sys.stderr, flush=True)
         os._exit(1)
-
-
-@after_fork
-def _forget_run() -> None:
-    run = CURRENT_RUN.get()
-    if run is not None:
-        run.report = lambda _: None  # the parent's loop has no reports of a child

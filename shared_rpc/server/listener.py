@@ -106,6 +106,4 @@ def _listening_process(path: str) -> str:
         code = probe.connect_ex(path)
         if code in (errno.ECONNREFUSED, errno.ENOENT):
             return ""
-        if code == errno.EAGAIN:
-            return "by a server with a full backlog"
         return _named(peer_of(probe)) if code == 0 else f"by a server that cannot be reached ({os.strerror(code)})"
