@@ -24,7 +24,6 @@ from shared_rpc.protocol.exported import RecordHeader as RecordHeader
 from shared_rpc.protocol.generations import Generation as Generation
 from shared_rpc.protocol.infos import ClusterStatus as ClusterStatus
 from shared_rpc.protocol.infos import DeviceInfo as DeviceInfo
-from shared_rpc.protocol.infos import EndpointInfo as EndpointInfo
 from shared_rpc.protocol.infos import EndpointStatistics as EndpointStatistics
 from shared_rpc.protocol.infos import HolderInfo as HolderInfo
 from shared_rpc.protocol.infos import ListedObjectInfo as ListedObjectInfo
@@ -38,6 +37,7 @@ from shared_rpc.protocol.infos import SessionInfo as SessionInfo
 from shared_rpc.protocol.infos import SourceInfo as SourceInfo
 from shared_rpc.protocol.infos import StopInfo as StopInfo
 from shared_rpc.protocol.sources import Miss as Miss
+from shared_rpc.protocol.specs import EndpointSpec as EndpointSpec
 from shared_rpc.protocol.tasks import Progress as Progress
 from shared_rpc.protocol.tasks import TaskInfo as TaskInfo
 from shared_rpc.protocol.tasks import TaskStatus as TaskStatus

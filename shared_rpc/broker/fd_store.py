@@ -107,7 +107,7 @@ class StoredEntry(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     segments: list[SegmentInfo]
     memory: list[_Memory]
     page: str | None
-    terms: tuple[float | None, int | None, bool] | None
+    terms: tuple[float | None, bool] | None
 
     def names(self) -> set[str]:
         """Return the names of all its descriptors."""
@@ -301,7 +301,7 @@ class FdStore:
             [segment.info for segment in record.segments],
             memory,
             page,
-            (terms.expires_at, terms.accesses_left, terms.kept) if terms is not None else None,
+            (terms.expires_at, terms.kept) if terms is not None else None,
         )
 
     def _store_value(self, name: str, record: Record) -> None:

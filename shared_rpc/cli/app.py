@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Annotated, Any
 
+import msgspec
 import typer
 from typer.core import TyperGroup
 
@@ -149,7 +150,7 @@ def info(socket: Socket = None, base_path: BasePath = None, json: Json = False) 
         facts = client.get_server_info()
         endpoints = client.list_endpoints()
     if json:
-        as_json({"server": facts, "endpoints": endpoints})
+        as_json({"server": facts, "endpoints": msgspec.to_builtins(endpoints)})
         return
     counts = ", ".join(f"{count} {status}" for status, count in facts["tasks"].items() if count) or "none"
     shown = facts | {
@@ -173,17 +174,17 @@ def info(socket: Socket = None, base_path: BasePath = None, json: Json = False) 
     table("server", ["", ""], [(key, value) for key, value in shown.items() if key not in left_out])
     listing(
         "\nendpoints",
-        endpoints.items(),
+        endpoints.values(),
         {
-            "name": lambda item: item[0],
-            "managed": lambda item: "yes" if item[1]["managed"] else "no",
-            "cached by": lambda item: (item[1]["cache_format_key"] or "all arguments") if item[1]["cache"] else "-",
-            "concurrency": lambda item: item[1]["concurrency"],
-            "access": lambda item: item[1]["access"],
-            "tensors": lambda item: item[1]["tensors"],
-            "idle_ttl": lambda item: "never" if item[1]["idle_ttl"] is None else f"{item[1]['idle_ttl']:g} s",
-            "host copy": lambda item: f"{item[1]['host_copy']}{', pinned' if item[1]['pinned'] else ''}",
-            "what it does": lambda item: item[1]["doc"],
+            "name": lambda spec: spec.name,
+            "managed": lambda spec: "yes" if spec.managed else "no",
+            "cached by": lambda spec: (spec.cache_format_key or "all arguments") if spec.cache else "-",
+            "concurrency": lambda spec: spec.concurrency,
+            "access": lambda spec: spec.access,
+            "tensors": lambda spec: spec.tensors,
+            "idle_ttl": lambda spec: "never" if spec.idle_ttl is None else f"{spec.idle_ttl:g} s",
+            "host copy": lambda spec: f"{spec.host_copy}{', pinned' if spec.pinned else ''}",
+            "what it does": lambda spec: spec.doc,
         },
     )
 

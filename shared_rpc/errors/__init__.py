@@ -199,8 +199,7 @@ class _WithReason(Exception):
 class BufferNotFound(_WithReason, SharedRPCError, LookupError):
     """The server has no available buffer of that id. Its holders keep it.
 
-    ``reason`` is ``"unknown"``, ``"freed"``, ``"expired"`` (its ``ttl``), ``"exhausted"`` (its ``max_accesses``) or
-    ``"released"`` (its last lease has ended).
+    ``reason`` is ``"unknown"``, ``"freed"``, ``"expired"`` (its ``ttl``) or ``"released"`` (its last lease has ended).
     """
 
     code = "buffer-not-found"

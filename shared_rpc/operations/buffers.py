@@ -33,7 +33,6 @@ class BufferOperations:
         *,
         zero: bool = False,
         ttl: float | None = None,
-        max_accesses: int | None = None,
         keep: bool = False,
     ) -> Steps[Leased[torch.Tensor]]:
         """Create shared memory without an endpoint, which every process that has its id can read and write.
@@ -50,9 +49,8 @@ class BufferOperations:
             server's own. A GPU's server has all GPUs visible to it, and the host's memory; see :meth:`list_devices`.
         :param zero: True to zero the memory; otherwise its content is undefined.
         :param ttl: seconds in which other processes can get it, even if no process holds it. After that its holders keep it.
-        :param max_accesses: how many times other processes can get it; this call does not count.
         :param keep: True if other processes can get it even if no process holds it, until :meth:`free_buffer`.
-        :raises ConfigurationError: for an impossible size, dtype, ``ttl`` or ``max_accesses``, and for both ttl and keep.
+        :raises ConfigurationError: for an impossible size, dtype or ``ttl``, and for both ttl and keep.
         :raises CapabilityError: if the server has no such device, or the device's total memory is too small.
         :raises ServerBusy: if the device, or its quota, has too little free memory now.
         """
@@ -60,7 +58,7 @@ class BufferOperations:
         if device is not None:
             # The server does not know this process's own GPU indices.
             chosen = yield Work(lambda: device_id(str(device)))
-        message = request_of(shape_or_nbytes, dtype, chosen, zero, ttl, max_accesses, keep)
+        message = request_of(shape_or_nbytes, dtype, chosen, zero, ttl, keep)
         handle: Leased[torch.Tensor] = yield from created(ctx, message)
         return handle
 
@@ -98,11 +96,10 @@ def created(ctx: Context, message: m.CreateBuffer) -> Operation[Any]:
 def request_of(
     shape_or_nbytes: int | Sequence[int],
     dtype: object,
-    device: str,
-    zero: bool,
-    ttl: float | None,
-    max_accesses: int | None,
-    keep: bool,
+    device: str = "",
+    zero: bool = False,
+    ttl: float | None = None,
+    keep: bool = False,
 ) -> m.CreateBuffer:
     """Return the request for a buffer.
 
@@ -111,7 +108,7 @@ def request_of(
     """
     shape, name = _shape(shape_or_nbytes), str(dtype).removeprefix("torch.")
     Extent.of(shape, name)  # checked here, before a size too large for a message is sent
-    return m.CreateBuffer(shape, name, device, zero, ttl, max_accesses, keep)
+    return m.CreateBuffer(shape, name, device, zero, ttl, keep)
 
 
 def _shape(shape_or_nbytes: Any) -> int | list[int]:

@@ -115,8 +115,8 @@ def create(
     chosen = ""
     if device is not None:
         chosen = yield Work(lambda: device_id(str(device)))
-    data: Lease[Any] = yield from created(ctx, request_of(nbytes * slots, "uint8", chosen, False, None, None, False))
-    request = request_of(_SETTINGS + (_HEADER + _SMALL) * slots, "uint8", "cpu", True, None, None, False)
+    data: Lease[Any] = yield from created(ctx, request_of(nbytes * slots, "uint8", chosen))
+    request = request_of(_SETTINGS + (_HEADER + _SMALL) * slots, "uint8", "cpu", zero=True)
     control: Lease[Any] = yield from created(ctx, msgspec.structs.replace(request, name=name))
     page = yield from GenerationOperations.revision_page.body(ctx, control.object_id)
     settings = _Settings(data.object_id, nbytes, slots, readers)

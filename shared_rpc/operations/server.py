@@ -6,9 +6,7 @@ import os
 import select
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Literal, cast
-
-import msgspec
+from typing import TYPE_CHECKING, Literal
 
 from shared_rpc.client.starting import listens
 from shared_rpc.client.steps import Request, Within, Work, ask, query, reached
@@ -16,7 +14,8 @@ from shared_rpc.client.suspension import Context
 from shared_rpc.errors import BufferNotFound, DeadlineExceeded
 from shared_rpc.operations.binding import Steps, operation
 from shared_rpc.protocol import messages as m
-from shared_rpc.protocol.infos import EndpointInfo, EndpointStatistics, ReloadInfo, RunInfo, ServerInfo, SessionInfo, StopInfo
+from shared_rpc.protocol.infos import EndpointStatistics, ReloadInfo, RunInfo, ServerInfo, SessionInfo, StopInfo
+from shared_rpc.protocol.specs import EndpointSpec
 
 if TYPE_CHECKING:
     import torch
@@ -43,10 +42,10 @@ class ServerOperations:
         return (yield from query(m.GetServerInfo(), "get_server_info"))
 
     @operation
-    def list_endpoints(ctx: Context) -> Steps[dict[str, EndpointInfo]]:
+    def list_endpoints(ctx: Context) -> Steps[dict[str, EndpointSpec]]:
         """Return the options of every endpoint, by name."""
         specs = yield from query(m.ListEndpoints(), "list_endpoints")
-        return {spec.name: cast(EndpointInfo, msgspec.to_builtins(spec)) for spec in specs}
+        return {spec.name: spec for spec in specs}
 
     @operation
     def list_sessions(ctx: Context) -> Steps[list[SessionInfo]]:

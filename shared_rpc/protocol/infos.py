@@ -5,16 +5,15 @@ Sizes are in bytes, times in Unix seconds, and durations in seconds. A device is
 
 # The annotations are evaluated: with postponed ones, Python does not know which keys are required.
 
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Literal, NotRequired, TypedDict
 
-from shared_rpc.protocol.records import Access, HostCopy, Tensors, Tier
+from shared_rpc.protocol.records import Tier
+from shared_rpc.protocol.tasks import Progress
 
 __all__ = [
-    "BufferInfo",
     "ClusterStatus",
     "DescriptorInfo",
     "DeviceInfo",
-    "EndpointInfo",
     "EndpointStatistics",
     "ExecutorInfo",
     "HolderInfo",
@@ -25,7 +24,6 @@ __all__ = [
     "MovingInfo",
     "ObjectInfo",
     "PoolInfo",
-    "ProgressInfo",
     "ReloadInfo",
     "ReloadedServiceInfo",
     "RunInfo",
@@ -212,31 +210,6 @@ class RuntimeInfo(TypedDict):
     log: NotRequired[str]
 
 
-class EndpointInfo(TypedDict):
-    """The options of an endpoint: those of ``Provider.share``, and facts about its function.
-
-    ``idle_ttl`` is a duration, None for no limit. ``parameters`` are ``[name, kind, required, default]``, ``kind`` as in
-    ``inspect.Parameter``. ``fingerprint`` changes with the function's code.
-    """
-
-    name: str
-    parameters: list[list[Any]]
-    execution: Literal["direct", "task"]
-    concurrency: Literal["parallel", "serialized"]
-    cache: bool
-    cache_format_key: str | None
-    managed: bool
-    singleflight: bool
-    access: Access
-    tensors: Tensors
-    idle_ttl: float | None
-    is_async: bool
-    doc: str
-    fingerprint: str
-    host_copy: HostCopy
-    pinned: bool
-
-
 class EndpointStatistics(TypedDict):
     """Counts of one endpoint since the server's start. Only ever growing.
 
@@ -255,18 +228,6 @@ class EndpointStatistics(TypedDict):
     builds: int
     build_seconds: float
     errors: int
-
-
-class BufferInfo(TypedDict, total=False):
-    """The keys of :class:`ObjectInfo` that only buffers have, always all of them.
-
-    ``state`` is ``"listed"``, or the reason why clients can no longer get it. It expires at ``expires_at`` and may be got
-    ``accesses_left`` times; None for no limit.
-    """
-
-    state: str
-    expires_at: float | None
-    accesses_left: int | None
 
 
 class MovingInfo(TypedDict):
@@ -293,7 +254,7 @@ class MoveInfo(TypedDict):
     seconds: float
 
 
-class ObjectInfo(BufferInfo):
+class ObjectInfo(TypedDict):
     """An object of a server, as ``get_object_info`` returns it.
 
     ``nbytes`` are shared by all, ``private_nbytes`` copied by each process that has the object. ``current`` is True if the
@@ -304,7 +265,8 @@ class ObjectInfo(BufferInfo):
     ``tier`` is the place of its bytes. ``active`` is the number of sessions that hold it and have not suspended it, ``pinned``
     is True if it is never evicted, ``copies`` the bytes of its good copies in lower tiers. ``moving`` is set during a move.
 
-    Only buffers have the keys of :class:`~shared_rpc.protocol.infos.BufferInfo`.
+    Only buffers have ``state``, ``"listed"`` or the reason why clients can no longer get it, and ``expires_at``, None for no
+    limit.
     """
 
     object_id: str
@@ -328,6 +290,8 @@ class ObjectInfo(BufferInfo):
     moving: NotRequired[MovingInfo]
     candidate: NotRequired[bool]
     lifetime: NotRequired[str]
+    state: NotRequired[str]
+    expires_at: NotRequired[float | None]
 
 
 #: Kinds of holders of an object.
@@ -368,14 +332,6 @@ class SessionInfo(TypedDict):
     since: float
 
 
-class ProgressInfo(TypedDict):
-    """The last report of an endpoint: ``done`` of ``total``, None if unknown."""
-
-    done: float
-    total: float | None
-    message: str
-
-
 class RunInfo(TypedDict):
     """An active run of an endpoint; one that is ``"asked"`` waits for the source of records.
 
@@ -390,7 +346,7 @@ class RunInfo(TypedDict):
     started_at: float | None
     calls: int
     tasks: list[str]
-    progress: ProgressInfo | None
+    progress: Progress | None
 
 
 class DeviceInfo(TypedDict):

@@ -303,10 +303,9 @@ class CreateBuffer(Message):
     """Request for the :class:`Result` of a new buffer: one tensor in a separate segment.
 
     ``shape`` is a shape or a number of bytes. ``device`` is an id, ``""`` for the server's own device. ``zero``: the memory
-    must be zeroed. ``ttl`` is the time in seconds and ``max_accesses`` the number of times that other processes may get the
-    buffer; None for no limit. ``keep`` keeps it without holders, like a ``ttl``. ``for_record``: the buffer is for a record,
-    and sealed when that is adopted. ``name`` is one by which other processes can get the buffer while it is listed, ``""`` for
-    none.
+    must be zeroed. ``ttl`` is the time in seconds during which other processes may get the buffer; None for no limit. ``keep``
+    keeps it without holders, like a ``ttl``. ``for_record``: the buffer is for a record, and sealed when that is adopted.
+    ``name`` is one by which other processes can get the buffer while it is listed, ``""`` for none.
     """
 
     shape: int | Annotated[list[int], msgspec.Meta(max_length=1000)]
@@ -314,7 +313,6 @@ class CreateBuffer(Message):
     device: str = ""
     zero: bool = False
     ttl: float | None = None
-    max_accesses: int | None = None
     keep: bool = False
     for_record: bool = False
     name: Annotated[str, msgspec.Meta(max_length=1000)] = ""

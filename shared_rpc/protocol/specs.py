@@ -29,10 +29,9 @@ class Parameter(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EndpointSpec(msgspec.Struct, frozen=True):
-    """Description of an endpoint.
+    """Description of an endpoint: the options of :meth:`Provider.share`, and facts about its function.
 
-    ``idle_ttl`` is in seconds, None for never. ``fingerprint`` changes with the code of the function itself. The other options
-    are those of :meth:`Provider.share`.
+    ``idle_ttl`` is in seconds, None for never. ``fingerprint`` changes with the code of the function itself.
     """
 
     name: str

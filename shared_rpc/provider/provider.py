@@ -8,8 +8,6 @@ import sys
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, Literal, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, cast, overload
 
-import msgspec
-
 from shared_rpc.client.base import preload_codec
 from shared_rpc.client.steps import Operation
 from shared_rpc.errors import ConfigurationError
@@ -23,7 +21,8 @@ from shared_rpc.operations.binding import bound
 from shared_rpc.operations.client import BlockingOperations
 from shared_rpc.operations.handles import Handle
 from shared_rpc.protocol.generations import Generation
-from shared_rpc.protocol.infos import EndpointInfo, MechanismInfo, RuntimeInfo
+from shared_rpc.protocol.infos import MechanismInfo, RuntimeInfo
+from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.provider.main_end import register, unregister
 from shared_rpc.provider.runtime import ClientRuntime, Host, LocalRuntime, Runtime, ServerRuntime, host
 from shared_rpc.server.server import Server
@@ -312,16 +311,16 @@ class Provider(BlockingOperations):
         self.registry.add(endpoint.spec)
         return SharedFunction(self, endpoint)
 
-    def get_endpoint(self, name: str) -> EndpointInfo:
+    def get_endpoint(self, name: str) -> EndpointSpec:
         """Return the options of an endpoint of this process.
 
         :raises EndpointNotFound: if there is none of that name.
         """
-        return cast(EndpointInfo, msgspec.to_builtins(self.registry.get(name)))
+        return self.registry.get(name)
 
-    def list_endpoints(self) -> dict[str, EndpointInfo]:
+    def list_endpoints(self) -> dict[str, EndpointSpec]:
         """Return the options of all endpoints of this process, by name."""
-        return {spec.name: self.get_endpoint(spec.name) for spec in self.registry.all()}
+        return {spec.name: spec for spec in self.registry.all()}
 
     def get_runtime_info(self) -> RuntimeInfo:
         """Return the role of this process, and the role's facts: its socket path and server."""

@@ -37,7 +37,7 @@ class Buffers:
     async def create(self, caller: Caller, message: m.CreateBuffer) -> None:
         """Allocate a buffer that the caller's session holds."""
         extent = Extent.of(message.shape, message.dtype)
-        _check_terms(message.ttl, message.max_accesses, message.keep)
+        _check_terms(message.ttl, message.keep)
         state = self._state
         device = await state.memory.device(message.device or state.device)
         self.table.check_name(message.name)
@@ -50,8 +50,7 @@ class Buffers:
         except BaseException:
             record.close()
             raise
-        limits = message.ttl, message.max_accesses
-        stored = self.table.add(caller.session, record, *limits, keep=message.keep, name=message.name)
+        stored = self.table.add(caller.session, record, message.ttl, keep=message.keep, name=message.name)
         if message.ttl is not None:
             state.wake_within(message.ttl)
         if not caller.deliver(Delivery(stored.record, None, stored, True)):
@@ -71,7 +70,7 @@ class Buffers:
             raise ConfigurationError(f"linger={message.linger!r}: use seconds from 0 on, and less than a century")
         record = _whole([segment for segment in found.values() if segment is not None])
         try:
-            stored = self.table.add(caller.session, record, None, None, linger=message.linger)
+            stored = self.table.add(caller.session, record, None, linger=message.linger)
         except BaseException:
             record.close()
             raise
@@ -155,10 +154,8 @@ def _whole(segments: Sequence[Segment]) -> Record:
     return Record(list_of_tensors(len(own)), msgspec.msgpack.encode(table), own, sum(sizes), private_nbytes=0)
 
 
-def _check_terms(ttl: float | None, max_accesses: int | None, keep: bool) -> None:
+def _check_terms(ttl: float | None, keep: bool) -> None:
     if keep and ttl is not None:
         raise ConfigurationError(f"keep=True keeps a buffer until it is freed, and ttl={ttl!r} for so many seconds: use one")
     if ttl is not None and not 0 < ttl <= _LONGEST:
         raise ConfigurationError(f"ttl={ttl!r}: use seconds, more than 0 and less than a century, or None for no end")
-    if max_accesses is not None and max_accesses < 1:
-        raise ConfigurationError(f"max_accesses={max_accesses!r}: use a number from 1 on, or None for no limit")

@@ -78,7 +78,9 @@ class Holdings:
         bound = lifetime(stored.record.segments)
         if bound:
             info["lifetime"] = bound
-        return {**info, **state.buffers.info(stored.object_id)} if stored.kind == "buffer" else info
+        if stored.kind == "buffer":
+            info["state"], info["expires_at"] = state.buffers.info(stored.object_id)
+        return info
 
     @handles(g.GetRevision)
     def get_revision(self, caller: Caller, message: g.GetRevision) -> None:

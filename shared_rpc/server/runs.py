@@ -6,9 +6,7 @@ import logging
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
-
-import msgspec
+from typing import Any
 
 from shared_rpc.errors import SharedRPCError, StaleHandleError
 from shared_rpc.execution.device_memory import frees_are_pending, until_freed
@@ -16,7 +14,7 @@ from shared_rpc.execution.outcomes import Completed, Failure
 from shared_rpc.execution.run import CallArguments, Run
 from shared_rpc.memory.records import Arguments, Record
 from shared_rpc.observability.events import HOOKS, BuildFinished, BuildStarted
-from shared_rpc.protocol.infos import EndpointStatistics, ProgressInfo, RunInfo, ServerStatistics
+from shared_rpc.protocol.infos import EndpointStatistics, RunInfo, ServerStatistics
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.tasks import Progress
 from shared_rpc.server.capacity import CapacityRequest, Reservation
@@ -461,7 +459,6 @@ class Runs:
 
 def _info(run: Run[Waiter], epoch: float) -> RunInfo:
     """Describe a run; ``epoch`` is the Unix time of the monotonic clock's zero."""
-    progress = run.progress
     tasks = [waiter.task.task_id for waiter in run.waiters if waiter.task is not None]
     return {
         "endpoint": run.spec.name,
@@ -471,7 +468,7 @@ def _info(run: Run[Waiter], epoch: float) -> RunInfo:
         "started_at": epoch + run.begun_at if run.running else None,
         "calls": len(run.waiters) - len(tasks),
         "tasks": tasks,
-        "progress": cast(ProgressInfo, msgspec.structs.asdict(progress)) if progress is not None else None,
+        "progress": run.progress,
     }
 
 

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from shared_rpc import Client, Provider, Server, progress
+from shared_rpc import Client, Progress, Provider, Server, progress
 from shared_rpc.errors import ConfigurationError, EndpointNotFound, StaleHandleError
 from tests.kit.apps import Serve
 from tests.kit.brokers import BrokerApp
@@ -44,7 +44,7 @@ def test_runs_of_calls_and_tasks_are_listed(client: Client, go: threading.Event,
 
     assert (running["endpoint"], running["cache_key"], running["status"]) == ("gated", "gated(key=0)", "running")
     assert running["tasks"] == [task]
-    assert running["progress"] == {"done": 1.0, "total": 4.0, "message": "shards"}
+    assert running["progress"] == Progress(1.0, 4.0, "shards")
     assert running["created_at"] <= running["started_at"] <= time.time()
     assert (pending["status"], pending["started_at"], pending["progress"]) == ("pending", None, None)
     assert client.list_runs(limit=1)[0]["cache_key"] == "gated(key=0)"

@@ -96,7 +96,7 @@ def test_objects_built_by_the_source_answer_the_miss(
     miss = next(source)
     endpoint = client.list_endpoints()["load"]
     assert (miss.id, miss.endpoint, miss.cache_key, miss.device) == (1, "load", "load(size=8)", "cpu")
-    assert miss.fingerprint == endpoint["fingerprint"]
+    assert miss.fingerprint == endpoint.fingerprint
     with source.build(miss) as built, call.result(10) as handle, client.call("load", 8) as again:
         assert built.object_id == handle.object_id == again.object_id
         assert (built.value, handle.value.tolist(), model.builds) == (None, [1.0] * 8, 1)

@@ -118,14 +118,15 @@ def test_superseded_generations_can_be_opened_while_held(client: Client, path: P
 
 def test_buffers_have_tickets(client: Client, connect: Connect, path: Path) -> None:
     """Both sides write to one memory; the buffer's own terms apply."""
-    buffer = client.create_buffer((2, 4), "float32", zero=True, max_accesses=1)
+    buffer = client.create_buffer((2, 4), "float32", zero=True)
     assert buffer.ticket(path).kind == "buffer"
     opened = connect().open_ticket(path)
     opened.value[1, 3] = 5.0
     assert buffer.value[1, 3] == 5
+    client.free_buffer(buffer)
     with pytest.raises(BufferNotFound) as caught:
         client.open_ticket(path)
-    assert caught.value.reason == "exhausted"
+    assert caught.value.reason == "freed"
 
 
 def test_tickets_of_another_server_are_refused(client: Client, base_path: str, path: Path) -> None:

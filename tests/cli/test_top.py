@@ -19,7 +19,7 @@ from rich.text import Text
 from textual.pilot import Pilot
 from textual.widgets import HelpPanel, Input, Static
 
-from shared_rpc import Client, Provider, Server
+from shared_rpc import Client, Progress, Provider, Server
 from shared_rpc.cli.discovery import the_server
 from shared_rpc.cli.top.app import Grid, Question, TopApp
 from shared_rpc.cli.top.tables import ORDERS, ObjectChoice, arranged, bar, detail, objects, others, summary
@@ -68,7 +68,6 @@ def device(name: str = "cpu", **facts: Any) -> dict[str, Any]:
 
 def run_of(key: str, **facts: Any) -> dict[str, Any]:
     """A server's description of a run."""
-    progress = {"done": 1.0, "total": 4.0, "message": "shard"}
     return {
         "endpoint": "load",
         "cache_key": key,
@@ -77,7 +76,7 @@ def run_of(key: str, **facts: Any) -> dict[str, Any]:
         "started_at": 991.0,
         "calls": 1,
         "tasks": [],
-        "progress": progress,
+        "progress": Progress(1.0, 4.0, "shard"),
     } | facts
 
 

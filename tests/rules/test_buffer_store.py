@@ -38,11 +38,10 @@ class Buffers(Shelf):
         session: str = "a",
         name: str = "own",
         ttl: float | None = None,
-        max_accesses: int | None = None,
         linger: float = 0.0,
     ) -> StoredObject:
         """Make a new buffer that a session holds."""
-        return self.table.add(session, record_of(name), ttl, max_accesses, linger=linger)
+        return self.table.add(session, record_of(name), ttl, linger=linger)
 
     def end(self, session: str, stored: StoredObject) -> float | None:
         """End a session's lease, like a server; return the seconds that the buffer lingers."""
@@ -93,7 +92,7 @@ def test_buffers_linger_after_their_last_holder(buffers: Buffers) -> None:
 def test_names_are_unique_among_listed_buffers(buffers: Buffers) -> None:
     """A name can be reused once its buffer is no longer listed, for any reason."""
     for end in (lambda stored: buffers.table.free(stored.object_id), lambda stored: buffers.end("a", stored)):
-        stored = buffers.table.add("a", record_of("own"), None, None, name="ring")
+        stored = buffers.table.add("a", record_of("own"), None, name="ring")
         assert buffers.table.named("ring") == stored.object_id
         with pytest.raises(ConfigurationError, match="'ring' already"):
             buffers.table.check_name("ring")
@@ -111,7 +110,7 @@ def test_a_freed_buffer_goes_with_its_last_holder(buffers: Buffers) -> None:
     assert not buffers.table.free(stored.object_id)
     assert buffers.reason(stored) == "freed"
     buffers.release("a", stored)
-    assert buffers.dropped == [] and buffers.table.info(stored.object_id)["state"] == "freed"
+    assert buffers.dropped == [] and buffers.table.info(stored.object_id)[0] == "freed"
     buffers.release("b", stored)
     assert buffers.dropped == [stored] and len(buffers.table) == 0
     assert buffers.reason(stored) == "freed"
@@ -141,23 +140,8 @@ def test_expiry_does_not_depend_on_the_sweeper(buffers: Buffers, late: str) -> N
     if late == "free":
         assert not buffers.table.free(stored.object_id)
     elif late == "facts":
-        assert buffers.table.info(stored.object_id)["state"] == "expired"
+        assert buffers.table.info(stored.object_id)[0] == "expired"
     assert buffers.reason(stored) == "expired"
-
-
-def test_accesses_are_limited(buffers: Buffers) -> None:
-    """Without the creation; the last one is granted before the buffer is unlisted."""
-    stored = buffers.make(max_accesses=2)
-    buffers.release("a", stored)
-    assert buffers.table.info(stored.object_id)["accesses_left"] == 2
-    buffers.table.get("b", stored.object_id)
-    assert buffers.table.info(stored.object_id)["accesses_left"] == 1
-    buffers.table.get("c", stored.object_id)
-    assert buffers.leases.holders(stored.object_id) == {"b", "c"}
-    assert buffers.reason(stored) == "exhausted" and buffers.dropped == []
-    buffers.release("b", stored)
-    buffers.release("c", stored)
-    assert buffers.dropped == [stored]
 
 
 def test_the_cache_does_not_evict_buffers() -> None:
@@ -178,7 +162,7 @@ def test_the_cache_does_not_evict_buffers() -> None:
 
 def test_a_buffer_ends_with_its_last_lease(buffers: Buffers) -> None:
     """Unless it is kept, or has a ttl."""
-    plain, kept = buffers.make("a", "plain"), buffers.table.add("a", record_of("kept"), None, None, keep=True)
+    plain, kept = buffers.make("a", "plain"), buffers.table.add("a", record_of("kept"), None, keep=True)
     timed = buffers.make("a", "timed", ttl=10)
     buffers.table.get("b", plain.object_id)
     for session, dropped in (("a", []), ("b", [plain])):
@@ -216,7 +200,7 @@ def test_results_and_buffers_share_a_quota(limited: Buffers) -> None:
     limited.make(name="buffer")
     gpu = SegmentInfo("elsewhere", 5000, "GPU-1")
     with Segment.owning(gpu, os.open(os.devnull, os.O_RDONLY)) as segment:
-        limited.table.add("a", Record(b"", EMPTY_TABLE, [segment], 5000), None, None)
+        limited.table.add("a", Record(b"", EMPTY_TABLE, [segment], 5000), None)
         assert (limited.capacity.used("cpu"), limited.capacity.used("GPU-1")) == (200, 5000)
     limited.capacity.take({"cpu": 100}, totals={"cpu": TOTAL})
     with pytest.raises(ServerBusy, match=r"1 bytes on cpu do not fit: the quota .* is 300, and 300 are in use"):

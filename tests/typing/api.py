@@ -19,7 +19,7 @@ from shared_rpc import (
     AsyncTensorChannel,
     Client,
     DeviceInfo,
-    EndpointInfo,
+    EndpointSpec,
     EndpointStatistics,
     ExportedRecord,
     Generation,
@@ -207,8 +207,8 @@ async def awaiting() -> None:
 assert_type(provider.execution_mode, Literal["local", "server", "client", "spawn"])
 assert_type(provider.invalidate_call_cache("load", 4, name="big"), int)
 assert_type(provider.invalidate_endpoint_cache("load"), int)
-assert_type(provider.get_endpoint("load"), EndpointInfo)
-assert_type(provider.list_endpoints(), dict[str, EndpointInfo])
+assert_type(provider.get_endpoint("load"), EndpointSpec)
+assert_type(provider.list_endpoints(), dict[str, EndpointSpec])
 assert_type(provider.get_runtime_info(), RuntimeInfo)
 assert_type(provider.call("load", 4, name="big"), Any)
 assert_type(provider.execute("load", 4, wait=False, timeout=1), Any)
@@ -244,7 +244,7 @@ Server(provider, when_full="wait")  # type: ignore[arg-type]
 with Client("/run/app", device="cpu", timeout=None, connect_timeout=0) as client:
     assert_type(client, Client)
     assert_type(client.ping(), float)
-    with client.create_buffer((2, 3), torch.float16, "cuda:1", zero=True, ttl=60, max_accesses=3) as buffer:
+    with client.create_buffer((2, 3), torch.float16, "cuda:1", zero=True, ttl=60) as buffer:
         assert_type(buffer, Handle[torch.Tensor])
         assert_type(buffer.value, torch.Tensor)
         assert_type(client.get_buffer(buffer.object_id), Handle[torch.Tensor])
@@ -330,7 +330,7 @@ async def coroutines(asynchronous: AsyncClient, held: AsyncHandle[Net]) -> None:
 def replies(client: Client, handle: Handle[Net]) -> None:
     """By a client."""
     assert_type(client.get_server_info(), ServerInfo)
-    assert_type(client.list_endpoints(), dict[str, EndpointInfo])
+    assert_type(client.list_endpoints(), dict[str, EndpointSpec])
     assert_type(client.list_objects(), list[ListedObjectInfo])
     assert_type(client.get_object_info(handle), ObjectInfo)
     assert_type(client.holders(handle), list[HolderInfo])
@@ -364,7 +364,7 @@ def replies_within(handle: Handle[Net]) -> None:
 async def replies_awaited(client: AsyncClient, held: AsyncHandle[Net]) -> None:
     """By the client for coroutines."""
     assert_type(await client.get_server_info(), ServerInfo)
-    assert_type(await client.list_endpoints(), dict[str, EndpointInfo])
+    assert_type(await client.list_endpoints(), dict[str, EndpointSpec])
     assert_type(await client.list_objects(), list[ListedObjectInfo])
     assert_type(await client.get_object_info(held), ObjectInfo)
     assert_type(await client.holders(held), list[HolderInfo])

@@ -38,7 +38,7 @@ from shared_rpc.operations.records import held
 from shared_rpc.protocol import exported as x
 from shared_rpc.protocol.exported import RecordHeader
 from shared_rpc.protocol.generations import Generation
-from shared_rpc.protocol.infos import ClusterStatus, EndpointInfo
+from shared_rpc.protocol.infos import ClusterStatus
 from shared_rpc.protocol.sources import Miss
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.values import decode_call
@@ -206,7 +206,7 @@ class NodeAgent:
         endpoints = await self._client.list_endpoints()
         if endpoint not in endpoints:
             raise EndpointNotFound(f"{self._broker} of {self._place.node} has no endpoint {endpoint!r}")
-        spec = msgspec.convert(endpoints[endpoint], EndpointSpec)
+        spec = endpoints[endpoint]
         cache_key: str | None = ""
         if call is not None:
             arguments = decode_call(*map(msgspec.Raw, call))
@@ -422,11 +422,11 @@ class NodeAgent:
             (self._key_in(endpoints, found["endpoint"], found["cache_key"]), found["object_id"], found["nbytes"])
             for found in await self._client.list_objects()
             if found["kind"] == "result" and found["cached"] and found["cache_key"] is not None and not found["stale"]
-            if found["endpoint"] in endpoints and endpoints[found["endpoint"]]["managed"]
+            if found["endpoint"] in endpoints and endpoints[found["endpoint"]].managed
         ]
 
-    def _key_in(self, endpoints: dict[str, EndpointInfo], endpoint: str, cache_key: str) -> Key:
-        return Key(endpoint, cache_key, Group(endpoints[endpoint]["fingerprint"], **self._place.facts))
+    def _key_in(self, endpoints: dict[str, EndpointSpec], endpoint: str, cache_key: str) -> Key:
+        return Key(endpoint, cache_key, Group(endpoints[endpoint].fingerprint, **self._place.facts))
 
 
 def _candidate(endpoint: str, args: bytes, kwargs: bytes) -> Operation[Any]:

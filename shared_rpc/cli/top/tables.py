@@ -12,7 +12,6 @@ from shared_rpc.cli.rendering import copies_of, lasted, origin, percent, several
 from shared_rpc.cli.top.watching import Rates, Snapshot
 from shared_rpc.errors import one_line
 from shared_rpc.protocol.infos import ListedObjectInfo
-from shared_rpc.protocol.tasks import Progress
 
 #: Seconds. A shorter run without progress reports is not listed as a build.
 _SHORT = 0.25
@@ -156,7 +155,7 @@ def _builds(shot: Snapshot) -> Table:
     rows = []
     for run in shot.runs:
         if run["tasks"] or run["progress"] or shot.wall - run["created_at"] >= _SHORT:
-            progress = Progress(**run["progress"]) if run["progress"] is not None else None
+            progress = run["progress"]
             done = bar([(percent(progress) or 0.0, "green")], 100.0)
             took = "-" if run["started_at"] is None else lasted(shot.wall - run["started_at"])
             state = _text(run["status"], "green" if run["status"] == "running" else "dim")

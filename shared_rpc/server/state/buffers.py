@@ -1,10 +1,10 @@
-"""Raw buffers: how long each stays available, and for how many accesses.
+"""Raw buffers, and how long each stays available.
 
 A buffer is an object that no endpoint made: its record, its leases and the effects of a session's end are those of every
 object. From its creation it is *listed*: its id can be requested. That ends when it is freed, when its ``ttl`` has
-passed, after ``max_accesses`` accesses, or with its last lease, or ``linger`` seconds after that, if it has neither a
-``ttl`` nor is kept, whichever comes first. Holders keep it even when unlisted; memory is freed with the end of the
-listing or with the last lease, whichever comes last.
+passed, or with its last lease, or ``linger`` seconds after that, if it has neither a ``ttl`` nor is kept, whichever comes
+first. Holders keep it even when unlisted; memory is freed with the end of the listing or with the last lease, whichever
+comes last.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 
 from shared_rpc.errors import BufferNotFound, ConfigurationError
 from shared_rpc.memory.records import Record
-from shared_rpc.protocol.infos import BufferInfo
 from shared_rpc.server.state import Clock
 from shared_rpc.server.state.leases import LeaseTable
 from shared_rpc.server.state.objects import ObjectStore, StoredObject
@@ -30,21 +29,19 @@ _REASONS = {
     "unknown": "this server has no such buffer",
     "freed": "it was freed",
     "expired": "its ttl has passed",
-    "exhausted": "it has reached its max_accesses",
     "released": "its last holder has released it, and it was made without ttl= or keep=True",
 }
 
 
 @dataclass
 class Terms:
-    """The terms of a buffer's listing: until a time of the store's clock, for a number of further accesses, and while held.
+    """The terms of a buffer's listing: until a time of the store's clock, and while held.
 
     ``kept``: it is listed even without holders. ``claimed_until``: without holders it is listed until then. ``linger``: seconds
     from its last lease to that time. ``name``: its name for lookups, ``""`` for none.
     """
 
     expires_at: float | None
-    accesses_left: int | None
     kept: bool = True
     claimed_until: float | None = None
     linger: float = 0.0
@@ -88,7 +85,6 @@ class BufferTable:
         session: str,
         record: Record,
         ttl: float | None,
-        max_accesses: int | None,
         *,
         keep: bool = False,
         linger: float = 0.0,
@@ -97,7 +93,6 @@ class BufferTable:
         """List a new buffer, held by its creator.
 
         :param ttl: seconds from now during which it is listed even without holders.
-        :param max_accesses: at least one; its creation does not count.
         :param keep: True to list it without holders until it is freed.
         :param linger: seconds during which it is listed after the end of its last lease.
         :param name: a name that no other listed buffer has, ``""`` for none.
@@ -106,7 +101,7 @@ class BufferTable:
         self._leases.grant(session, stored.object_id)
         expires_at = self._clock.now() + ttl if ttl is not None else None
         kept = keep or ttl is not None
-        self._terms[stored.object_id] = Terms(expires_at, max_accesses, kept, linger=linger, name=name)
+        self._terms[stored.object_id] = Terms(expires_at, kept, linger=linger, name=name)
         if name:
             self._names[name] = stored.object_id
         self._objects.notify(stored)
@@ -153,16 +148,10 @@ class BufferTable:
         stored.last_accessed_at = self._clock.now()
         if terms.linger:
             terms.claimed_until = None  # restarts after its next last lease
-        if terms.accesses_left is not None:
-            terms.accesses_left -= 1
-            if terms.accesses_left == 0:
-                self._unlist(object_id, "exhausted")
-            else:
-                self._objects.notify(stored)
         return stored
 
     def listed(self, object_id: str) -> StoredObject:
-        """Return a listed buffer, without counting an access.
+        """Return a listed buffer.
 
         :raises BufferNotFound: if it is not, or no longer, listed.
         """
@@ -192,13 +181,12 @@ class BufferTable:
             self.settle(object_id)
         return min((end - now for end in (*ends.values(), *claims.values())), default=None)
 
-    def info(self, object_id: str) -> BufferInfo:
-        """Return the facts specific to a buffer."""
+    def info(self, object_id: str) -> tuple[str, float | None]:
+        """Return a buffer's state, and its end (time.time()), see :class:`~shared_rpc.protocol.infos.ObjectInfo`."""
         terms = self._current(object_id)
         if terms is None:
-            return {"state": self._reasons.get(object_id, "unknown"), "expires_at": None, "accesses_left": None}
-        expires_at = self._clock.unix(terms.expires_at) if terms.expires_at is not None else None
-        return {"state": "listed", "expires_at": expires_at, "accesses_left": terms.accesses_left}
+            return self._reasons.get(object_id, "unknown"), None
+        return "listed", self._clock.unix(terms.expires_at) if terms.expires_at is not None else None
 
     def _current(self, object_id: str) -> Terms | None:
         """Return the terms of a listed buffer, None if they have expired since the last check."""
