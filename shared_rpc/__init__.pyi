@@ -1,9 +1,7 @@
 """The public names, for type checkers and for the package, which reads them here: one to a line."""
 
 from shared_rpc import errors as errors
-from shared_rpc.client.exported import AsyncExportedRecord as AsyncExportedRecord
 from shared_rpc.client.exported import ExportedRecord as ExportedRecord
-from shared_rpc.client.exported import RecordBytes as RecordBytes
 from shared_rpc.client.subscriptions import Subscription as Subscription
 from shared_rpc.context import cancelled as cancelled
 from shared_rpc.context import progress as progress

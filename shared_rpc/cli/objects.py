@@ -11,7 +11,6 @@ import typer
 from shared_rpc.cli.discovery import the_server
 from shared_rpc.cli.options import Arguments, BasePath, Json, Misuse, Socket, as_misuse, is_list, keywords
 from shared_rpc.cli.rendering import ago, as_json, command_of, copies_of, listing, origin, several, size, span, tier_of
-from shared_rpc.client.exported import RecordBytes
 from shared_rpc.errors import ConfigurationError, one_line
 from shared_rpc.operations.client import Client
 from shared_rpc.protocol.infos import ListedObjectInfo, MoveInfo
@@ -157,8 +156,7 @@ def import_file(
     if kwargs and endpoint is None:
         raise Misuse("arguments are those of a call: name its endpoint with --endpoint")
     begin = time.perf_counter()
-    with FileRecord(file) as opened, the_server(socket, base_path) as client:
-        record: RecordBytes = opened
+    with FileRecord(file) as record, the_server(socket, base_path) as client:
         with as_misuse():
             made = client.adopt(record, endpoint, **kwargs)
     if json:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
-from shared_rpc.client.handle import Lease, closing_scope
+from shared_rpc.client.handle import Lease
 from shared_rpc.errors import CapabilityError, RecordError, StaleHandleError
 from shared_rpc.memory.backends.host import HOST, write_exactly
 from shared_rpc.memory.mapping import MAPPINGS, MappingHold
@@ -146,11 +146,12 @@ def mapped(
     return SegmentBytes(used, hold, writable=True)
 
 
-class RecordBytes:
+class ExportedRecord:
     """A record outside its server: its :class:`~shared_rpc.protocol.exported.RecordHeader`, and its segments' bytes.
 
     One from :meth:`Client.export` is for reading, and holds the object until it is closed; one from :meth:`Client.allocate` is
-    to be written before :meth:`Client.adopt` takes it over.
+    to be written before :meth:`Client.adopt` takes it over. It must be closed, as by ``with``. Tensors and buffers over it stay
+    valid after that.
     """
 
     def __init__(
@@ -160,8 +161,7 @@ class RecordBytes:
         #: True if its bytes are to be written.
         self.allocated = allocated
         self.segments = tuple(segments)
-        #: Handles, of the driver's kind.
-        self._leases: tuple[Any, ...] = tuple(leases)
+        self._leases = tuple(leases)
         self._closed = False
 
     @property
@@ -169,16 +169,28 @@ class RecordBytes:
         """True if it was closed or adopted."""
         return self._closed
 
-    def copy_to(self, target: RecordBytes) -> None:
+    def copy_to(self, target: ExportedRecord) -> None:
         """Copy the bytes to an allocated copy of the record, which may be on another device."""
         for source, to in zip(self.segments, target.segments, strict=True):
             source.copy_to(to)
+
+    def close(self) -> None:
+        """Release the lease and the mappings, and free the memory of an allocated record, without a wait. Idempotent."""
+        for lease in self._unmap():
+            if lease._drop():
+                lease._issuer._end_lease_soon(lease.object_id, lease._session)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _check_open(self) -> None:
         if self.closed:
             raise RecordError("the record was closed, or adopted already: export or allocate it again", reason="buffers")
 
-    def _unmap(self) -> tuple[Any, ...]:
+    def _unmap(self) -> tuple[Lease[Any], ...]:
         self._closed = True
         for segment in self.segments:
             segment._unmap()
@@ -187,34 +199,3 @@ class RecordBytes:
     def __repr__(self) -> str:
         kind = "memory for " if self.allocated else ""
         return f"<{type(self).__name__} {kind}{self.header.endpoint}, {self.header.nbytes} bytes on {self.header.device}>"
-
-
-class ExportedRecord(RecordBytes):
-    """A record outside its server; must be closed, as by ``with``. Tensors and buffers over it stay valid after that."""
-
-    def close(self) -> None:
-        """Release the lease and the mappings, and free the memory of an allocated record. Idempotent."""
-        for lease in self._unmap():
-            lease.release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class AsyncExportedRecord(RecordBytes):
-    """:class:`ExportedRecord` for coroutines: ``async with await client.export(handle) as record``."""
-
-    async def close(self) -> None:
-        """Behave like :meth:`ExportedRecord.close`."""
-        for lease in self._unmap():
-            await lease.release()
-
-    async def __aenter__(self) -> AsyncExportedRecord:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        with closing_scope():
-            await self.close()

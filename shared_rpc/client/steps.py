@@ -18,13 +18,11 @@ from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 import msgspec
 
-from shared_rpc.client.exported import AsyncExportedRecord, ExportedRecord, RecordBytes, SegmentBytes
 from shared_rpc.client.handle import Lease
 from shared_rpc.client.transfer import ClientTransfer, TransferClosed
 from shared_rpc.errors import ProtocolError, SharedRPCError
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import messages as m
-from shared_rpc.protocol.exported import RecordHeader
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.socket import FrameBuffers
 from shared_rpc.protocol.tasks import TaskInfo
@@ -235,9 +233,8 @@ def drive(operation: Operation[T], perform: Callable[[Any], Any]) -> T:
 class Driver(ABC):
     """The base of all drivers of operations, independent of the operations."""
 
-    #: The classes of handles and of records.
+    #: The class of handles.
     _HANDLE: ClassVar[type[Lease[Any]]]
-    _RECORD: ClassVar[type[RecordBytes]]
 
     @classmethod
     @abstractmethod
@@ -254,16 +251,9 @@ class Driver(ABC):
             session=session,
         )
 
-    def _record(
-        self, header: RecordHeader, segments: Sequence[SegmentBytes], leases: Sequence[Lease[Any]], *, allocated: bool
-    ) -> RecordBytes:
-        return self._RECORD(header, segments, leases, allocated=allocated)
-
 
 class BlockingMethods(Driver):
     """A driver whose operations block until they have ended."""
-
-    _RECORD = ExportedRecord
 
     @classmethod
     def _bound(cls, name: str, body: Callable[..., Operation[Any]]) -> Callable[..., Any]:
@@ -279,8 +269,6 @@ class BlockingMethods(Driver):
 
 class CoroutineMethods(Driver):
     """A driver whose operations are coroutines."""
-
-    _RECORD = AsyncExportedRecord
 
     @classmethod
     def _bound(cls, name: str, body: Callable[..., Operation[Any]]) -> Callable[..., Any]:

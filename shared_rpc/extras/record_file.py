@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple, Protocol
 
-from shared_rpc.client.exported import ExportedRecord, RecordBytes
+from shared_rpc.client.exported import ExportedRecord
 from shared_rpc.errors import RecordError
 from shared_rpc.memory.backends.host import write_exactly
 from shared_rpc.memory.file_parts import (
@@ -123,7 +123,7 @@ def save(client: RecordSource, object_id: str, path: str | os.PathLike[str]) -> 
     )
 
 
-def write(record: RecordBytes, path: str | os.PathLike[str], *, still: Callable[[], bool] = lambda: True) -> None:
+def write(record: ExportedRecord, path: str | os.PathLike[str], *, still: Callable[[], bool] = lambda: True) -> None:
     """Write a record to a file. A concurrent reader gets an earlier file of that name or the whole of this one.
 
     :param still: called after the writing; returns False to discard the file.
@@ -192,7 +192,7 @@ def _drafted(name: str, nbytes: int) -> Iterator[int]:
         os.close(fd)
 
 
-def _write_parts(fd: int, layout: _Layout, record: RecordBytes) -> list[bytes]:
+def _write_parts(fd: int, layout: _Layout, record: ExportedRecord) -> list[bytes]:
     """Write the segments, and return the digests of their parts."""
     for segment in record.segments:
         segment.synchronize()  # complete this process's pending writes
@@ -210,7 +210,7 @@ def _write_parts(fd: int, layout: _Layout, record: RecordBytes) -> list[bytes]:
     return digests
 
 
-def _by_device(fd: int, layout: _Layout, record: RecordBytes, digests: bytes = b"") -> dict[str, list[Part]]:
+def _by_device(fd: int, layout: _Layout, record: ExportedRecord, digests: bytes = b"") -> dict[str, list[Part]]:
     """Return the parts of the file with their places in a record's memory, by the device of that."""
     found: dict[str, list[Part]] = {}
     for part in layout.parts:
@@ -262,7 +262,7 @@ class FileRecord(ExportedRecord):
         if fd >= 0:
             os.close(fd)
 
-    def copy_to(self, target: RecordBytes) -> None:
+    def copy_to(self, target: ExportedRecord) -> None:
         """Read the segments directly into their target memory.
 
         :raises RecordError: if they differ from the written ones.

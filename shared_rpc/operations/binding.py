@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast, overload
 
-from shared_rpc.client.exported import AsyncExportedRecord, ExportedRecord
 from shared_rpc.client.handle import Lease
 from shared_rpc.client.results import rebuild, result_of
 from shared_rpc.client.steps import (
@@ -38,12 +37,6 @@ class Leased(Generic[T]):
     """The handle returned by an operation, for type checkers: a :class:`Handle`, or for coroutines an :class:`AsyncHandle`."""
 
 
-class Exporting:
-    """The record returned by an operation, for type checkers: an :class:`ExportedRecord`, or for coroutines an
-    :class:`AsyncExportedRecord`.
-    """
-
-
 class Unbound(Generic[P, R]):
     """An operation that :func:`bound` turns into a method."""
 
@@ -62,19 +55,6 @@ class operation(Unbound[P, R]):
     def __get__(self, owner: CoroutineMethods, kind: type) -> Callable[P, Coroutine[Any, Any, R]]: ...
     def __get__(self, owner: Any, kind: type) -> Any:
         return self  # a bound class has a method in its place
-
-
-class carrying(Unbound[P, Exporting]):
-    """A public operation that returns a record."""
-
-    @overload
-    def __get__(self, owner: None, kind: type) -> Self: ...
-    @overload
-    def __get__(self, owner: BlockingMethods, kind: type) -> Callable[P, ExportedRecord]: ...
-    @overload
-    def __get__(self, owner: CoroutineMethods, kind: type) -> Callable[P, Coroutine[Any, Any, AsyncExportedRecord]]: ...
-    def __get__(self, owner: Any, kind: type) -> Any:
-        return self
 
 
 class BlockingPart(BlockingMethods):
@@ -127,8 +107,7 @@ def _method(kind: type[Driver], name: str, body: Callable[..., Steps[Any]]) -> C
 def _shown(annotation: str, kind: type[Driver]) -> str:
     """Convert an annotation to its public form for a class."""
     inner = re.fullmatch(r"Steps\[(.*)\]", annotation)
-    text = re.sub(r"\bLeased?\b", kind._HANDLE.__name__, inner[1] if inner else annotation)
-    return re.sub(r"\bExporting\b", kind._RECORD.__name__, text)
+    return re.sub(r"\bLeased?\b", kind._HANDLE.__name__, inner[1] if inner else annotation)
 
 
 def taken(ctx: Context, what: str, reply: Reply, transfer: ClientTransfer | None = None) -> Operation[Any]:

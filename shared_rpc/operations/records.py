@@ -9,14 +9,14 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from shared_rpc.client.exported import RecordBytes, SegmentBytes, mapped
+from shared_rpc.client.exported import ExportedRecord, SegmentBytes, mapped
 from shared_rpc.client.handle import Lease, drop_handles
 from shared_rpc.client.sending import lower
 from shared_rpc.client.steps import Lend, Operation, Reply, Request, Work, ask, message_of, query, reached
 from shared_rpc.client.suspension import Context, released
 from shared_rpc.errors import ProtocolError
 from shared_rpc.memory.segments import Segment
-from shared_rpc.operations.binding import Exporting, Leased, Steps, carrying, id_of, lent, operation
+from shared_rpc.operations.binding import Leased, Steps, id_of, lent, operation
 from shared_rpc.operations.handles import lending
 from shared_rpc.protocol import exported as x
 from shared_rpc.protocol import generations as g
@@ -31,8 +31,8 @@ T = TypeVar("T")
 class RecordOperations:
     """Records and candidates."""
 
-    @carrying
-    def export(ctx: Context, handle: Lease[Any] | str) -> Steps[Exporting]:
+    @operation
+    def export(ctx: Context, handle: Lease[Any] | str) -> Steps[ExportedRecord]:
         """Return the record of an object: its header, and its memory as readable buffers, without a copy.
 
         The record holds the object until it is closed. Writes to the object during that time, by :meth:`update`, are visible
@@ -56,10 +56,10 @@ class RecordOperations:
         infos = [message.parts[n].slab if n in within else info for n, info in enumerate(header.segments)]
         segments = Segment.received(infos, frame)
         parts = yield Work(functools.partial(_mapped, segments, server.server_id, parts=within))
-        return cast(Exporting, ctx._record(header, parts, [lease], allocated=False))
+        return ExportedRecord(header, parts, [lease], allocated=False)
 
-    @carrying
-    def allocate(ctx: Context, header: RecordHeader, ttl: float | None = None) -> Steps[Exporting]:
+    @operation
+    def allocate(ctx: Context, header: RecordHeader, ttl: float | None = None) -> Steps[ExportedRecord]:
         """Allocate memory for a record: a buffer of this server for each of its segments, to be written before :meth:`adopt`.
 
         The server first checks that the record could be adopted, as far as that does not depend on a call. The buffers count
@@ -71,11 +71,11 @@ class RecordOperations:
         :raises ServerBusy: if the device, or its quota, has too little free memory now.
         :raises CapabilityError: if the device's total memory is too small.
         """
-        return cast(Exporting, (yield from _allocated(ctx, header, ttl, x.CheckRecord())))
+        return (yield from _allocated(ctx, header, ttl, x.CheckRecord()))
 
     @operation
     def adopt(
-        ctx: Context, record: RecordBytes, endpoint: str | None = None, /, *args: Any, **kwargs: Any
+        ctx: Context, record: ExportedRecord, endpoint: str | None = None, /, *args: Any, **kwargs: Any
     ) -> Steps[Generation]:
         """Make a record the cached result of a call, as if the server had built it; return its description.
 
@@ -100,7 +100,7 @@ class RecordOperations:
 
     @lending
     def adopt_candidate(
-        ctx: Context, record: RecordBytes, endpoint: str | None = None, /, *args: Any, **kwargs: Any
+        ctx: Context, record: ExportedRecord, endpoint: str | None = None, /, *args: Any, **kwargs: Any
     ) -> Steps[Leased[Generation]]:
         """Make a record a candidate: an object that is not current until :meth:`promote`; return its handle.
 
@@ -163,7 +163,7 @@ def _mapped(
             segment.close()
 
 
-def _allocated(ctx: Context, header: RecordHeader, ttl: float | None, question: x.CheckRecord) -> Operation[Any]:
+def _allocated(ctx: Context, header: RecordHeader, ttl: float | None, question: x.CheckRecord) -> Operation[ExportedRecord]:
     server = yield from reached(ctx._known())
     what = "allocate"
     devices = yield from query(question, what, header.to_bytes())
@@ -177,11 +177,11 @@ def _allocated(ctx: Context, header: RecordHeader, ttl: float | None, question: 
         leases.append((yield Lend(made, None)))
         segments = Segment.received(made.segments, reply.frame)
         parts += yield Work(functools.partial(_mapped, segments, server.server_id, {0: info}))
-    return ctx._record(header, parts, leases, allocated=True)
+    return ExportedRecord(header, parts, leases, allocated=True)
 
 
 def _adopted(
-    ctx: Context, record: RecordBytes, endpoint: str | None, args: tuple[Any, ...], kwargs: dict[str, Any], kind: type[Any]
+    ctx: Context, record: ExportedRecord, endpoint: str | None, args: tuple[Any, ...], kwargs: dict[str, Any], kind: type[Any]
 ) -> Operation[m.Message]:
     what = f"adopt({endpoint!r})" if endpoint is not None else "adopt()"
     server = yield from reached(ctx._known())
@@ -199,7 +199,7 @@ def _adopted(
 
 
 def given(
-    ctx: Context, record: RecordBytes, question: x.CheckRecord, send: Callable[[list[str]], Operation[T]]
+    ctx: Context, record: ExportedRecord, question: x.CheckRecord, send: Callable[[list[str]], Operation[T]]
 ) -> Operation[T]:
     """Pass an allocated record, or an allocated copy of another one, to the server, and close it when the server has it.
 
@@ -224,12 +224,12 @@ def given(
     return answer
 
 
-def _copy(record: RecordBytes, allocated: RecordBytes) -> None:
+def _copy(record: ExportedRecord, allocated: ExportedRecord) -> None:
     record.copy_to(allocated)
     _synchronize(allocated)
 
 
-def _synchronize(record: RecordBytes) -> None:
+def _synchronize(record: ExportedRecord) -> None:
     """Wait until this process's writes are complete: another process reads them without a common stream."""
     for segment in {segment.info.device: segment for segment in record.segments}.values():
         segment.synchronize()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, cast
 
-from shared_rpc.client.exported import RecordBytes
+from shared_rpc.client.exported import ExportedRecord
 from shared_rpc.client.steps import Lend, Operation, Request, Tell, Within, ask, query
 from shared_rpc.errors import ClusterError, ConnectError, ConnectionClosed, ProtocolError, SharedRPCError, to_wire
 from shared_rpc.operations.binding import BlockingPart, CoroutinePart, Leased, Steps, bound, operation
@@ -94,7 +94,7 @@ class _SourceMethods:
         return cast("Leased[None]", (yield from _leased(message, f"the build of {miss.cache_key}")))
 
     @lending
-    def adopt(self, miss: Miss, record: RecordBytes) -> Steps[Leased[None]]:
+    def adopt(self, miss: Miss, record: ExportedRecord) -> Steps[Leased[None]]:
         """Answer a miss with a record, as if the server had built it; return a handle like :meth:`build`.
 
         :param record: one that this client has allocated, which is taken over without a copy and closed, or an exported one,

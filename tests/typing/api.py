@@ -13,7 +13,6 @@ import torch
 
 from shared_rpc import (
     AsyncClient,
-    AsyncExportedRecord,
     AsyncHandle,
     AsyncSource,
     AsyncTensorChannel,
@@ -312,8 +311,8 @@ async def coroutines(asynchronous: AsyncClient, held: AsyncHandle[Net]) -> None:
     assert_type((await held.is_current(), await held.revision, await held.wait_revision(2)), tuple[bool, int, int])
     assert_type(await held.latest(), AsyncHandle[Net])
     assert_type(await held.read_consistent(lambda net: net.hidden), int)
-    async with await asynchronous.export(held) as record, await asynchronous.allocate(record.header) as room:
-        assert_type(room, AsyncExportedRecord)
+    with await asynchronous.export(held) as record, await asynchronous.allocate(record.header) as room:
+        assert_type(room, ExportedRecord)
         assert_type(await asynchronous.adopt(room), Generation)
         assert_type(await asynchronous.adopt_candidate(record), AsyncHandle[Generation])
     assert_type(await asynchronous.prepare("load", 4), AsyncHandle[Generation])
@@ -397,7 +396,7 @@ def sources(client: Client, record: ExportedRecord) -> None:
     assert_type(client.get_server_info()["source"], SourceInfo | None)
 
 
-async def sources_awaited(client: AsyncClient, record: AsyncExportedRecord) -> None:
+async def sources_awaited(client: AsyncClient, record: ExportedRecord) -> None:
     """The same, to be awaited."""
     async with client.source() as source:
         assert_type(source, AsyncSource)

@@ -20,7 +20,7 @@ import msgspec
 import ray
 from ray.exceptions import RayError
 
-from shared_rpc.client.exported import AsyncExportedRecord
+from shared_rpc.client.exported import ExportedRecord
 from shared_rpc.client.steps import Operation, Request, ask
 from shared_rpc.errors import (
     ClusterError,
@@ -161,14 +161,14 @@ class NodeAgent:
         if self._candidates.get(key, ("", None))[0] == version.origin:
             return
         await self.discard(key, version)  # a candidate of a lost directory
-        async with await self._received(key, version, transfer, agent) as record:
+        with await self._received(key, version, transfer, agent) as record:
             self._candidates[key] = version.origin, await self._client.adopt_candidate(record)
 
     @order
     async def receive(self, key: Key, version: Version, transfer: Transfer, agent: Any) -> None:
         """Receive a version from another node's agent, and make it the current object."""
         if not self._is_current(key, version):
-            async with await self._received(key, version, transfer, agent) as record:
+            with await self._received(key, version, transfer, agent) as record:
                 self._note(key, version, (await self._client.adopt(record)).object_id)
 
     @order
@@ -370,15 +370,15 @@ class NodeAgent:
         self._held[key] = Held(version, object_id)
         return version
 
-    async def _received(self, key: Key, version: Version, transfer: Transfer, agent: Any) -> AsyncExportedRecord:
+    async def _received(self, key: Key, version: Version, transfer: Transfer, agent: Any) -> ExportedRecord:
         """Receive a version into memory of the broker, several parts at a time; return the record.
 
         :raises SourceFailed: if the source could not send it, or a digest differs.
         """
         writers = ThreadPoolExecutor(_AT_ONCE)
-        room: asyncio.Task[AsyncExportedRecord] | None = None
+        room: asyncio.Task[ExportedRecord] | None = None
 
-        async def receive(room: asyncio.Task[AsyncExportedRecord]) -> None:
+        async def receive(room: asyncio.Task[ExportedRecord]) -> None:
             for number in numbers:
                 async with asyncio.timeout(_ANSWER):
                     [given], digest = await agent.part.remote(key, version, transfer, number)
@@ -403,7 +403,7 @@ class NodeAgent:
         except BaseException as problem:
             await asyncio.to_thread(writers.shutdown)  # wait for running writes
             if room is not None and not room.cancelled() and room.exception() is None:
-                await room.result().close()
+                room.result().close()
             error = problem.exceptions[0] if isinstance(problem, BaseExceptionGroup) else problem
             if isinstance(error, TimeoutError):
                 raise SourceFailed(f"{transfer.source} has not answered in {_ANSWER:g} s") from error

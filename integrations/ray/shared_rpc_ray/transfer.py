@@ -17,7 +17,7 @@ import numpy
 import ray
 import xxhash
 
-from shared_rpc.client.exported import AsyncExportedRecord, RecordBytes, SegmentBytes
+from shared_rpc.client.exported import ExportedRecord, SegmentBytes
 from shared_rpc.protocol.records import SegmentInfo
 
 #: Maximum and minimum size of a part in bytes. A part costs Ray some milliseconds; while one is written, others are
@@ -74,7 +74,7 @@ class Sending:
     :param mover: one of :data:`shared_rpc_ray.membership.MOVERS`.
     """
 
-    def __init__(self, record: AsyncExportedRecord, nbytes: int, mover: str) -> None:
+    def __init__(self, record: ExportedRecord, nbytes: int, mover: str) -> None:
         self.record = record
         self.parts = parts_of([segment.info for segment in record.segments], nbytes)
         self._mover = mover
@@ -117,7 +117,7 @@ class Sending:
         """Drop the parts, and release the record."""
         self.drop()
         await asyncio.to_thread(self._putter.shutdown)
-        await self.record.close()
+        self.record.close()
 
     def idle(self) -> bool:
         """Return True if no part is pending, and none was requested in the last :data:`_IDLE` seconds."""
@@ -133,7 +133,7 @@ class Sending:
         return ray.put(array), digest
 
 
-def take(given: Any, record: RecordBytes, part: Part, mover: str) -> bytes:
+def take(given: Any, record: ExportedRecord, part: Part, mover: str) -> bytes:
     """Write a part to the record, and return its digest.
 
     :param given: the part's object, or with NIXL its reference.
