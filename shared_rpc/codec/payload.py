@@ -7,7 +7,6 @@ modules.
 
 from __future__ import annotations
 
-from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
 
 import torch
@@ -20,13 +19,6 @@ from shared_rpc.codec.skeleton import Scan, dump, graph_outside
 from shared_rpc.errors import CapabilityError
 from shared_rpc.protocol.records import Tensors
 
-#: Objects that execute when the caller iterates or awaits them, in this process only, and the advice for each.
-_RUNNING = {
-    GeneratorType: "return what it yields, as a list",
-    AsyncGeneratorType: "return what it yields, as a list",
-    CoroutineType: "make the endpoint an async def, which is awaited",
-}
-
 
 def dump_result(value: Any, endpoint: str, kind: str) -> tuple[bytes, Scan]:
     """Return the skeleton of a result, and the scan of its tensors.
@@ -35,9 +27,6 @@ def dump_result(value: Any, endpoint: str, kind: str) -> tuple[bytes, Scan]:
     :raises CapabilityError: for a result that cannot be shared, naming the attribute path; see the module.
     """
     where = f"endpoint {endpoint!r}"
-    advice = _RUNNING.get(type(value))
-    if advice is not None:
-        raise CapabilityError(f"{where} returned a {type(value).__name__}, which runs in this process only: {advice}")
     scan = Scan(kind, PickledBuffers())
     try:
         skeleton = dump(value, scan, f"{where}: result")

@@ -18,7 +18,6 @@ from __future__ import annotations
 import atexit
 import bisect
 import ctypes
-import faulthandler
 import os
 import signal
 import sys
@@ -92,17 +91,17 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.sigaction.argtypes = [ctypes.c_int, ctypes.POINTER(_SigAction), ctypes.POINTER(_SigAction)]
 _raise = _libc["raise"]
 _SA_SIGINFO = 4
-#: siginfo_t of 64-bit Linux: si_code, then from a process si_pid, from the kernel si_addr.
-_CODE, _PID, _ADDRESS = 8, 16, 16
-#: Mapped without permission (SEGV_ACCERR), like a vacated range; sent with raise(3) or pthread_kill(3) (SI_TKILL).
-_FORBIDDEN, _RAISED = 2, -6
+#: siginfo_t of 64-bit Linux: si_code, then from the kernel si_addr.
+_CODE, _ADDRESS = 8, 16
+#: Mapped without permission (SEGV_ACCERR), like a vacated range.
+_FORBIDDEN = 2
 #: Seconds for which other faulting threads wait for the report of the first one.
 _PATIENCE = 5.0
 _STDERR = 2
 #: A thread of this package that never writes to shared memory.
 _FINALIZER = finalizer.__file__
-#: Maximum number of reported frames of a thread, and of places.
-_FRAMES, _PLACES = 64, 8
+#: Maximum number of reported frames of a thread.
+_FRAMES = 64
 _ADVICE = (
     "  what to do: write to a copy (tensor.clone(), copy.deepcopy(module)), or share it with access='read_write'. Functions\n"
     "    that write without a name that says so, and the remedy for each, are in docs/how-to/read-only-weights.md.\n"
@@ -174,11 +173,6 @@ def _handle(info: int) -> None:
         place = _place_of(address)
         if place is not None:
             _write(_report(place, address))
-    elif (
-        _code_of(info) == _RAISED and ctypes.c_int.from_address(info + _PID).value == os.getpid() and faulthandler.is_enabled()
-    ):
-        # faulthandler was enabled later: it has printed its lines, and raises the signal again without the address.
-        _write(_hint())
 
 
 def _report(place: WatchedRange, address: int) -> str:
@@ -188,19 +182,6 @@ def _report(place: WatchedRange, address: int) -> str:
         f"  target: byte {address - place.address} of {place.what()}; address {address:#x}\n"
         f"  by (most recent call first):\n{''.join(_where())}{_ADVICE_VACATED if place.vacated else _ADVICE}"
     )
-
-
-def _hint() -> str:
-    text = ""
-    for vacated, could, advice in (
-        (False, "was a write, it may have been to memory that is shared with access='read'", _ADVICE),
-        (True, "was a read or a write, it may have been of memory of a suspended object", _ADVICE_VACATED),
-    ):
-        places = [place for place in _places if place.vacated is vacated]
-        known = "".join(f"    {place.what()}, at {place.address:#x}\n" for place in places[:_PLACES])
-        more = f"    and {len(places) - _PLACES} more\n" if len(places) > _PLACES else ""
-        text += f"shared_rpc: if this {could}:\n{known}{more}{advice}" if places else ""
-    return text
 
 
 def _where() -> Iterator[str]:

@@ -335,26 +335,6 @@ class MappingTable:
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return limit == resource.RLIM_INFINITY or self._descriptors < limit // KEPT_SHARE
 
-    def receive(self, segment: Segment, owner: str = "") -> MappingHold:
-        """Map a segment that another process handed on, and keep it mapped while the answer lives. The segment is borrowed.
-
-        A process to which its own sealed memory comes back gets the mapping that it writes to.
-
-        :raises CapabilityError: if this process cannot map the memory.
-        """
-        with self._lock:
-            own = self._mappings.get((segment.info.id, "read_write", 0))
-            sealed = own if own is not None and own.sealed and not own.vacated else None
-            if sealed is not None:
-                sealed.pins += 1
-        if sealed is not None:
-            try:
-                return self.hold(sealed)
-            finally:
-                self._unpin([sealed])
-        with self.attach([segment], owner=owner) as [mapping]:
-            return self.hold(mapping)
-
     def knows(self, info: SegmentInfo) -> bool:
         """Return whether a segment is mapped, with the access that its info names."""
         mapping = self._mappings.get((info.id, info.access, 0))

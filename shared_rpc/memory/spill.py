@@ -30,10 +30,7 @@ class SpillDirectory:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             return "it is no directory: create it first, for this user alone"
         if error.errno in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
-            return (
-                f"its file system ({_file_system_of(self.path)}) has no files without a name (O_TMPFILE): use a directory on "
-                f"ext4, xfs, btrfs or tmpfs"
-            )
+            return "its file system has no files without a name (O_TMPFILE): use a directory on ext4, xfs, btrfs or tmpfs"
         return f"{error.strerror} (uid {os.geteuid()})"
 
     def create(self, nbytes: int) -> Segment:
@@ -63,15 +60,3 @@ class SpillDirectory:
 def _free(path: str) -> int:
     there = os.statvfs(path)
     return there.f_bavail * there.f_frsize
-
-
-def _file_system_of(path: str) -> str:
-    """Return the type of a directory's file system, as named by the kernel."""
-    try:
-        number = os.stat(path).st_dev
-        device = f"{os.major(number)}:{os.minor(number)}"
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
-            found = [line.partition(" - ")[2].split()[0] for line in mounts if line.split()[2] == device]
-    except (OSError, IndexError):
-        found = []
-    return found[-1] if found else "of an unknown type"

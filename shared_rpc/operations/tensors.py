@@ -42,8 +42,8 @@ def memory_of(client: Client, object_id: str, segment: str) -> Operation[Handle[
 
 
 def _held(result: ReceivedResult) -> dict[str, MappingHold]:
-    owner = result.message.owner
-    return {segment.info.name: MAPPINGS.receive(segment, owner) for segment in result.segments}
+    with MAPPINGS.attach(result.segments, owner=result.message.owner) as mappings:
+        return {mapping.info.name: MAPPINGS.hold(mapping) for mapping in mappings}
 
 
 def taken_from(socket_path: str, object_id: str, segment: str) -> tuple[MappingHold, Handle[Any]]:

@@ -59,7 +59,7 @@ class Extent(NamedTuple):
             raise ConfigurationError(f"dtype={dtype[:100]!r} is no dtype of a buffer: use one of {', '.join(ITEM_SIZES)}")
         if isinstance(shape_or_nbytes, int):
             if not 0 <= shape_or_nbytes <= _LARGEST:
-                raise ConfigurationError(f"a buffer of {_shown(shape_or_nbytes)} bytes: use a number from 0 to 2**63 - 1")
+                raise ConfigurationError(f"a buffer of {shape_or_nbytes} bytes: use a number from 0 to 2**63 - 1")
             if shape_or_nbytes % item:
                 raise ConfigurationError(
                     f"a buffer of {shape_or_nbytes} bytes is no whole number of {dtype} elements of {item} bytes: an int is "
@@ -73,13 +73,8 @@ class Extent(NamedTuple):
         # Also for an empty tensor: its strides are computed as if no size were 0.
         if any(size < 0 for size in shape) or math.prod(max(size, 1) for size in shape) * item > _LARGEST:
             raise ConfigurationError(
-                f"a buffer of shape ({', '.join(map(_shown, shape))}) and dtype {dtype}: use sizes from 0 on, and less than "
+                f"a buffer of shape ({', '.join(map(str, shape))}) and dtype {dtype}: use sizes from 0 on, and less than "
                 f"2**63 bytes in all"
             )
         strides = tuple(math.prod(max(size, 1) for size in shape[place + 1 :]) for place in range(len(shape)))
         return cls(shape, strides, dtype, math.prod(shape) * item)
-
-
-def _shown(number: int) -> str:
-    # Python refuses to write very long integers in decimal.
-    return str(number) if number.bit_length() <= 128 else f"{'-' if number < 0 else ''}2**{number.bit_length() - 1} or more"

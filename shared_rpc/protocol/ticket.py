@@ -18,7 +18,6 @@ import msgspec
 from shared_rpc.errors import ConfigurationError, StaleHandleError, TicketError
 from shared_rpc.protocol.own_files import file_problem
 
-_FORMAT = 2
 #: Maximum bytes. Only a cache key can be long: a template may put a whole argument into it.
 _LIMIT = 1 << 20
 
@@ -68,17 +67,10 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         :raises TicketError: if it is invalid, with ``reason="malformed"``.
         """
         try:
-            version = msgspec.json.decode(text, type=_Version).version
-            if version != _FORMAT:
-                raise TicketError(
-                    f"{what} is a ticket of format {version}, but this release reads {_FORMAT}: use one release of "
-                    f"shared-rpc on both sides",
-                    reason="malformed",
-                )
             return msgspec.json.decode(text, type=cls)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise TicketError(
-                f"{what} is no complete ticket ({error}): write it again with handle.ticket(path)",
+                f"{what} is no complete ticket of this release ({error}): write it again with handle.ticket(path)",
                 reason="malformed",
             ) from error
 
@@ -145,10 +137,6 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             f"{server_id} at {socket_path}: use Client.from_ticket(path)",
             reason="other_server",
         )
-
-
-class _Version(msgspec.Struct):
-    version: int
 
 
 def read_ticket(ticket: Ticket | str | os.PathLike[str]) -> Ticket:

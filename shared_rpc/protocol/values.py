@@ -61,41 +61,12 @@ _PATH = 120
 _TOO_MANY = f"and the arguments of a call at most {MAX_VALUES:,} in all: pass them as a tensor"
 
 
-class _TooDeep(Exception):
-    """Containers are nested deeper than :data:`_DEPTH` levels."""
-
-
-def _nesting(value: Any, path: str) -> CapabilityError:
-    """Return the error for a value with excessive nesting: recursive, or simply deep."""
-    #: Values to visit, with the containers around each and their paths. An explicit stack, because recursion is limited.
-    todo: list[tuple[Any, str, dict[int, str]]] = [(value, path, {})]
-    deep = path
-    while todo:
-        item, where, around = todo.pop()
-        if type(item) not in (list, tuple, dict):
-            continue
-        if id(item) in around:
-            return CapabilityError(
-                f"{where} is {around[id(item)]} again, which contains it: a container that contains itself cannot be an "
-                f"argument; pass its contents once"
-            )
-        if len(around) >= _DEPTH:
-            deep = where
-            continue
-        inside = {**around, id(item): where}
-        parts = item.items() if type(item) is dict else enumerate(item)
-        todo.extend((part, f"{where}[{name!r}]", inside) for name, part in parts)
-    return CapabilityError(
-        f"{_shortened(deep)} is nested deeper than {_DEPTH} levels, the limit of an argument: pass a flat list, or a module"
-    )
-
-
 def lower(value: Any, path: str, leaf: Leaf) -> Any:
     """Replace everything in ``value`` other than plain data by the result of ``leaf(item, path)``.
 
     :raises CapabilityError: for a value that cannot be sent, is nested too deeply or has too many values, naming it.
     """
-    return _Lowering(leaf).lower(value, path)
+    return _Lowering(leaf).lower(value, path, 0)
 
 
 class _Lowering:
@@ -105,13 +76,7 @@ class _Lowering:
         self._leaf = leaf
         self._values = values
 
-    def lower(self, value: Any, path: str) -> Any:
-        try:
-            return self._lower(value, path, 0)
-        except _TooDeep:
-            raise _nesting(value, path) from None
-
-    def _lower(self, value: Any, path: str, depth: int) -> Any:
+    def lower(self, value: Any, path: str, depth: int) -> Any:
         kind = type(value)
         if value is None or kind in (bool, int, float, bytes, complex):
             return value
@@ -119,18 +84,21 @@ class _Lowering:
             return _text(value, path)
         if kind in (list, tuple, dict):
             if depth >= _DEPTH:
-                raise _TooDeep
+                raise CapabilityError(
+                    f"{_shortened(path)} is nested deeper than {_DEPTH} levels, the limit of an argument, or contains itself: "
+                    f"pass a flat list, or a module"
+                )
             self._values += len(value)
             if self._values > MAX_VALUES:
                 raise CapabilityError(f"{_shortened(path)} has {len(value):,} values, {_TOO_MANY}")
         if kind is list or kind is tuple:
-            return kind(self._lower(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(value))
+            return kind(self.lower(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(value))
         if kind is dict:
             for key in value:
                 if type(key) is not str:
                     raise CapabilityError(f"{path} has the key {key!r}: use strings as keys of a dict in a call")
                 _text(key, f"a key of {path}")
-            return {key: self._lower(item, f"{path}[{key!r}]", depth + 1) for key, item in value.items()}
+            return {key: self.lower(item, f"{path}[{key!r}]", depth + 1) for key, item in value.items()}
         return self._leaf(value, path)
 
 
@@ -153,8 +121,8 @@ def lower_call(args: Sequence[Any], kwargs: dict[str, Any], leaf: Leaf) -> tuple
     """Lower all arguments of a call."""
     lowering = _Lowering(leaf, len(args) + len(kwargs))
     return (
-        [lowering.lower(value, f"argument {index}") for index, value in enumerate(args)],
-        {_text(name, "an argument's name"): lowering.lower(value, f"argument {name!r}") for name, value in kwargs.items()},
+        [lowering.lower(value, f"argument {index}", 0) for index, value in enumerate(args)],
+        {_text(name, "an argument's name"): lowering.lower(value, f"argument {name!r}", 0) for name, value in kwargs.items()},
     )
 
 

@@ -26,10 +26,7 @@ class Refusal(NamedTuple):
 #: Refusals that each role detects in its own way; the tests of the codec have all kinds.
 RESULTS = {
     "plain": Refusal(lambda: 3, "returned a value of type int without a tensor or module"),
-    "generator": Refusal(
-        lambda: (torch.ones(1) for _ in range(2)),
-        "returned a generator, which runs in this process only: return what it yields, as a list",
-    ),
+    "generator": Refusal(lambda: (torch.ones(1) for _ in range(2)), "result cannot be pickled: cannot pickle 'generator'"),
     "lock of a module": Refusal(Locked, "result.layers.1.guard['of'][0] cannot be pickled"),
     "meta module": Refusal(lambda: [torch.nn.Linear(1, 1, device="meta")], "result[0].weight is on the meta device"),
 }

@@ -104,13 +104,12 @@ FATAL, ENABLE = "Fatal Python error: Segmentation fault", "faulthandler.enable()
     ("before", "code", "texts"),
     [
         (ENABLE, "weight.numpy()[0] = 1", [MESSAGE, FATAL]),
-        ("", f"{ENABLE}\nweight.numpy()[0] = 1", [FATAL, "if this was a write, it may have been to", "of load()"]),
-        ("", f"{ENABLE}\nmore = attach()\ndel handle, weight\nctypes.string_at(0)", [FATAL, "string_at"]),
+        ("", f"{ENABLE}\nweight.numpy()[0] = 1", [FATAL, "<module>"]),
     ],
-    ids=["write", "write, enabled later", "another fault, enabled later"],
+    ids=["enabled before", "enabled later"],
 )
 def test_faulthandler_is_compatible(run: Run, before: str, code: str, texts: list[str]) -> None:
-    """The last installed handler runs first; faulthandler passes no address on, so the message is less specific then."""
+    """The last installed handler runs first; faulthandler passes no address on, so there is no report then."""
     status, _, errors = run(code, before)
     assert (status, errors.count(FATAL), MESSAGE in errors) == (-signal.SIGSEGV, 1, MESSAGE in texts)
     places = [errors.index(text) for text in texts]

@@ -251,7 +251,6 @@ def test_shapes_are_laid_out_like_in_torch(shape: list[int], dtype: str) -> None
     ("size", "dtype", "text"),
     [
         (-1, "uint8", "a buffer of -1 bytes"),
-        pytest.param(10**5000, "uint8", r"a buffer of 2\*\*16609 or more bytes", id="long"),
         (6, "float32", "no whole number of float32 elements of 4 bytes"),
         ([2, -1], "uint8", r"shape \(2, -1\)"),
         ([1 << 62, 2], "uint8", "less than"),

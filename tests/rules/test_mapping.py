@@ -170,23 +170,13 @@ def test_a_kept_export_descriptor_goes_with_its_mapping(table: MappingTable, mon
 def test_received_memory_is_kept_while_it_is_held(no_leaks: None, table: MappingTable, segments: MakeSegments) -> None:
     """Memory received from another process uses an existing mapping, and ends with its last holder."""
     (segment,) = segments(1)
-    with table.attach([segment], owner="server") as [mapping]:
-        hold = table.receive(segment)
+    with table.attach([segment], owner="server") as [mapping], table.attach([segment]) as [again]:
+        hold = table.hold(again)
     assert hold.mapping is mapping
     assert mapping.owner == "server"
     del hold
     table.drain()
     assert len(table) == 0
-
-
-def test_a_maker_gets_its_own_mapping_back(no_leaks: None, table: MappingTable) -> None:
-    """Sealed memory that returns is mapped writable for its maker; other read-only memory stays read-only."""
-    with table.create(1, "cpu") as mapping:
-        assert mapping.segment is not None
-        with closing(mapping.segment.duplicate("read")) as segment:
-            assert table.receive(segment).mapping.info.access == "read"
-            mapping.publish("read")
-            assert table.receive(segment).mapping is mapping
 
 
 # Failing.

@@ -192,7 +192,7 @@ def test_recursive_lists_are_refused() -> None:
     """It has no end."""
     value: list[Any] = []
     value.append(value)
-    with pytest.raises(CapabilityError, match=r"^argument 0\[0\] is argument 0 again, which contains it"):
+    with pytest.raises(CapabilityError, match="or contains itself"):
         lower_call([value], {}, refuse)
 
 
