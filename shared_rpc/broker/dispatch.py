@@ -195,7 +195,7 @@ class WorkerExecutor:
         take, lost = functools.partial(self._take, run), functools.partial(self._lost, run)
         try:
             place.number = worker.requests.begin(message, take, lost, b"".join(arguments.skeletons), owners=owners)
-        except (ProtocolError, OSError) as error:
+        except ProtocolError as error:
             refusal = CapabilityError(f"cannot send the call of {run.spec.name!r} to worker {worker.pid}: {error}")
             self._end(run, Failure.of(refusal))
             return

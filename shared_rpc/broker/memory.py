@@ -125,7 +125,7 @@ class RelayedMemory(DeviceMemory):
             list(targets),
         )
         worker = attempts.worker = self._choose(message, attempts.worker) or await self._bare()
-        fds = tuple([segment.fileno() for segment in (*sources, *targets.values())])
+        owners = tuple([segment.owner for segment in (*sources, *targets.values())])
         try:
             async with asyncio.timeout(_STEP_PATIENCE) as patience:
 
@@ -135,13 +135,13 @@ class RelayedMemory(DeviceMemory):
                     attempts.progressed(news.done)
 
                 answer, received = await worker.requests.request(
-                    message, fds, progressed=report, stop=w.Stop(), unused=functools.partial(self._discard, worker)
+                    message, owners, progressed=report, stop=w.Stop(), unused=functools.partial(self._discard, worker)
                 )
         except TimeoutError:
             _replace_bare(worker)
             raise WorkerCrashed(f"{_named(worker)} has copied nothing for {_STEP_PATIENCE:g} s") from None
-        except (ProtocolError, OSError) as error:
-            raise CapabilityError(f"cannot send {len(fds)} descriptors to {_named(worker)}: {error}") from error
+        except ProtocolError as error:
+            raise CapabilityError(f"cannot send {len(owners)} descriptors to {_named(worker)}: {error}") from error
         return self._written(orders, answer, received, worker)
 
     def _serving(self) -> list[Worker]:

@@ -12,6 +12,7 @@ from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import Frame, close_all
 from shared_rpc.protocol.messages import Message
+from shared_rpc.protocol.socket import FdOwner
 
 #: The highest number of a request; numbers start at 1, and 0 marks messages outside of requests.
 _LAST = (1 << 32) - 1
@@ -47,17 +48,16 @@ class WorkerRequests:
         take: Callable[[Any, Frame], bool],
         lost: Callable[[WorkerCrashed], object],
         payload: bytes = b"",
-        fds: tuple[int, ...] = (),
-        owners: tuple[Any, ...] = (),
+        owners: tuple[FdOwner, ...] = (),
     ) -> int:
         """Send a request, and return its number.
 
         :param take: called with each message about it and the message's frame; returns True if that was the last one.
         :param lost: called with the reason if the worker ends first.
-        :raises ProtocolError, OSError: like :meth:`FramedStream.send`.
+        :raises ProtocolError: like :meth:`FramedStream.send`.
         """
         number = self._number = self._number % _LAST + 1
-        self._send(message, number, payload, fds, owners)
+        self._send(message, number, payload, owners)
         self._pending[number] = _Pending(take, lost)
         return number
 
@@ -77,7 +77,7 @@ class WorkerRequests:
     async def request(
         self,
         message: Message,
-        fds: tuple[int, ...] = (),
+        owners: tuple[FdOwner, ...] = (),
         *,
         progressed: Callable[[w.CopyProgress], object] = lambda news: None,
         stop: Message | None = None,
@@ -88,7 +88,7 @@ class WorkerRequests:
         :param progressed: called with each progress report before the answer.
         :param stop: sent to the worker on cancellation.
         :param unused: called with the answer after a cancellation; its descriptors are closed.
-        :raises ProtocolError, OSError: like :meth:`FramedStream.send`.
+        :raises ProtocolError: like :meth:`FramedStream.send`.
         :raises WorkerCrashed: if the worker ends before it answers.
         :raises SharedRPCError: the worker's error.
         """
@@ -112,7 +112,7 @@ class WorkerRequests:
             if not answered.done():
                 answered.set_exception(crash)
 
-        number = self.begin(message, take, lost, b"", fds)
+        number = self.begin(message, take, lost, b"", owners)
         try:
             return await answered
         except asyncio.CancelledError:

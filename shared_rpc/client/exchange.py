@@ -121,7 +121,6 @@ class Exchanges:
         """Queue a request, with the next number if none is given.
 
         :raises ProtocolError: if no connection could send it; nothing was queued.
-        :raises OSError: if this process cannot open more files; nothing was queued.
         :raises ConnectionClosed: if the connection has ended.
         """
         if self.broken is not None:
@@ -131,9 +130,9 @@ class Exchanges:
         if number is None:
             number = next(self._ids) % LAST_ID + 1
         exchange = Exchange(number, request)
-        message, fds = request.addressed(self._sent) if request.segments else (request.message, request.fds)
+        message, owners = request.addressed(self._sent) if request.segments else (request.message, [])
         request.begin, request.unwritten = self._buffers.queued, False
-        self._buffers.queue(message, number, request.payload, fds)
+        self._buffers.queue(message, number, request.payload, owners)
         request.sent = True
         request.end = self._buffers.queued
         if request.segments:

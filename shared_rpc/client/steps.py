@@ -21,7 +21,7 @@ import msgspec
 from shared_rpc.client.handle import Lease
 from shared_rpc.client.transfer import ClientTransfer, TransferClosed
 from shared_rpc.errors import ProtocolError, SharedRPCError
-from shared_rpc.memory.segments import Segment
+from shared_rpc.memory.segments import Descriptor, Segment
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.socket import FrameBuffers
@@ -42,13 +42,12 @@ class Request(msgspec.Struct):
     operation. ``at_once``: the server answers at once, and the answer is used even after the caller's deadline.
 
     ``segments`` are those of a call, in the order of the message: the descriptors of arenas are sent once per connection.
-    ``fds`` are the descriptors of other messages. ``transfer`` receives the server's news of memory.
+    ``transfer`` receives the server's news of memory.
     """
 
     message: m.Message
     what: str
     payload: bytes = b""
-    fds: tuple[int, ...] = ()
     on_event: Callable[[TaskInfo], object] | None = None
     at_once: bool = False
     segments: Sequence[Segment] = ()
@@ -90,15 +89,15 @@ class Request(msgspec.Struct):
         """Return the parts of an abandoned request that its answer needs."""
         return Request(self.message, self.what, transfer=self.transfer)
 
-    def addressed(self, sent: set[str]) -> tuple[m.Message, tuple[int, ...]]:
+    def addressed(self, sent: set[str]) -> tuple[m.Message, list[Descriptor]]:
         """Return the message of a call and its descriptors, for a connection that has those of the arenas ``sent``."""
         kept = [
             number
             for number, segment in enumerate(self.segments)
             if segment.descriptor is None or (segment.info.arena and segment.info.id in sent)
         ]
-        fds = tuple([segment.fileno() for number, segment in enumerate(self.segments) if number not in kept])
-        return msgspec.structs.replace(self.message, kept=kept), fds
+        owners = [segment.owner for number, segment in enumerate(self.segments) if number not in kept]
+        return msgspec.structs.replace(self.message, kept=kept), owners
 
 
 class Reply(msgspec.Struct):

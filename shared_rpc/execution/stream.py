@@ -112,22 +112,19 @@ class FramedStream:
         message: Message,
         request_id: int = 0,
         payload: bytes = b"",
-        fds: tuple[int, ...] = (),
         owners: tuple[FdOwner, ...] = (),
         *,
         at_once: bool = False,
     ) -> None:
         """Queue a message, and write as much as possible at once. Never blocks.
 
-        :param fds: descriptors, which are duplicated.
         :param owners: owners of descriptors, referenced until the message is written.
         :param at_once: write now even while frames are being handled, rather than in one write at the end of the turn: for
             messages that must arrive before this process does anything else.
         :raises ProtocolError: if it is too large or has too many descriptors; the stream remains usable.
-        :raises OSError: if this process cannot open more files.
         """
         if not self.closed:
-            self._socket.queue(message, request_id, payload, fds, owners)
+            self._socket.queue(message, request_id, payload, owners)
             if (at_once or not self._gathering) and not self.congested:
                 self._flush()
 

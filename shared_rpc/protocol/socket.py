@@ -1,7 +1,7 @@
 """A connected Unix socket that carries frames with file descriptors, blocking or not.
 
 A plain ``recv`` would silently drop descriptors, so every read is a recvmsg(2). Received descriptors are
-close-on-exec. Frames queued for sending own duplicates of their descriptors, so the caller may close its own at once.
+close-on-exec. Frames queued for sending refer to the owners of their descriptors, so the caller need not keep them.
 """
 
 from __future__ import annotations
@@ -61,19 +61,6 @@ def _place_of(fd: int) -> str:
         return os.readlink(f"/proc/self/fd/{fd}")
 
 
-def _packed(fds: Sequence[Any]) -> bytes:
-    numbers = fds if isinstance(fds[0], int) else [owner.number for owner in fds]
-    return struct.pack(f"{len(fds)}i", *numbers)
-
-
-def _drop(fds: list[Any]) -> None:
-    """Close duplicates, and drop the references to owners."""
-    if fds and fds[0].__class__ is not int:
-        fds.clear()
-    else:
-        close_all(fds)
-
-
 def _refuse_strange(fds: Iterable[int], files: bool) -> None:
     """Refuse sockets, because a process that held the other end of its connection would never see its end; and unless ``files``
     also files that have a path.
@@ -102,8 +89,8 @@ class FrameBuffers(FrameDecoder):
 
     def __init__(self, limits: Limits | None = None) -> None:
         super().__init__(limits)
-        #: Bytes and their descriptors: duplicates, or owners.
-        self._outbox: deque[tuple[memoryview, list[int] | list[FdOwner]]] = deque()
+        #: Bytes, and the owners of their descriptors.
+        self._outbox: deque[tuple[memoryview, list[FdOwner]]] = deque()
         #: The number of written bytes, until they are removed from the outbox.
         self._wrote: list[int] = []
         #: Total bytes queued and written; and the number of descriptors in the outbox.
@@ -121,41 +108,27 @@ class FrameBuffers(FrameDecoder):
         message: Message,
         request_id: int,
         payload: bytes = b"",
-        fds: Sequence[int] = (),
         owners: Sequence[FdOwner] = (),
     ) -> None:
-        """Queue a frame with descriptors, of one kind or the other.
+        """Queue a frame with descriptors.
 
-        :param fds: descriptors to duplicate.
-        :param owners: owners referenced until the frame is written: a queued frame uses no descriptor of this process.
+        :param owners: those of the descriptors, referenced until the frame is written.
         :raises ProtocolError: if there are more descriptors than a frame can carry.
-        :raises OSError: if this process cannot open more files.
         """
         try:
             kind, body = NUMBERS[type(message)], encode_body(message)
         except UNWRITABLE as error:
             raise unwritable(message, error) from error
-        buffers = encode_frame(kind, request_id, body, payload, len(fds) + len(owners))
+        buffers = encode_frame(kind, request_id, body, payload, len(owners))
         first = memoryview(buffers[0])
-        rest = [(memoryview(buffer), list[int]()) for buffer in buffers[1:]]
-        length = sum(map(len, buffers))
-        entries: list[tuple[memoryview, list[Any]]] = []
-        count = len(fds) + len(owners)
-        if count:
-            owned: list[Any] = [*owners]
-            try:
-                owned.extend(map(os.dup, fds))
-            except OSError:
-                _drop(owned)
-                raise
-            # One sendmsg(2) takes a limited number of descriptors and needs a byte to carry them.
-            begin = 0
-            while len(owned) - begin > FDS_PER_MESSAGE:
-                entries.append((first[:1], owned[begin : begin + FDS_PER_MESSAGE]))
-                first, begin = first[1:], begin + FDS_PER_MESSAGE
-            entries.append((first, owned[begin:]))
-        else:
-            entries.append((first, []))
+        rest = [(memoryview(buffer), list[FdOwner]()) for buffer in buffers[1:]]
+        length, count, begin = sum(map(len, buffers)), len(owners), 0
+        entries: list[tuple[memoryview, list[FdOwner]]] = []
+        # One sendmsg(2) takes a limited number of descriptors and needs a byte to carry them.
+        while count - begin > FDS_PER_MESSAGE:
+            entries.append((first[:1], [*owners[begin : begin + FDS_PER_MESSAGE]]))
+            first, begin = first[1:], begin + FDS_PER_MESSAGE
+        entries.append((first, [*owners[begin:]]))
         # No call from here on, after which a signal handler could run.
         self._outbox += entries
         self._outbox += rest
@@ -175,12 +148,12 @@ class FrameBuffers(FrameDecoder):
         return joined
 
     def _note(self) -> None:
-        """Remove written bytes, and close their descriptors."""
+        """Remove written bytes, and drop the references to their descriptors."""
         while self._wrote:
             count = self._wrote[0]
-            data, fds = self._outbox[0]
-            length, held = len(data), len(fds)
-            _drop(fds)
+            data, owners = self._outbox[0]
+            length, held = len(data), len(owners)
+            owners.clear()
             self.queued_fds -= held
             # No call from here on, after which a signal handler could run.
             if length <= count:
@@ -195,9 +168,7 @@ class FrameBuffers(FrameDecoder):
             del self._wrote[0]
 
     def close(self) -> None:
-        """Close every received and every queued descriptor."""
-        for _, fds in self._outbox:
-            _drop(fds)
+        """Close every received descriptor, and drop the references to queued ones."""
         super().close()
         self._outbox.clear()
         self.queued = self.written
@@ -284,10 +255,11 @@ class FrameSocket(FrameBuffers):
         for _ in range(_WRITES):
             if not self._outbox:
                 return True
-            data, fds = self._outbox[0]
+            data, owners = self._outbox[0]
             try:
-                if fds:
-                    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _packed(fds))]
+                if owners:
+                    numbers = struct.pack(f"{len(owners)}i", *[owner.number for owner in owners])
+                    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, numbers)]
                     self._wrote.extend(map(self.sock.sendmsg, ([data[:_WRITE]],), (rights,), (_SEND,)))
                 elif len(self._outbox) == 1:
                     self._wrote.extend(map(self.sock.send, (data[:_WRITE],), (_SEND,)))
@@ -306,7 +278,7 @@ class FrameSocket(FrameBuffers):
         return not self._outbox
 
     def close(self) -> None:
-        """Close the socket, and every received and every queued descriptor."""
+        """Close the socket and every received descriptor, and drop the references to queued ones."""
         while self._read:
             _, ancillary, _, _ = self._read.pop()
             close_all(_fds_of(ancillary))

@@ -33,6 +33,7 @@ from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.catalogue import decode_message, encode_message
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.messages import Error, Message
+from shared_rpc.protocol.socket import FdOwner
 from shared_rpc.protocol.tasks import Progress
 from shared_rpc.provider.app import override, socket_of
 from shared_rpc.provider.provider import Provider
@@ -311,9 +312,9 @@ class WorkerHost:
             device=record.device,
             private_nbytes=record.private_nbytes,
         )
-        fds = tuple([segment.fileno() for number, segment in enumerate(record.segments) if number not in message.kept])
+        owners = tuple([segment.owner for number, segment in enumerate(record.segments) if number not in message.kept])
         try:
-            self._stream.send(message, run.number, record.skeleton, fds)
+            self._stream.send(message, run.number, record.skeleton, owners)
             sent.update([info.id for info in message.segments if info.arena])
         except Exception as error:
             if transfer is not None:
@@ -357,8 +358,8 @@ class WorkerHost:
         for hosted in self._hosted.values():
             hosted.executor.reclaim()
 
-    def _send(self, message: Message, number: int = 0, payload: bytes = b"", fds: tuple[int, ...] = ()) -> None:
-        self._stream.send(message, number, payload, fds)
+    def _send(self, message: Message, number: int = 0, payload: bytes = b"", owners: tuple[FdOwner, ...] = ()) -> None:
+        self._stream.send(message, number, payload, owners)
 
     def _on_loop(self, job: Callable[[], None]) -> None:
         with suppress(RuntimeError):

@@ -66,7 +66,7 @@ class OrderedMemory(DeviceMemory):
 
     def _reply(self, number: int, message: Message, segments: Sequence[Segment]) -> None:
         try:
-            self._send(message, number, b"", tuple([segment.fileno() for segment in segments]))
+            self._send(message, number, b"", tuple([segment.owner for segment in segments]))
         except (SharedRPCError, OSError):
             self.forget([segment.info.id for segment in segments])
             raise

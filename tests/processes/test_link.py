@@ -248,7 +248,7 @@ async def test_arenas_arrive_before_later_replies_are_taken() -> None:
             await until(lambda: len(channel._exchanges.pending) == 2)
             # The one who reads asked first, and is answered last.
             answer = m.Result(msgspec.Raw(EMPTY_TABLE), [msgspec.structs.replace(segment.info, arena=True)], owner="server")
-            server.queue(answer, 2, fds=[segment.fileno()])
+            server.queue(answer, 2, owners=[segment.owner])
             server.queue(msgspec.structs.replace(answer, kept=[0]), 1)
             server.flush()
     assert sorted(taken) == [1, 2]

@@ -49,7 +49,6 @@ class Peer:
         message: Message,
         number: int = 0,
         payload: bytes = b"",
-        fds: tuple[int, ...] = (),
         owners: tuple[Descriptor, ...] = (),
     ) -> None:
         """See :class:`Worker`."""
