@@ -135,7 +135,7 @@ def mapped(
     # Copy-on-write segments are only read here.
     borrowed = segment.duplicate("read" if segment.info.access == "copy" else segment.info.access)
     try:
-        with MAPPINGS.attach([borrowed], owner=owner) as [mapping]:
+        with MAPPINGS.attach([borrowed], keep=True, owner=owner) as [mapping]:
             hold = MAPPINGS.hold(mapping)
     finally:
         borrowed.close()

@@ -87,11 +87,11 @@ class Placement:
         number = self._numbers.get(mapping.info.id)
         if number is None:
             number = self._numbers[mapping.info.id] = len(self.segments)
-            if mapping.segment is None:
+            if mapping.descriptor is None:
                 self.segments.append(Segment(mapping.info))
             else:
                 mapping.publish(access)
-                self.segments.append(mapping.segment.duplicate("read" if mapping.sealed and access != "private" else access))
+                self.segments.append(mapping.descriptor.duplicate("read" if mapping.sealed and access != "private" else access))
         return number
 
     def add_buffers(self, buffers: PickledBuffers, access: Access) -> None:
@@ -127,7 +127,7 @@ class Placement:
             return False
         mapping, offset = found
         known = bool(self._reader) and mapping.owner == self._reader
-        if mapping.pooled or (not known and mapping.segment is None) or (access == "read" and mapping.may_change):
+        if mapping.pooled or (not known and mapping.descriptor is None) or (access == "read" and mapping.may_change):
             return False
         self.put(block, self.segment(mapping, access), offset)
         return True

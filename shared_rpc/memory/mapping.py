@@ -18,7 +18,6 @@ from __future__ import annotations
 import bisect
 import itertools
 import logging
-import resource
 import time
 import weakref
 from collections import deque
@@ -50,7 +49,7 @@ class Mapping(msgspec.Struct, eq=False):
     info: SegmentInfo
     address: int
     backend: Backend
-    #: Keeps the segment open, so that the memory can be sent to another process; the mapping itself needs no descriptor.
+    #: The open segment, where this process may publish the memory again; the mapping itself needs no descriptor.
     descriptor: Segment | None
     #: Distinguishes the mappings of one segment with one access: copy-on-write, or of two addresses that were kept.
     number: int = 0
@@ -64,7 +63,7 @@ class Mapping(msgspec.Struct, eq=False):
     #: True if this process made the segment; True until it has published it.
     made: bool = False
     fresh: bool = False
-    #: True if this process may publish the memory again; True if consumers may map it only for reading.
+    #: True if this process may publish the memory again, once it is mapped; True if consumers may map it only for reading.
     publishes: bool = False
     sealed: bool = False
     pins: int = 0
@@ -91,11 +90,6 @@ class Mapping(msgspec.Struct, eq=False):
         return self.info.arena
 
     @property
-    def segment(self) -> Segment | None:
-        """The descriptor, where this process may publish the memory again."""
-        return self.descriptor if self.publishes else None
-
-    @property
     def key(self) -> tuple[str, Access, int]:
         """The key of a :class:`MappingTable`."""
         return self.info.id, self.info.access, self.number
@@ -114,8 +108,8 @@ class Mapping(msgspec.Struct, eq=False):
 
         The mapping itself stays writable.
         """
-        if self.fresh and self.segment is not None:
-            self.backend.seal(self.segment.fileno(), access)
+        if self.fresh and self.descriptor is not None:
+            self.backend.seal(self.descriptor.fileno(), access)
             self.sealed = access != "read_write"
         self.fresh = False
 
@@ -145,10 +139,6 @@ class _Use(weakref.ref[_Pin]):
 
     # A weak reference gets its attributes after construction; see MappingTable.keep_for().
 
-
-#: This fraction of the process's descriptors is for mappings that can do without one: a model has one segment for each GiB, but
-#: a process that attaches ten thousand small objects needs descriptors for other purposes.
-KEPT_SHARE = 4
 
 
 #: Seconds for which host memory stays mapped after its last user: a loop of calls for one object maps it once, and unmaps
@@ -189,6 +179,12 @@ def _watch(mapping: Mapping) -> None:
         unwatch(mapping.address)
 
 
+def _close(mapping: Mapping) -> None:
+    descriptor, mapping.descriptor = mapping.descriptor, None
+    if descriptor is not None:
+        descriptor.close()
+
+
 def _synchronize(mappings: Iterable[Mapping], what: str) -> None:
     """Wait for the devices of mappings that will be unmapped.
 
@@ -225,8 +221,6 @@ class MappingTable:
         self.keeps = False
         #: The slabs of the latest results, which stay mapped without a user, see :meth:`keep_slab`.
         self._slabs: dict[Mapping, None] = {}
-        #: Mappings with a descriptor.
-        self._descriptors = 0
         #: The ids of suspended objects with living tensors in this process.
         self.suspended: frozenset[str] = frozenset()
         #: How many mappings are vacated.
@@ -267,10 +261,9 @@ class MappingTable:
     ) -> Iterator[list[Mapping]]:
         """Map segments with the access their infos name; they stay mapped while the block runs and then while in use.
 
-        The segments are borrowed; a mapping keeps a descriptor of its own if the process can spare one, see
-        :data:`KEPT_SHARE`.
+        The segments are borrowed.
 
-        :param keep: keep a descriptor in any case, so that this process can publish the memory again.
+        :param keep: keep a descriptor, so that this process can publish the memory again.
         :param owner: the id of the server that keeps the segments.
         :param hidden: the numbers of segments not found by :meth:`find`, as copy-on-write ones are not.
         :param label: a description of the contents, for messages.
@@ -293,8 +286,9 @@ class MappingTable:
                     mapping = mappings[-1]
                     mapping.owner = owner or mapping.owner
                     mapping.label(label)
-                    if not (mapping.pooled or mapping.hidden):
-                        self._keep(mapping, segment, publishes=keep or self.keeps)
+                    if (keep or self.keeps) and not (mapping.pooled or mapping.hidden):
+                        mapping.publishes = True
+                        mapping.descriptor = mapping.descriptor or segment.duplicate()
             yield [*mappings]
         finally:
             self._unpin(mappings)
@@ -323,17 +317,6 @@ class MappingTable:
             self._ended = self._ended or bool(self._gone)
         if self.has_unused:
             self.drain()
-
-    def _keep(self, mapping: Mapping, segment: Segment, *, publishes: bool) -> None:
-        """Keep a descriptor with a mapping if it may be published, or if the process can spare one."""
-        if mapping.descriptor is None and (publishes or (self._can_spare() and not segment.closed)):
-            mapping.descriptor = segment.duplicate()
-            self._descriptors += 1
-        mapping.publishes = mapping.publishes or publishes
-
-    def _can_spare(self) -> bool:
-        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return limit == resource.RLIM_INFINITY or self._descriptors < limit // KEPT_SHARE
 
     def knows(self, info: SegmentInfo) -> bool:
         """Return whether a segment is mapped, with the access that its info names."""
@@ -404,7 +387,6 @@ class MappingTable:
             # No call from here on, after which a signal handler could raise: the mapping is both known and pinned, or neither.
             self._mappings[key] = mapping
             self._by_address = by_address
-            self._descriptors += mapping.descriptor is not None
             mapping.pins += 1
             pinned += (mapping,)
         if _tells_of_faults(mapping):
@@ -594,8 +576,7 @@ class MappingTable:
                 self._vacated -= 1
                 _watch(mapping)
             raise
-        self._close(mapping)
-        mapping.descriptor = None
+        _close(mapping)
 
     def _filled(self, segment: Segment) -> Mapping | None:
         """Map a segment where an incarnation of it was vacated, if one was."""
@@ -624,10 +605,9 @@ class MappingTable:
         self._mappings[info.id, info.access, number] = mapping
         if descriptor is not None:
             descriptor.close()
-            self._descriptors -= 1
         _watch(mapping)
-        if not mapping.hidden:
-            self._keep(mapping, segment, publishes=mapping.publishes)
+        if mapping.publishes:
+            mapping.descriptor = segment.duplicate()
 
     def _vacate_late(self, may_unmap: Callable[[Backend], bool]) -> None:
         """Vacate mappings that were still in use when their objects were suspended."""
@@ -741,26 +721,18 @@ class MappingTable:
             mapping.gone = True  # before: a second attempt might unmap another mapping at that address
             undo = mapping.backend.free_range if mapping.vacated else mapping.backend.unmap
             undo(mapping.address, mapping.info.nbytes)
-        self._close(mapping)
-
-    def _close(self, mapping: Mapping) -> None:
-        if mapping.descriptor is not None and not mapping.descriptor.closed:
-            mapping.descriptor.close()
-            self._descriptors -= 1
+        _close(mapping)
 
     def __len__(self) -> int:
         return len(self._mappings) + len(self._unused)
 
     def _after_fork(self) -> None:
-        # Host mappings and their descriptors are inherited, and the child can send them on. But the parent's publications are
-        # not the child's.
+        # Host mappings are inherited, but the parent's publications are not the child's.
         self._gone = deque()
         self._lingers_until = 0.0  # the finaliser thread's jobs are the parent's
         for mapping in (*self._mappings.values(), *self._unused):
             mapping.publishes = False
-            if mapping.pooled or mapping.info.device != "cpu":
-                self._close(mapping)
-                mapping.descriptor = None
+            _close(mapping)
         for mapping in self._mappings.values():
             if mapping.info.device != "cpu":
                 mapping.pins += 1  # CUDA does not work in a forked child: the parent's mappings are never touched

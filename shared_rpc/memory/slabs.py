@@ -45,7 +45,7 @@ class Slabs:
         """
         [nbytes], places = pack(sizes)
         slab = self._slabs.get((device, access))
-        if slab is None or slab.used + nbytes > slab.hold.mapping.info.nbytes or slab.hold.mapping.segment is None:
+        if slab is None or slab.used + nbytes > slab.hold.mapping.info.nbytes or slab.hold.mapping.descriptor is None:
             slab = _Slab(self._made(device, access, slab))
             if not self._closed:
                 self._slabs[device, access] = slab

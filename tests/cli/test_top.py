@@ -228,7 +228,7 @@ def test_names_cannot_move_the_cursor() -> None:
     """Command lines, keys and messages are texts of other processes."""
     evil = "x\x1b[2J\ny\r\x07"
     item = thing(1, cache_key=evil, endpoint=evil, holders=[{"kind": "session", "session": "s1", "pid": 81}])
-    runs = [run_of(evil, endpoint=evil, progress={"done": 1.0, "total": 2.0, "message": evil})]
+    runs = [run_of(evil, endpoint=evil, progress=Progress(1.0, 2.0, evil))]
     facts = {"sessions": [session(1, 81)], "endpoints": {evil: counts(calls=1)}, "commands": {81: evil}}
     shot = snapshot(objects=[item], runs=runs, **facts, server={"socket_path": evil})
     tables = [objects(shot, [item]), *others(shot)]

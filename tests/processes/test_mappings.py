@@ -28,7 +28,7 @@ def test_fork_keeps_mappings_with_their_descriptors(program: Program) -> None:
         view = HOST.view(mapping.address, 5)
         view[:] = b"first"
         if os.fork() == 0:
-            print("child reads:", bytes(view), mapping.segment)
+            print("child reads:", bytes(view), mapping.descriptor)
             view[:] = b"other"
             users.clear()
             MAPPINGS.drain()

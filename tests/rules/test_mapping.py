@@ -112,7 +112,7 @@ def test_created_memory_is_mapped_while_the_block_runs(no_leaks: None, table: Ma
         if fails:
             raise ZeroDivisionError
     assert mapping.info.id not in mapped()
-    assert mapping.segment.closed
+    assert mapping.descriptor is None
     assert len(table) == 0
 
 
@@ -137,25 +137,24 @@ def test_each_access_has_its_mapping(table: MappingTable, segments: MakeSegments
         assert bytes(HOST.view(reader.address, 2)) == b"rw"
 
 
-def test_mappings_keep_a_share_of_all_descriptors(
-    no_leaks: None, table: MappingTable, segments: MakeSegments, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A quarter of the process's limit; memory to be published has its own."""
-    monkeypatch.setattr(mapping_module.resource, "getrlimit", lambda which: (12, 12))
-    made = segments(6)
-    with table.attach(made[:2]) as early, table.attach(made[2:5]) as late:
-        assert [mapping.descriptor is not None for mapping in (*early, *late)] == [True, True, True, False, False]
-        with table.attach(made[3:4], keep=True) as [kept]:
-            assert kept.segment is not None
-    with table.attach(made[4:]) as mappings:
-        assert all(mapping.descriptor is not None for mapping in mappings)
+def test_keep_holds_a_descriptor(no_leaks: None, table: MappingTable, segments: MakeSegments) -> None:
+    """With ``keep`` the memory can be published again; also if it was mapped without before."""
+    first, second = segments(2)
+    with table.attach([second]) as [plain]:
+        assert plain.descriptor is None
+        with table.attach([first, second], keep=True) as kept:
+            assert kept[1] is plain
+            assert [os.fstat(mapping.descriptor.fileno()).st_ino for mapping in kept] == [
+                os.fstat(segment.fileno()).st_ino for segment in (first, second)
+            ]
+    assert all(mapping.descriptor is None for mapping in kept)
 
 
 def test_a_kept_export_descriptor_goes_with_its_mapping(table: MappingTable, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that belongs to its maker is freed with the last mapping."""
     backend, user = BoundHost(), User()
     monkeypatch.setattr(mapping_module, "backend_for", lambda name, mechanism=None: backend)
-    with closing(backend.create(1)) as segment, table.attach([segment]) as [mapping]:
+    with closing(backend.create(1)) as segment, table.attach([segment], keep=True) as [mapping]:
         table.keep_for([(mapping, user)])
     assert mapping.descriptor is not None
     assert backend.freed == []
