@@ -207,11 +207,6 @@ def take_service_variables(environ: MutableMapping[str, str] | None = None) -> d
     return {name: environ.pop(name) for name in _SERVICE if name in environ}
 
 
-def mps_control() -> str:
-    """Return the pipe directory of NVIDIA's Multi-Process Service, if its daemon runs for this process."""
-    return f"{os.environ.get('CUDA_MPS_PIPE_DIRECTORY', '/tmp/nvidia-mps')}/control"
-
-
 def environment() -> dict[str, str]:
     """Return a copy of this process's environment."""
     return dict(os.environ)

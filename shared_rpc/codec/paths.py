@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from functools import partial
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any
 
 #: Maximum length of a path: a longer one is not readable, and cycles end here.
@@ -47,16 +46,6 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, (list, tuple, set, frozenset, deque)):
         for index, part in enumerate(value):
             yield f"[{index}]", part
-    elif isinstance(value, MethodType):
-        yield ".__self__", value.__self__
-        yield ".__func__", value.__func__
-        return  # other attributes of a method are its function's
-    elif isinstance(value, partial):
-        yield ".func", value.func
-        for index, part in enumerate(value.args):
-            yield f".args[{index}]", part
-        for name, part in value.keywords.items():
-            yield f".keywords[{name!r}]", part
     says = any("__getstate__" in vars(base) for base in type(value).__mro__[:-1])  # every object has one
     attributes = _state(value) if says else getattr(value, "__dict__", None)
     if isinstance(attributes, dict):

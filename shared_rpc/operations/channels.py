@@ -16,11 +16,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -36,6 +34,7 @@ from shared_rpc.memory.ring import MOST_READERS, Ring
 from shared_rpc.operations.binding import BlockingPart, CoroutinePart, Steps, bound, operation, taken
 from shared_rpc.operations.buffers import created, request_of
 from shared_rpc.operations.generations import GenerationOperations
+from shared_rpc.operations.handles import until_of
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.buffers import ITEM_SIZES, Extent
 
@@ -266,10 +265,6 @@ def _work(function: Callable[..., Any], *args: Any) -> Work:
     return Work(functools.partial(function, *args))
 
 
-def _until(timeout: float | None) -> float:
-    return time.monotonic() + timeout if timeout is not None else math.inf
-
-
 def _fills(tensors: Mapping[str, torch.Tensor], nbytes: int) -> Iterator[list[tuple[_Piece, torch.Tensor]]]:
     """Pack tensors into slots: the pieces of one slot after the other. A tensor that fits into a slot is in one piece."""
     fill: list[tuple[_Piece, torch.Tensor]] = []
@@ -345,7 +340,7 @@ def _sent(parts: Parts, tensors: Mapping[str, torch.Tensor], meta: Any, timeout:
     fills = _fills(tensors, parts.settings.nbytes)
     fill: list[tuple[_Piece, torch.Tensor]] | None = next(fills)
     while fill is not None:
-        following, until = next(fills, None), _until(timeout)
+        following, until = next(fills, None), until_of(timeout)
         while not ring.acknowledged(ring.slots - 1):
             yield Work(functools.partial(ring.wait_acknowledged, ring.slots - 1, until), waits=True)
         turn = ring.turn
@@ -359,7 +354,7 @@ def _sent(parts: Parts, tensors: Mapping[str, torch.Tensor], meta: Any, timeout:
 
 
 def _flushed(parts: Parts, timeout: float | None) -> Steps[None]:
-    ring, until = parts.ring, _until(timeout)
+    ring, until = parts.ring, until_of(timeout)
     ring.take("sender")
     while not ring.acknowledged(0):
         yield Work(functools.partial(ring.wait_acknowledged, 0, until), waits=True)
@@ -402,7 +397,7 @@ class _Reception:
             raise ProtocolError(f"the meta of a message in channel {self._parts.name!r} cannot be read: {error}") from error
 
     def _next_header(self) -> Steps[_Header]:
-        ring, until = self._parts.ring, _until(self._timeout)
+        ring, until = self._parts.ring, until_of(self._timeout)
         while not ring.given():
             yield Work(functools.partial(ring.wait_given, until), waits=True)
         try:
@@ -562,7 +557,7 @@ class TensorMessage(_Message, BlockingPart):
         self._run(self._reception.entered())
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -588,9 +583,7 @@ class AsyncTensorMessage(_Message, CoroutinePart):
         await self._run(self._reception.entered())
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def __aiter__(self) -> AsyncIterator[tuple[str, torch.Tensor]]:
@@ -700,7 +693,7 @@ class TensorChannel(_Channel, BlockingPart):
     def __enter__(self) -> TensorChannel:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -733,8 +726,6 @@ class AsyncTensorChannel(_Channel, CoroutinePart):
     async def __aenter__(self) -> AsyncTensorChannel:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         with closing_scope():
             await self.close()

@@ -167,7 +167,7 @@ class HandleOperations(Lease[T]):
         :raises UpdateInterrupted: if an update has begun and will not end, because its process was killed or its block raised.
         :raises StaleHandleError: like :attr:`revision`.
         """
-        until, seen = _until(timeout), None
+        until, seen = until_of(timeout), None
         page = yield from self._paged()
         while seen is None:
             seen = yield Work(functools.partial(page.wait_slice, revision, until), waits=True)
@@ -222,7 +222,7 @@ class Handle(HandleOperations[T], BlockingMethods):
         :raises DeadlineExceeded, UpdateInterrupted, StaleHandleError: like :meth:`wait_revision`.
         """
         value = self.value
-        return self._need_page().read(function, value, _until(timeout))
+        return self._need_page().read(function, value, until_of(timeout))
 
     def _need_page(self) -> Page:
         return self._page or self._run(self._paged())
@@ -232,16 +232,6 @@ class Handle(HandleOperations[T], BlockingMethods):
 
     def __exit__(self, *_: object) -> None:
         self.release()
-
-    async def __aenter__(self) -> Handle[T]:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        # Async def endpoints return handles too, and a release may be a round trip.
-        from anyio import CancelScope, to_thread
-
-        with CancelScope(shield=True):
-            await to_thread.run_sync(self.release)
 
 
 class AsyncHandle(HandleOperations[T], CoroutineMethods):
@@ -263,7 +253,7 @@ class AsyncHandle(HandleOperations[T], CoroutineMethods):
         """Behave like :meth:`Handle.read_consistent`. ``function`` is no coroutine function, and is called in a worker thread:
         torch's current stream and its modes, such as ``no_grad``, are the default ones there.
         """
-        value, until = self.value, _until(timeout)
+        value, until = self.value, until_of(timeout)
         page = await self._need_page()
         return await _in_thread(functools.partial(page.read, function, value, until))
 
@@ -283,7 +273,8 @@ bound(Handle)
 bound(AsyncHandle)
 
 
-def _until(timeout: float | None) -> float:
+def until_of(timeout: float | None) -> float:
+    """Return the end of a time from now on, on the clock of time.monotonic()."""
     return time.monotonic() + timeout if timeout is not None else math.inf
 
 
@@ -314,7 +305,7 @@ async def _active_async(handle: AsyncHandle[T], timeout: float | None) -> AsyncI
 def updating(handle: Handle[T], timeout: float | None) -> Iterator[T]:
     """Behave like :meth:`shared_rpc.Client.update`."""
     value = handle.value
-    with handle._need_page().update(_until(timeout)):
+    with handle._need_page().update(until_of(timeout)):
         yield value
 
 
@@ -323,7 +314,7 @@ async def updating_async(handle: AsyncHandle[T], timeout: float | None) -> Async
     """Behave like :meth:`shared_rpc.AsyncClient.update`. A thread waits for the GPU, even if the block is cancelled."""
     from anyio import CancelScope
 
-    value, until = handle.value, _until(timeout)
+    value, until = handle.value, until_of(timeout)
     page = await handle._need_page()
     while (update := page.try_begin()) is None:
         await _in_thread(functools.partial(page.wait_for_writer, until))

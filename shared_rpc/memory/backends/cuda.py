@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +17,6 @@ from cuda.bindings import driver
 
 from shared_rpc.errors import CapabilityError
 from shared_rpc.protocol.records import Access
-from shared_rpc.settings import mps_control
 
 #: Streams of one priority in torch's pool (c10/cuda/CUDAStream.cpp).
 _TORCH_POOL = 32
@@ -92,12 +90,9 @@ def attribute(ordinal: int, name: str) -> int:
 def under_mps(ordinal: int) -> bool:
     """Return True if this process shares its context of a visible GPU with others, by NVIDIA's Multi-Process Service.
 
-    The driver reports it (CU_DEVICE_ATTRIBUTE_MPS_ENABLED, cuda.h); for bindings too old for the query, a daemon's pipe is
-    looked up.
+    The driver reports it (CU_DEVICE_ATTRIBUTE_MPS_ENABLED, cuda.h).
     """
-    if hasattr(driver.CUdevice_attribute, "CU_DEVICE_ATTRIBUTE_MPS_ENABLED"):
-        return bool(attribute(ordinal, "MPS_ENABLED"))
-    return os.path.exists(mps_control())
+    return bool(attribute(ordinal, "MPS_ENABLED"))
 
 
 def peer_capable(ordinal: int, other: int) -> bool:
