@@ -156,9 +156,8 @@ def import_file(
     if kwargs and endpoint is None:
         raise Misuse("arguments are those of a call: name its endpoint with --endpoint")
     begin = time.perf_counter()
-    with FileRecord(file) as record, the_server(socket, base_path) as client:
-        with as_misuse():
-            made = client.adopt(record, endpoint, **kwargs)
+    with FileRecord(file) as record, the_server(socket, base_path) as client, as_misuse():
+        made = client.adopt(record, endpoint, **kwargs)
     if json:
         as_json({name: getattr(made, name) for name in ("object_id", "endpoint", "cache_key", "generation", "nbytes")})
     else:

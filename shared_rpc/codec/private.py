@@ -1,17 +1,17 @@
 """Private storages: each process that rebuilds a value has its own, copied from the published ones.
 
-They are memory of torch's own allocator, like that of any other tensor, so the published segment is not kept mapped.
+They are memory of torch's own allocator, like that of any other tensor, so the published segment is not kept mapped. Storages
+that overlap in their original process are separate here.
 """
 
 from __future__ import annotations
 
 import os
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
-from shared_rpc.codec.storages import copy_bytes, current_stream, view_storage
+from shared_rpc.codec.storages import copy_bytes, current_stream
 from shared_rpc.errors import CapabilityError, CodecError
 from shared_rpc.memory.devices import torch_device
 from shared_rpc.memory.mapping import Mapping
@@ -34,52 +34,31 @@ def refuse_capture(infos: Iterable[SegmentInfo]) -> None:
 def copied_storages(entries: Sequence[StorageEntry], mappings: Sequence[Mapping]) -> dict[int, torch.UntypedStorage]:
     """Return the storages in private segments, by number: copies, complete on return.
 
-    Storages that overlapped in their original process are over one copy.
-
     :raises CapabilityError: if the device has too little memory for them.
     :raises CodecError: if an entry exceeds its segment.
     """
-    by_segment: dict[int, list[tuple[int, StorageEntry]]] = defaultdict(list)
+    copies: dict[int, torch.UntypedStorage] = {}
+    sources: dict[Mapping, torch.device] = {}
     for number, entry in enumerate(entries):
         if entry.segment >= 0 and mappings[entry.segment].info.access == "private":
-            by_segment[entry.segment].append((number, entry))
-    copies: dict[int, torch.UntypedStorage] = {}
-    for segment, found in by_segment.items():
-        mapping = mappings[segment]
-        device = torch_device(mapping.info.device)
-        for group in _overlapping(found):
-            copies.update(_copies(group, mapping, device))
+            mapping = mappings[entry.segment]
+            device = sources[mapping] = torch_device(mapping.info.device)
+            copies[number] = _copy(entry, mapping, device)
+    for mapping, device in sources.items():
         mapping.backend.wait(current_stream(device))
     return copies
 
 
-def _overlapping(found: Iterable[tuple[int, StorageEntry]]) -> Iterator[list[tuple[int, StorageEntry]]]:
-    """Yield the overlapping entries of one segment, together."""
-    group: list[tuple[int, StorageEntry]] = []
-    end = 0
-    for number, entry in sorted(found, key=lambda item: item[1].offset):
-        if group and entry.offset >= end:
-            yield group
-            group = []
-        end = max(end, entry.offset + entry.nbytes) if group else entry.offset + entry.nbytes
-        group.append((number, entry))
-    if group:
-        yield group
-
-
-def _copies(
-    group: list[tuple[int, StorageEntry]], mapping: Mapping, device: torch.device
-) -> Iterator[tuple[int, torch.UntypedStorage]]:
-    start = group[0][1].offset
-    nbytes = max(entry.offset + entry.nbytes for _, entry in group) - start
-    if start < 0 or min(entry.nbytes for _, entry in group) < 0 or start + nbytes > mapping.info.nbytes:
-        raise CodecError(f"a storage of {nbytes} bytes at {start} is not within its segment of {mapping.info.nbytes}")
+def _copy(entry: StorageEntry, mapping: Mapping, device: torch.device) -> torch.UntypedStorage:
+    if entry.offset < 0 or entry.nbytes < 0 or entry.offset + entry.nbytes > mapping.info.nbytes:
+        raise CodecError(
+            f"a storage of {entry.nbytes} bytes at {entry.offset} is not within its segment of {mapping.info.nbytes}"
+        )
     try:
-        whole = torch.UntypedStorage(nbytes, device=device)
+        copied = torch.UntypedStorage(entry.nbytes, device=device)
     except RuntimeError as error:
         raise CapabilityError(
-            f"cannot allocate {nbytes} bytes on {device} for private tensors of pid {os.getpid()} in {mapping}: {error}"
+            f"cannot allocate {entry.nbytes} bytes on {device} for private tensors of pid {os.getpid()} in {mapping}: {error}"
         ) from error
-    copy_bytes(mapping.backend, whole.data_ptr(), mapping.address + start, nbytes, device)
-    for number, entry in group:
-        yield number, whole if len(group) == 1 else view_storage(whole, entry.offset - start, entry.nbytes)
+    copy_bytes(mapping.backend, copied.data_ptr(), mapping.address + entry.offset, entry.nbytes, device)
+    return copied

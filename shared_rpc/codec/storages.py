@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 
 from shared_rpc.codec.reducers import make_storage
@@ -36,13 +34,6 @@ def copy_bytes(backend: Backend, target: int, source: int, nbytes: int, device: 
         return
     with torch.inference_mode(False), torch.no_grad():
         bytes_at(target, nbytes, device).copy_(bytes_at(source, nbytes, device))
-
-
-def view_storage(whole: torch.UntypedStorage, offset: int, nbytes: int) -> torch.UntypedStorage:
-    """Return a storage over a part of another one, which it keeps."""
-    part = torch._C._construct_storage_from_data_pointer(whole.data_ptr() + offset, whole.device, nbytes)
-    part.__dict__["_shared_rpc_whole"] = whole
-    return cast("torch.UntypedStorage", part)
 
 
 def current_stream(device: torch.device) -> int:

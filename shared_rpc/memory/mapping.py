@@ -140,7 +140,6 @@ class _Use(weakref.ref[_Pin]):
     # A weak reference gets its attributes after construction; see MappingTable.keep_for().
 
 
-
 #: Seconds for which host memory stays mapped after its last user: a loop of calls for one object maps it once, and unmaps
 #: unused memory at its own safe points instead of waking the finaliser thread.
 _LINGER = 0.002

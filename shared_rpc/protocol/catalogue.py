@@ -61,9 +61,7 @@ def _version() -> int:
 VERSION = _version()
 #: Decoders by kind byte, each made on first use: to make all of them takes some milliseconds of an import.
 _decoders: dict[int, msgspec.msgpack.Decoder[m.Message]] = {}
-#: Encodes the body of a message; raises one of :data:`UNWRITABLE`, from which :func:`unwritable` makes the error.
-encode_body = msgspec.msgpack.Encoder().encode
-UNWRITABLE = (UnicodeEncodeError, OverflowError, TypeError)
+_encode = msgspec.msgpack.Encoder().encode
 
 
 def encode_message(message: m.Message) -> tuple[int, bytes]:
@@ -72,14 +70,9 @@ def encode_message(message: m.Message) -> tuple[int, bytes]:
     :raises ProtocolError: for values that MessagePack cannot hold, such as a text with surrogates.
     """
     try:
-        return NUMBERS[type(message)], encode_body(message)
-    except UNWRITABLE as error:
-        raise unwritable(message, error) from error
-
-
-def unwritable(message: m.Message, error: Exception) -> ProtocolError:
-    """Return the error for a message that MessagePack cannot hold."""
-    return ProtocolError(f"cannot encode a {type(message).__name__} message: {error}")
+        return NUMBERS[type(message)], _encode(message)
+    except (UnicodeEncodeError, OverflowError, TypeError) as error:
+        raise ProtocolError(f"cannot encode a {type(message).__name__} message: {error}") from error
 
 
 def decode_message(frame: Encoded) -> m.Message:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from shared_rpc.errors import ConnectionClosed, ProtocolError
-from shared_rpc.protocol.catalogue import NUMBERS, UNWRITABLE, encode_body, unwritable
+from shared_rpc.protocol.catalogue import encode_message
 from shared_rpc.protocol.frames import FDS_PER_MESSAGE, FrameDecoder, Limits, close_all, encode_frame
 from shared_rpc.protocol.messages import Message
 
@@ -115,10 +115,7 @@ class FrameBuffers(FrameDecoder):
         :param owners: those of the descriptors, referenced until the frame is written.
         :raises ProtocolError: if there are more descriptors than a frame can carry.
         """
-        try:
-            kind, body = NUMBERS[type(message)], encode_body(message)
-        except UNWRITABLE as error:
-            raise unwritable(message, error) from error
+        kind, body = encode_message(message)
         buffers = encode_frame(kind, request_id, body, payload, len(owners))
         first = memoryview(buffers[0])
         rest = [(memoryview(buffer), list[FdOwner]()) for buffer in buffers[1:]]

@@ -6,6 +6,7 @@ Descriptors are real: each received one is returned or closed.
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
