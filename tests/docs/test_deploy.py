@@ -65,17 +65,6 @@ def test_the_app_shares_one_model_between_its_clients(scraped: Scrape) -> None:
     assert scraped("leases_reclaimed_total") == 0
 
 
-def test_clients_end_on_sigterm(base_path: str, children: list[Child]) -> None:
-    """They have a handler, as the first process of a container needs."""
-    client = Child(
-        str(DEPLOY / "app.py"), "--pause", "0.001", environ={"SHARED_TENSOR_ROLE": "local", "CUDA_VISIBLE_DEVICES": ""}
-    )
-    children.append(client)
-    client.expect("100 batches")
-    client.process.send_signal(signal.SIGTERM)
-    assert client.close() == (130, "")
-
-
 def test_the_dashboard_and_the_alerts_name_metrics_of_the_server(scraped: Scrape) -> None:
     """Every metric that they name is in a scrape after real calls."""
     named = set(re.findall(r"\bshared_rpc_\w+", json.dumps(DASHBOARD["panels"]) + (DEPLOY / "alerts.yml").read_text()))

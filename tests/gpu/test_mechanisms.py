@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
-from contextlib import closing
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from shared_rpc.memory.backends import choice as mechanisms
 from shared_rpc.memory.backends.choice import Choice, backend_for, choose_mechanism, chosen, mechanism_info
 from shared_rpc.memory.devices import device_id
 from shared_rpc.protocol.records import Mechanism
-from tests.kit.bound_host import BoundHost
 from tests.kit.processes import Child, eventually, python
 
 GPU = "GPU-00000000-0000-0000-0000-00000000000a"
@@ -112,21 +110,6 @@ def test_mechanisms_that_do_not_fit_the_device_are_refused(device: str, mechanis
     """In a segment from another process."""
     with pytest.raises(CapabilityError, match=f"device {device} does not share memory by the mechanism '{mechanism}'"):
         backend_for(device, mechanism)
-
-
-def test_unopenable_memory_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
-    """With the driver's error, the maker, the mechanism, and the remedy."""
-
-    def refuse(self: BoundHost, exported: object) -> None:
-        raise CapabilityError("CUDA_ERROR_INVALID_VALUE")
-
-    monkeypatch.setattr(BoundHost, "open", refuse)
-    maker, consumer = BoundHost(), BoundHost()
-    with (
-        closing(maker.create(1)) as segment,
-        pytest.raises(CapabilityError, match=r"with the mechanism 'pool': CUDA_ERROR_INVALID_VALUE; there is none in a test"),
-    ):
-        consumer.map(segment.fileno(), 1, "read_write")
 
 
 @pytest.mark.parametrize(("mechanism", "module"), [("vmm", "vmm"), ("ipc", "ipc"), ("pool", "pool_ipc")])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -191,30 +190,6 @@ with Client(socket_path={server.socket_path!r}) as client:
     assert facts["stride"] == [1, 3]
     more = [[1, 4], [2, 5], [3, 6]]
     assert facts["values"] == [[[0, 3], [1, 4], [2, 5]], more, more, [[0, 0], [1, 1]]]
-
-
-def test_each_gpu_has_its_server(gpus: list[str], base_path: str, children: list[Child]) -> None:
-    """Two servers at one base path: a client names its GPU by its own index, and finds that GPU's server."""
-    with ExitStack() as stack:
-        for number in (0, 1):
-            provider = Provider(base_path, device=f"cuda:{number}")
-            provider.share("made")(lambda number=number: torch.full((4,), float(number), device="cuda"))
-            stack.enter_context(Server(provider))
-        child = client(
-            children,
-            listed(gpus, OTHER_ORDER),
-            """
-for device in ("cuda:0", "cuda:1", "cuda"):
-    with Client(device=device) as client:
-        made = client.call("made")
-        tell(device=str(made.device), gpu=gpu_of(made), values=made.tolist(), server=client.get_server_info()["device"])
-""",
-        )
-
-        for index in (0, 1, 0):
-            number = OTHER_ORDER[index]
-            gpu = gpus[number]
-            assert read_facts(child) == {"device": f"cuda:{index}", "gpu": gpu, "values": [number] * 4, "server": gpu}
 
 
 def test_processes_without_a_gpu_are_refused(base_path: str, children: list[Child]) -> None:

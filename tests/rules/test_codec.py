@@ -237,16 +237,6 @@ def test_unmappable_segments_are_refused(published: Callable[..., Record], devic
 # Arguments.
 
 
-def test_aliases_among_arguments_are_kept(device: str, no_leaks: None) -> None:
-    """Between tensors and modules too."""
-    layer = nn.Linear(2, 2, device=device)
-    arguments = encode_arguments([layer, layer.weight.detach(), [layer.bias.detach()[1:]]], {}, device)
-    with closing(arguments):
-        (module, weight, [bias]), _ = decode_arguments(arguments)
-    assert module.weight.data_ptr() == weight.data_ptr()
-    assert module.bias.untyped_storage()._cdata == bias.untyped_storage()._cdata
-
-
 def test_kinds_of_arguments_round_trip(device: str, no_leaks: None) -> None:
     """Dtypes, scalars and containers; computed tensors as values; subclasses with their attributes."""
     marked = torch.ones(1, device=device).as_subclass(Marked)
