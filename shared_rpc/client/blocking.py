@@ -29,6 +29,7 @@ from shared_rpc.client.steps import (
     Work,
     drive,
 )
+from shared_rpc.client.subscriptions import end_all
 from shared_rpc.client.suspension import renewed
 from shared_rpc.client.transfer import TransferClosed
 from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
@@ -64,10 +65,10 @@ class BlockingDriver(BaseClient, BlockingMethods):
 
     def close(self) -> None:
         """Close the connection and release the leases. Tensors stay valid; every later operation fails."""
-        self._watch.close()
         with self._lock:
             self._closed = True
             link = self._link
+        end_all(self._subscriptions)
         if link is not None:  # also one whose end was interrupted
             end(link)
             self._link = None

@@ -61,16 +61,15 @@ class GenerationOperations:
         These are the generations built by a refresh, or again after an invalidation or an eviction, but not the first one of a
         call. Of several simultaneous ones of a call, only the latest is reported.
 
-        Callbacks run one after the other in one daemon thread of this client, which has its own connection: they must not take
-        long. An exception is logged. So is the end of the connection, after which no callback is called: subscribe again.
-        Close the returned subscription to end the calls.
+        The callback runs in a daemon thread, over a connection of its own. An exception is logged. So is the end of the
+        connection, after which it is not called: subscribe again. Close the returned subscription to end the calls.
 
         :raises ConnectError: if no server listens within the client's ``connect_timeout``.
         :raises DeadlineExceeded: if the server does not answer within the client's timeout.
         """
         # Connecting, and a server that does not answer, are subject to the client's timeouts.
         yield from ask(Request(g.AwaitRefreshes(-1), "on_refresh"), Refreshes)
-        subscribe = functools.partial(ctx._watch.subscribe, callback)
+        subscribe = functools.partial(ctx._subscribe, callback)
         subscription: Subscription = yield Work(subscribe, undo=Subscription.close)
         return subscription
 

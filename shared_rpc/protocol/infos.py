@@ -321,8 +321,8 @@ class ListedObjectInfo(ObjectInfo):
 
 
 class SessionInfo(TypedDict):
-    """A client: the number of objects it holds (``leases``), their bytes, and the time of its connection. A process with
-    subscriptions to refreshes has one more session for these.
+    """A client: the number of objects it holds (``leases``), their bytes, and the time of its connection. Each
+    subscription to refreshes has a session of its own.
     """
 
     session: str

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import anyio
 import anyio.to_thread
 
+from shared_rpc.client.subscriptions import end_all
 from shared_rpc.execution.in_process import InProcessExecutor
 from shared_rpc.operations.client import BlockingOperations, Client
 from shared_rpc.protocol.infos import RuntimeInfo
@@ -96,7 +97,7 @@ class LocalRuntime(LoopbackRuntime):
 
     def close(self) -> None:
         """Drop all results; handles keep theirs."""
-        self._watch.close()
+        end_all(self._subscriptions)
         self._engine.stop()
 
 
@@ -121,7 +122,7 @@ class ServerRuntime(LoopbackRuntime):
 
     def close(self) -> None:
         """Stop serving."""
-        self._watch.close()
+        end_all(self._subscriptions)
         self.server.stop()
 
 

@@ -321,7 +321,7 @@ def test_a_failing_callback_is_logged(client: Client, caplog: pytest.LogCaptureF
         client.refresh("load")
         client.refresh("load")
         eventually(lambda: len(calls) == 4)
-    assert calls == [-2, 2, -3, 3]
+    assert sorted(calls) == [-3, -2, 2, 3]
     assert "a callback of on_refresh failed for generation 2 of load(size=3)" in caplog.text
     assert "ValueError: a callback of the test" in caplog.text
 
@@ -371,7 +371,7 @@ def test_the_end_of_the_server_is_reported(server: Server, client: Client, caplo
         eventually(lambda: not subscription.active)
         with pytest.raises(ConnectionClosed, match="refreshes are not reported any more"):
             next(news)
-    assert "1 callbacks of on_refresh are not called any more, because the connection ended" in caplog.text
+    assert "a callback of on_refresh is not called any more, because the connection ended" in caplog.text
     server.start()
     with client.refreshes() as again:
         client.call("load")
