@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import torch
 import typer
 
 from benchmarks.processes import Process, private_bytes, used
-from benchmarks.runner import OURS, Device, Goal, Json, Run, Sample, Shape, chosen, numbers, timed
-from benchmarks.sides import SIDES, Ours, SharedTensor, present, serve
+from benchmarks.runner import OURS, Device, Json, Run, Sample, Shape, chosen, numbers, timed
+from benchmarks.sides import PEER, SIDES, Ours, SharedTensor, present, serve
 
 #: Bytes of each tensor in the sweep over tensors, and tensors in the sweep over bytes.
 _TENSOR_BYTES, _TENSORS = 4096, 100
@@ -20,29 +20,17 @@ _TENSOR_BYTES, _TENSORS = 4096, 100
 Case = list[Any]
 
 
-class Attaches(NamedTuple):
-    """Attaches of a case in one process: seconds of the first, of later ones while it is held and after its release, and bytes
-    that the first one adds to the memory.
-    """
-
-    first: list[float]
-    held: list[float]
-    released: list[float]
-    grown: list[float]
-    tensors: int
-    nbytes: int
-
-
-#: The attaches of a case in all processes, by side.
-Found = dict[str, list[Attaches]]
+#: The values of a case in all processes, by what was measured and by side: seconds of the first attach, of later ones while it
+#: is held and after its release, and bytes that the first one adds to the memory.
+Found = dict[str, dict[str, Sample]]
 
 
 def run(
     shape: Shape = None,
     device: Device = "auto",
-    fresh: Annotated[int, typer.Option(help="Fresh processes that attach, of each kind.")] = 5,
+    fresh: Annotated[int, typer.Option(help="Fresh processes that attach, of each kind.")] = 3,
     repeats: Annotated[int, typer.Option(help="Later attaches in each process, held and released.")] = 20,
-    rounds: Annotated[int, typer.Option(help="Processes that run the sweeps; 0 for no sweeps.")] = 2,
+    rounds: Annotated[int, typer.Option(help="Processes that run the sweeps; 0 for no sweeps.")] = 1,
     tensors: Annotated[str, typer.Option(help="Numbers of tensors of the sweep.")] = "10,100,1000,10000",
     megabytes: Annotated[
         str | None, typer.Option(help="Megabytes of the sweep; by default up to 100 on the host, 10000 on a GPU.")
@@ -57,22 +45,29 @@ def run(
     by_bytes = [["chain", _TENSORS, megabytes * 10**6] for megabytes in sizes]
     sides = present(SharedTensor, Ours, device=device)
     title = f"Attaching a module ({shape}) on {device}"
-    with Run("attach", title, [side.name for side in sides], device, json) as run:
+    with Run("attach", title, [side.name for side in sides], device, json, base=PEER) as run:
         run.note(SharedTensor.missing(device))
         started = {side.name: serve(run, side) for side in sides}
         addresses = {name: server.address for name, server in started.items()}
         calls = [model, *(by_tensors + by_bytes if rounds else [])]
         made = {name: server.process.ask("make", calls=calls) for name, server in started.items()}
-        _model_rows(run, addresses, model, fresh, repeats)
+        [found] = _measure(run, addresses, [model], repeats, fresh)
+        large = device == "cuda" and shape == "llama-3-8b"
+        run.row("first attach of a process", found["first"], goal=8e-3 if large else None)
+        run.row("again, while held", found["held"], goal=4e-3 if large else None)
+        run.row("again, after release", found["released"], goal=4e-3 if large else None)
+        memory = "GPU memory of a client, without its context" if device == "cuda" else "private host memory of a client"
+        run.row(memory, found["grown"], "bytes")
         words = ("-c", _FROM_NOTHING, addresses[OURS], shape, device)
-        whole = Sample([float(run.program(*words).splitlines()[-1]) for _ in range(fresh)])
-        goal = Goal("≤", 40e-3, "host") if device == "cpu" else Goal("≤", 60e-3, "GPU")
-        run.row("from the import of shared_rpc to the model, beyond torch and CUDA", whole, "s", goal)
-        run.row("publishing it, once", made[OURS][0]["seconds"])
-        goal = Goal("≤", 4 << 30, "with a largest tensor of 1 GiB")
-        run.row("memory that publishing adds at its peak", made[OURS][0]["peak"], "bytes", goal)
+        whole = Sample(float(run.program(*words).splitlines()[-1]) for _ in range(fresh))
+        run.row("from the import of shared_rpc to the model, beyond torch and CUDA", whole, goal=60e-3)
+        run.row("publishing it, once", made[OURS][0])
         if rounds:
-            _sweep_rows(run, addresses, by_tensors, by_bytes, rounds, max(repeats // 2, 1))
+            cases: list[Case] = [*by_tensors, *by_bytes]
+            # The first case of a process is measured twice, because it includes one-time costs.
+            results = _measure(run, addresses, [cases[0], *cases], max(repeats // 4, 1), rounds)[1:]
+            for (_, count, nbytes), found in zip(cases, results, strict=True):
+                run.row(f"after release: {count:,} tensors, {nbytes / 1e6:.3g} MB", found["released"])
 
 
 def _measure(run: Run, addresses: dict[str, str], cases: list[Case], repeats: int, processes: int) -> list[Found]:
@@ -80,34 +75,15 @@ def _measure(run: Run, addresses: dict[str, str], cases: list[Case], repeats: in
 
     :param addresses: servers, by side.
     """
-    found: list[Found] = [defaultdict(list) for _ in cases]
+    found: list[Found] = [defaultdict(lambda: defaultdict(Sample)) for _ in cases]
     for _ in range(processes):
         for side, address in addresses.items():
             with Process(Attacher, side=side, address=address, device=run.device) as process:
                 process.ready()
                 for case, results in zip(cases, found, strict=True):
-                    results[side].append(process.ask("measure", case=case, repeats=repeats))
+                    for key, values in process.ask("measure", case=case, repeats=repeats).items():
+                        results[key][side] += values
     return found
-
-
-def _samples(found: Found, key: str) -> dict[str, Sample]:
-    return {side: Sample(*(getattr(each, key) for each in attaches)) for side, attaches in found.items()}
-
-
-def _model_rows(run: Run, addresses: dict[str, str], case: Case, fresh: int, repeats: int) -> None:
-    [found] = _measure(run, addresses, [case], repeats, fresh)
-    ours = found[OURS][0]
-    on_gpu = run.device != "cpu"
-    for name, key, limit in (
-        ("first attach of a process", "first", 8e-3),
-        ("again, while held", "held", 4e-3),
-        ("again, after release", "released", 4e-3),
-    ):
-        goal = Goal("≤", limit, "16 GB, GPU") if on_gpu and ours.nbytes > 15 * 10**9 else None
-        run.row(name, _samples(found, key), "s", goal)
-    run.note(f"the model has {ours.tensors} tensors, {ours.nbytes / 1e9:.4g} GB")
-    name = "GPU memory of a client, without its context" if on_gpu else "private host memory of a client"
-    run.row(name, _samples(found, "grown"), "bytes", Goal("≤", 4 << 20, "GPU") if on_gpu else None)
 
 
 #: Prints the seconds from the import of the package to the model, after torch, CUDA and the model's classes are loaded.
@@ -125,25 +101,6 @@ print(time.perf_counter() - begin)
 """
 
 
-def _sweep_rows(
-    run: Run, addresses: dict[str, str], by_tensors: list[Case], by_bytes: list[Case], rounds: int, repeats: int
-) -> None:
-    sweeps = [*by_tensors, *by_bytes]
-    # The first case of a process is measured twice, because it includes one-time costs.
-    found = _measure(run, addresses, [sweeps[0], *sweeps], repeats, rounds)[1:]
-    medians = []
-    for (_, count, nbytes), results in zip(sweeps, found, strict=True):
-        samples = _samples(results, "released")
-        medians.append(samples[OURS].p50)
-        # With few tensors the fixed cost of a call dominates.
-        goal = Goal("≤", 25e-6, "a tensor") if len(medians) <= len(by_tensors) and count >= 100 else None
-        run.row(f"after release: {count:,} tensors, {nbytes / 1e6:.3g} MB", samples, "s", goal, measured=medians[-1] / count)
-    if len(by_bytes) > 1:
-        ratio = medians[-1] / medians[len(by_tensors)]
-        # 1.25 instead of 1 allows for noise.
-        run.row(f"the most bytes over the fewest, {_TENSORS} tensors", ratio, "ratio", Goal("≤", 1.25, "flat"))
-
-
 # The client process, which is ready when interpreter, torch, CUDA context and the model's classes are loaded.
 
 
@@ -157,7 +114,7 @@ class Attacher:
         self._device, self._side = device, SIDES[side](address)
         self.close = self._side.close
 
-    def measure(self, case: Case, repeats: int) -> Attaches:
+    def measure(self, case: Case, repeats: int) -> dict[str, list[float]]:
         """Attach once, ``repeats`` times while holding it, and as often after its release."""
 
         def attach() -> None:
@@ -175,11 +132,10 @@ class Attacher:
         parameters = list(handles[0].value.parameters())
         # Read the last tensor, to check that the memory is mapped and correct.
         assert float(parameters[-1].detach().flatten()[-1]) == 1 + (len(parameters) - 1) % 100, "the last tensor is wrong"
-        count, nbytes = len(parameters), sum(parameter.untyped_storage().nbytes() for parameter in parameters)
         del parameters
         held = list(repeated())
         handles.pop(0).release()
-        return Attaches([first], held, list(repeated()), [grown], count, nbytes)
+        return {"first": [first], "held": held, "released": list(repeated()), "grown": [grown]}
 
     def _memory(self) -> int:
         if self._device == "cpu":

@@ -8,11 +8,8 @@ import torch
 import typer
 
 from benchmarks.processes import Process, process_counts
-from benchmarks.runner import OURS, PATIENCE, Device, Goal, Json, Run, Sample, Times, chosen, timed
+from benchmarks.runner import OURS, PATIENCE, Device, Json, Run, Sample, Times, chosen, timed
 from shared_rpc import Client, TensorChannel
-
-#: A server without endpoints.
-APP = "from shared_rpc import Provider\n\nprovider = Provider(device={device!r})\n"
 
 COPIES = "two copies"
 #: Bytes of one of the large tensors, and elements of the small one.
@@ -34,7 +31,7 @@ def run(
     slot = slot or (1 << 10 if device == "cuda" else 256)
     title = f"{megabytes} MiB of bf16 through {slots} slots of {slot} MiB on {device}"
     tensors = {name: tensor.fill_(1) for name, tensor in _empty(megabytes, device).items()}
-    with Run("channel", title, [OURS, COPIES], device, json) as run, run.broker(APP) as client:
+    with Run("channel", title, [COPIES, OURS], device, json, base=COPIES) as run, run.broker() as client:
         reader = run.process(Reader, cores=run.server_cores)
         reader.tell("receive", address=client.socket_path, device=device, megabytes=megabytes)
         with client.create_channel("weights", slot << 20, slots, device=device) as channel:
@@ -52,11 +49,6 @@ def _empty(megabytes: int, device: str) -> dict[str, torch.Tensor]:
     }
 
 
-def _settle(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
 def _measure_large(run: Run, channel: TensorChannel, tensors: dict[str, torch.Tensor], rounds: int) -> None:
     # The intermediate copy has as many bytes as the channel.
     in_between = channel.nbytes * channel.slots // next(iter(tensors.values())).nbytes
@@ -67,39 +59,33 @@ def _measure_large(run: Run, channel: TensorChannel, tensors: dict[str, torch.Te
     for number in range(rounds + 2):
         if number == 2:  # the first rounds touch the pages
             times.clear()
-        _settle(run.device)
         with times.of(name):
             channel.send(tensors, timeout=PATIENCE)
             channel.flush(timeout=PATIENCE)
         with times.of(name, COPIES):
             for place, (tensor, end) in enumerate(zip(tensors.values(), ends, strict=True)):
                 end.copy_(middle[place % len(middle)].copy_(tensor))
-            _settle(run.device)
+            if run.device == "cuda":
+                torch.cuda.synchronize()
     channel.send({}, "small")
-    found = times.samples(name)
-    run.row(name, found, "s", Goal("≤", 1.3, of=COPIES))
-    nbytes = sum(tensor.nbytes for tensor in tensors.values())
-    run.row("… in GB/s", {side: nbytes / 1e9 / sample.p50 for side, sample in found.items()}, "number")
+    run.row(name, times.samples(name), goal=1.3, of=COPIES)
 
 
 def _measure_small(run: Run, channel: TensorChannel, reader: Process, syncs: int) -> None:
     tensors = {"x": torch.ones(_SMALL, dtype=torch.bfloat16, device=run.device)}
-    times: list[float] = []
-    counts: list[dict[str, int]] = []
 
     def sync() -> None:
-        channel.send(tensors, len(times), timeout=PATIENCE)
+        channel.send(tensors, timeout=PATIENCE)
         channel.flush(timeout=PATIENCE)
 
-    for number in range(syncs + 1):
-        times.append(timed(sync))
-        if number in (syncs // 10, syncs):
-            counts.append(process_counts(reader.pid))
-    run.row("small: a message of 2 KiB, acknowledged", Sample(times[syncs // 10 :]), "s", Goal("≤", 200e-6))
-    before, after = counts
-    left = sum(after[key] - before[key] for key in ("fds", "mappings"))
-    run.row("… the reader's descriptors and mappings, growth after the first tenth", left, "number", Goal("≤", 0))
-    run.row("… its memory, growth after the first tenth", after["memory"] - before["memory"], "bytes")
+    for _ in range(max(syncs // 10, 1)):
+        sync()
+    before = process_counts(reader.pid)
+    times = Sample(timed(sync) for _ in range(syncs))
+    grown = {key: count - before[key] for key, count in process_counts(reader.pid).items()}
+    run.row("small: a message of 2 KiB, acknowledged", times, goal=200e-6)
+    run.row("… growth of the reader's descriptors and mappings", grown["fds"] + grown["mappings"], "number", 0)
+    run.row("… growth of its memory", grown["memory"], "bytes")
 
 
 class Reader:

@@ -12,12 +12,10 @@ import torch
 import typer
 
 from benchmarks.processes import ask_all
-from benchmarks.runner import APP, OURS, Device, Goal, Json, Run, Sample, Shape, chosen, numbers
-from benchmarks.sides import SIDES, Ours, SharedTensor, present, serve
+from benchmarks.runner import APP, OURS, Device, Json, Run, Sample, Shape, chosen, numbers
+from benchmarks.sides import PEER, SIDES, Ours, SharedTensor, present, serve
 from shared_rpc import Client
 from shared_rpc.cli import rendering
-from shared_rpc.memory.backends.choice import mps
-from shared_rpc.memory.devices import device_id
 
 #: Seconds of a turn, and of the notice before it, so that all processes start together.
 _TURN, _NOTICE = 0.5, 0.1
@@ -36,7 +34,7 @@ def run(
     clients: Annotated[str, typer.Option(help="Client processes, ascending.")] = "1,2,4,8,16",
     replicas: Annotated[str, typer.Option(help="Processes that compute with one model, ascending; empty for none.")] = "1,2,4",
     workers: Annotated[int, typer.Option(help="Workers of 'shared-rpc serve'; 0 for a server in one process.")] = 0,
-    rounds: Annotated[int, typer.Option(help="Turns of half a second for each side.")] = 5,
+    rounds: Annotated[int, typer.Option(help="Turns of half a second for each side.")] = 3,
     shape: Shape = "small",
     json: Json = None,
 ) -> None:
@@ -44,7 +42,7 @@ def run(
     device, shape = chosen(device, shape)
     sides = present(SharedTensor, Ours, device=device)
     title = f"Calls per second, tensors on {device}"
-    with Run("clients", title, [side.name for side in sides], device, json) as run, ExitStack() as stack:
+    with Run("clients", title, [side.name for side in sides], device, json, base=PEER) as run, ExitStack() as stack:
         run.note(SharedTensor.missing(device))
         addresses = {side.name: serve(run, side).address for side in sides if side is not Ours or not workers}
         if workers:
@@ -52,24 +50,13 @@ def run(
             broker = stack.enter_context(run.broker(APP, "--workers", str(workers)))
             addresses[OURS] = str(broker.socket_path)
         for count in numbers(clients):
-            throughput(run, addresses, count, rounds)
+            for endpoint, rates in _rates(run, addresses, list(_ENDPOINTS), count, rounds).items():
+                name = f"{rendering.several(count, 'client')}, 4 KiB tensor, {_ENDPOINTS[endpoint]}: calls/s"
+                run.row(name, rates, "number")
         for count in numbers(replicas):
-            rates = _rates(run, {OURS: addresses[OURS]}, [_FORWARD], count, rounds, shape)
-            run.row(
-                f"{rendering.several(count, 'replica')} of one model ({shape}): forward passes/s", rates[_FORWARD], "number"
-            )
-        if device == "cuda" and mps(device_id("cuda:0")):
-            run.note("under NVIDIA's Multi-Process Service")
-
-
-def throughput(run: Run, addresses: dict[str, str], processes: int, rounds: int, goal: Goal | None = None) -> None:
-    """Measure calls for a small cached tensor, and for a new one; all sides in turns, from the same processes.
-
-    :param addresses: the servers, by the name of their side.
-    """
-    rates = _rates(run, addresses, list(_ENDPOINTS), processes, rounds)
-    for endpoint, text in _ENDPOINTS.items():
-        run.row(f"{rendering.several(processes, 'client')}, 4 KiB tensor, {text}: calls/s", rates[endpoint], "number", goal)
+            found = _rates(run, {OURS: addresses[OURS]}, [_FORWARD], count, rounds, shape)
+            name = f"{rendering.several(count, 'replica')} of one model ({shape}): forward passes/s"
+            run.row(name, found[_FORWARD], "number")
 
 
 def _rates(
@@ -80,17 +67,15 @@ def _rates(
     :param shape: the model for forward passes; None for calls.
     """
     callers = run.processes(count, Caller, device=run.device, addresses=addresses, shape=shape)
-    rates: dict[str, dict[str, Sample]] = {}
-    for endpoint in endpoints:
-        turns: dict[str, list[list[float]]] = {side: [] for side in addresses}
+    rates = {endpoint: {side: Sample() for side in addresses} for endpoint in endpoints}
+    for endpoint, sides in rates.items():
         for _ in range(rounds):
-            for side, taken in turns.items():
+            for side, taken in sides.items():
                 begin = time.monotonic() + _NOTICE  # the clock is the same for all processes
                 counts, errors = zip(*ask_all(callers, "turn", side=side, endpoint=endpoint, begin=begin), strict=True)
-                taken.append([sum(counts) / _TURN])
+                taken.append(sum(counts) / _TURN)
                 for error in set(errors) - {None}:
                     run.note(f"{side}, calls of {count} processes: {error}")
-        rates[endpoint] = {side: Sample(*taken) for side, taken in turns.items()}
     for caller in callers:
         caller.close()
     return rates

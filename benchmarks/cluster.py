@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 from unittest import mock
 
 import numpy as np
@@ -17,7 +17,7 @@ from ray.cluster_utils import Cluster as RayCluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from benchmarks.processes import Process, ask_all
-from benchmarks.runner import APP, OURS, PATIENCE, Goal, Json, Run, Times, numbers, wait_for
+from benchmarks.runner import APP, OURS, PATIENCE, Json, Run, Times, numbers, wait_for
 from shared_rpc import Client
 from shared_rpc.memory.devices import free_bytes
 from shared_rpc_ray import Cluster
@@ -37,15 +37,8 @@ _RAY = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_local_fs_capacity_threshold": "1",
 }
-_SYSTEM = {"enable_metrics_collection": False}
-
-#: The names of the rows.
-_WHOLE = "call until all nodes have it, with the build"
-_BUILD = "the build, the function alone"
+#: The row with two sides.
 _MOVE = "from the build until all nodes have it"
-_REFRESH = "refresh until all are current"
-_SWAP = "from all prepared to all current"
-_AGAIN = "attach again"
 #: MiB of the first deploy, which includes one-time costs.
 _FIRST = 8
 #: MiB up to which a refresh is measured: each node holds two versions, and all nodes share the memory of this machine.
@@ -65,7 +58,7 @@ def run(
         raise typer.BadParameter(f"{max(sizes)} MiB on {COUNT} nodes need {needed >> 20} MiB of memory, {free >> 20} are free")
     title = f"Deploys to {COUNT} nodes of this machine"
     with (
-        Run("cluster", title, [OURS, RAY], json=json, pinned=False) as run,
+        Run("cluster", title, [RAY, OURS], json=json, base=RAY, pinned=False) as run,
         _nodes(run, store) as nodes,
         Cluster("bench") as cluster,
     ):
@@ -77,37 +70,25 @@ def run(
                 _alone(nodes, mebibytes, times)
                 name = f"m{mebibytes}-{number}"
                 _deploy(nodes, name, mebibytes, times)
-                begin, end, _ = nodes[-1].process.ask("load", name=name, mebibytes=mebibytes)
-                times[_AGAIN, OURS].append(end - begin)
+                begin, end, _ = nodes[-1][0].ask("load", name=name, mebibytes=mebibytes)
+                times["attach again", OURS].append(end - begin)
                 if mebibytes <= _REFRESHED:
                     _refresh(nodes, cluster, name, mebibytes, times)
                 cluster.invalidate("layers", mebibytes, name)
-            _rows(run, mebibytes, times)
+            for row in dict.fromkeys(row for row, _ in times):
+                goal = 2 if row == _MOVE else None
+                run.row(f"{mebibytes} MiB: {row}", times.samples(row), goal=goal, of=RAY)
         run.note(
-            f"medians of {rounds} rounds, each with a new key and with Ray's turn first; nodes, brokers and processes "
-            f"share the cores, and bytes between nodes go through sockets of this machine"
+            f"nodes, brokers and processes share the cores and the sockets of this machine; {RAY}: arrays of the same sizes, "
+            f"put on one node and got on the other {COUNT - 1}, where they stay in Ray's store; no deploy includes its build"
         )
-        run.note(
-            f"{RAY}: arrays of the same sizes, put on one node and got on the other {COUNT - 1}, where they stay in Ray's "
-            f"store; the goal applies to a deploy without its build"
-        )
-
-
-def _rows(run: Run, mebibytes: int, times: Times) -> None:
-    for name in (_WHOLE, _BUILD, _MOVE, _REFRESH, _SWAP, _AGAIN):
-        samples = times.samples(name)
-        if samples:
-            run.row(f"{mebibytes} MiB: {name}", samples, "s", Goal("≤", 2, of=RAY) if name == _MOVE else None)
 
 
 # The nodes.
 
 
-class Node(NamedTuple):
-    """A node: a client process of its broker, and a Ray actor."""
-
-    process: Process
-    actor: Any
+#: A node: a client process of its broker, and a Ray actor.
+Node = tuple[Process, Any]
 
 
 class _Alone:
@@ -119,12 +100,11 @@ class _Alone:
         begin = time.monotonic()
         return begin, [ray.put(arrays)]
 
-    def get(self, references: list[Any]) -> tuple[float, float]:
-        """Get the arrays without copying them out of Ray's store; return the start and end times."""
-        begin = time.monotonic()
+    def get(self, references: list[Any]) -> float:
+        """Get the arrays without copying them out of Ray's store; return the end time."""
         arrays = ray.get(references[0])
         assert arrays[-1][-1, -1] == len(arrays) - 1, "the last array is wrong"
-        return begin, time.monotonic()
+        return time.monotonic()
 
 
 def _joined(info: Any) -> bool:
@@ -138,7 +118,7 @@ def _nodes(run: Run, store: int) -> Iterator[list[Node]]:
         # Nodes and their actors inherit the environment of this process.
         stack.enter_context(mock.patch.dict(os.environ, _RAY))
         options = {"num_cpus": 1, "object_store_memory": store}
-        head = {**options, "include_dashboard": False, "_system_config": _SYSTEM}
+        head = {**options, "include_dashboard": False, "_system_config": {"enable_metrics_collection": False}}
         cluster = RayCluster(initialize_head=True, head_node_args=head)
         stack.callback(cluster.shutdown)
         ray_nodes = [cluster.head_node, *(cluster.add_node(**options) for _ in range(COUNT - 1))]
@@ -157,7 +137,7 @@ def _nodes(run: Run, store: int) -> Iterator[list[Node]]:
             strategy = NodeAffinitySchedulingStrategy(ray_id, soft=False)
             actor = ray.remote(num_cpus=0, scheduling_strategy=strategy)(_Alone).remote()
             process = stack.enter_context(Process(Loader, address=clients[-1].socket_path))
-            nodes.append(Node(process.ready(), actor))
+            nodes.append((process.ready(), actor))
         for client in clients:
             wait_for(client.get_server_info, _joined, 0.1)
         yield nodes
@@ -167,31 +147,26 @@ def _nodes(run: Run, store: int) -> Iterator[list[Node]]:
 
 
 def _deploy(nodes: list[Node], name: str, mebibytes: int, times: Times) -> None:
-    """Measure concurrent calls from a process of every node."""
-    begins, ends, builds = zip(*ask_all([node.process for node in nodes], "load", name=name, mebibytes=mebibytes), strict=True)
-    whole = max(ends) - min(begins)
-    times[_WHOLE, OURS].append(whole)
-    times[_BUILD, OURS].append(builds[0])
-    times[_MOVE, OURS].append(whole - builds[0])
+    """Measure concurrent calls from a process of every node, without the build."""
+    begins, ends, builds = zip(*ask_all([process for process, _ in nodes], "load", name=name, mebibytes=mebibytes), strict=True)
+    times[_MOVE, OURS].append(max(ends) - min(begins) - builds[0])
 
 
 def _alone(nodes: list[Node], mebibytes: int, times: Times) -> None:
     """Measure Ray: put on one node, and get on the others concurrently."""
-    source, *others = (node.actor for node in nodes)
+    source, *others = (actor for _, actor in nodes)
     begin, references = ray.get(source.put.remote(mebibytes))
-    whole = max(end for _, end in ray.get([other.get.remote(references) for other in others])) - begin
-    times[_MOVE, RAY].append(whole)
-    begin, end = ray.get(others[0].get.remote(references))
-    times[_AGAIN, RAY].append(end - begin)
+    times[_MOVE, RAY].append(max(ray.get([other.get.remote(references) for other in others])) - begin)
 
 
 def _refresh(nodes: list[Node], cluster: Cluster, name: str, mebibytes: int, times: Times) -> None:
-    for node in nodes:
-        node.process.tell("watch", name=name, before=node.process.ask("versions", name=name))
-    with times.of(_REFRESH):
+    for process, _ in nodes:
+        process.tell("watch", name=name, before=process.ask("versions", name=name))
+    with times.of("refresh until all are current"):
         cluster.refresh("layers", mebibytes, name)
-    answers = [node.process.read() for node in nodes]
-    times[_SWAP, OURS].append(max(current for _, current in answers) - max(prepared for prepared, _ in answers))
+    answers = [process.read() for process, _ in nodes]
+    swap = max(current for _, current in answers) - max(prepared for prepared, _ in answers)
+    times["from all prepared to all current", OURS].append(swap)
 
 
 class Loader:

@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import re
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, suppress
 from multiprocessing.connection import Connection
@@ -134,22 +133,3 @@ def process_counts(pid: int) -> dict[str, int]:
         "memory": (int(status["RssAnon"]) + int(status["RssShmem"])) * 1024,
         "shared": int(status["RssShmem"]) * 1024,
     }
-
-
-@contextmanager
-def readings(device: str) -> Iterator[list[int]]:
-    """Yield a list of :func:`used`, sampled by a thread every half millisecond while the block runs."""
-    found, done = [used(device)], threading.Event()
-
-    def read() -> None:
-        while not done.wait(5e-4):
-            found.append(used(device))
-
-    thread = threading.Thread(target=read, daemon=True)
-    thread.start()
-    try:
-        yield found
-    finally:
-        done.set()
-        thread.join()
-        found.append(used(device))

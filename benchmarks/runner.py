@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
-import itertools
 import json
 import os
 import platform
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -17,9 +17,8 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 from unittest import mock
 
 import typer
@@ -50,14 +49,8 @@ Shape = Annotated[str | None, typer.Option(help="llama-3-8b (the default on a GP
 
 
 def numbers(text: str) -> list[int]:
-    """Parse numbers separated by commas.
-
-    :raises typer.BadParameter: if the text contains anything else.
-    """
-    try:
-        return [int(number) for number in text.split(",") if number.strip()]
-    except ValueError:
-        raise typer.BadParameter(f"{text!r}: use numbers separated by commas, such as 10,100") from None
+    """Parse numbers separated by commas."""
+    return [int(number) for number in text.split(",") if number]
 
 
 def chosen(device: str, shape: str | None = None) -> tuple[str, str]:
@@ -72,38 +65,18 @@ def chosen(device: str, shape: str | None = None) -> tuple[str, str]:
 # Times.
 
 
-class Sample:
-    """Times in seconds, or other numbers, grouped by turn."""
-
-    def __init__(self, *turns: Sequence[float]) -> None:
-        self.turns = turns
-        self._sorted = sorted(itertools.chain(*turns))
-
-    def quantile(self, share: float) -> float:
-        """Return the quantile for ``share`` (0 to 1)."""
-        return self._sorted[min(int(share * len(self._sorted)), len(self._sorted) - 1)]
+class Sample(list[float]):
+    """Times of one side in seconds, or other numbers."""
 
     @property
     def p50(self) -> float:
         """The median."""
-        return statistics.median(self._sorted)
+        return statistics.median(self)
 
     @property
     def p99(self) -> float:
         """The 99th percentile."""
-        return self.quantile(0.99)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return count, percentiles, and the median of every turn, which shows how steady the machine was."""
-        return {
-            "n": len(self._sorted),
-            "min": self._sorted[0],
-            "p50": self.p50,
-            "p90": self.quantile(0.9),
-            "p99": self.p99,
-            "max": self._sorted[-1],
-            "p50_of_rounds": [statistics.median(times) for times in self.turns if times],
-        }
+        return sorted(self)[min(int(0.99 * len(self)), len(self) - 1)]
 
 
 def timed(action: Callable[[], object]) -> float:
@@ -126,20 +99,18 @@ def wait_for(read: Callable[[], T], condition: Callable[[T], bool], period: floa
     return found
 
 
-def interleaved(
-    actions: Mapping[str, Callable[[], object]], *, rounds: int, calls: int, warm_up: int = 10
-) -> dict[str, Sample]:
+def interleaved(actions: Mapping[str, Callable[[], object]], *, rounds: int, calls: int) -> dict[str, Sample]:
     """Time every action ``calls`` times in each of ``rounds`` turns: A B C A B C.
 
-    :param warm_up: unmeasured calls at the start of each turn, because the previous side has filled the caches.
+    Each turn begins with up to ten unmeasured calls, because the previous side has filled the caches.
     """
-    times: dict[str, list[list[float]]] = {name: [] for name in actions}
+    times = {name: Sample() for name in actions}
     for _ in range(rounds):
         for name, action in actions.items():
-            for _ in range(min(warm_up, calls)):
+            for _ in range(min(10, calls)):
                 action()
-            times[name].append([timed(action) for _ in range(calls)])
-    return {name: Sample(*taken) for name, taken in times.items()}
+            times[name] += [timed(action) for _ in range(calls)]
+    return times
 
 
 # Rows.
@@ -149,11 +120,11 @@ OURS, ECHO = "shared_rpc", "raw echo"
 Unit = Literal["s", "bytes", "ratio", "number"]
 
 
-class Times(defaultdict[tuple[str, str], list[float]]):
+class Times(defaultdict[tuple[str, str], Sample]):
     """Seconds by row and side."""
 
     def __init__(self) -> None:
-        super().__init__(list)
+        super().__init__(Sample)
 
     @contextmanager
     def of(self, row: str, side: str = OURS) -> Iterator[None]:
@@ -164,7 +135,7 @@ class Times(defaultdict[tuple[str, str], list[float]]):
 
     def samples(self, row: str) -> dict[str, Sample]:
         """Return the times of a row, by side."""
-        return {side: Sample(taken) for (found, side), taken in self.items() if found == row}
+        return {side: taken for (found, side), taken in self.items() if found == row}
 
 
 def shown(value: float | str, unit: Unit) -> str:
@@ -182,55 +153,7 @@ def shown(value: float | str, unit: Unit) -> str:
             return f"{value:.6g}"
 
 
-class Goal(NamedTuple):
-    """A limit of a measured value.
-
-    :param about: the machine or case to which the goal applies.
-    :param unit: of the limit; None for the unit of the row.
-    :param of: a side; the limit is a multiple of its value in the row.
-    """
-
-    sign: Literal["≤", "≥"]
-    limit: float
-    about: str = ""
-    unit: Unit | None = None
-    of: str = ""
-
-    def met(self, measured: float) -> bool:
-        """Return whether a measurement meets the goal."""
-        return measured <= self.limit if self.sign == "≤" else measured >= self.limit
-
-    def text(self, unit: Unit) -> str:
-        """Format the goal: ``"≤ 2 x raw echo"``, ``"≤ 8 ms (16 GB, GPU)"``."""
-        return f"{self.sign} {shown(self.limit, unit)}{self.of and ' ' + self.of}{self.about and f' ({self.about})'}"
-
-
 Value = float | str | Sample
-
-
-class Row(NamedTuple):
-    """One measurement of all sides, with the fields of the JSON.
-
-    :param values: by side: numbers in ``unit``, or texts.
-    :param measured: the value compared with the goal; None without the side of which the goal is a multiple.
-    """
-
-    name: str
-    unit: Unit
-    values: dict[str, float | str]
-    samples: dict[str, dict[str, Any]]
-    goal: str | None
-    measured: float | None
-    measured_unit: Unit
-    met: bool | None
-
-    def cell(self, side: str) -> str:
-        """Format the value of a side, with its ratio to the raw echo of the same row."""
-        value, echo = self.values.get(side, ""), self.values.get(ECHO, "")
-        text = shown(value, self.unit)
-        if side != ECHO and not isinstance(value, str) and not isinstance(echo, str):
-            text += f" ({shown(value / echo, 'ratio')})"
-        return text
 
 
 # The run.
@@ -240,16 +163,24 @@ class Run:
     """A run of one benchmark: a folder, servers that are stopped at the end of the block, and rows that are then printed and
     written.
 
-    :param sides: the columns of the table.
+    :param sides: the columns of the table; with ``base``, their ratios to that side.
     :param device: of the servers.
     :param json: file for the results; None for ``benchmarks/results/<name>.json``.
     :param pinned: whether servers and measuring processes have one half of the cores each.
     """
 
     def __init__(
-        self, name: str, title: str, sides: Sequence[str], device: str = "cpu", json: Path | None = None, *, pinned: bool = True
+        self,
+        name: str,
+        title: str,
+        sides: Sequence[str],
+        device: str = "cpu",
+        json: Path | None = None,
+        *,
+        base: str = "",
+        pinned: bool = True,
     ) -> None:
-        self.rows: list[Row] = []
+        self.rows: list[dict[str, Any]] = []
         self.notes: list[str] = []
         self.device = device
         self.cores = frozenset(os.sched_getaffinity(0))
@@ -257,7 +188,7 @@ class Run:
         # A single core is used by both, as all are if they are not pinned.
         middle = len(ordered) // 2 if pinned else 0
         self._client_cores, self.server_cores = frozenset(ordered[:middle] or ordered), frozenset(ordered[middle:])
-        self._name, self._title, self._sides, self._pinned = name, title, sides, pinned
+        self._name, self._title, self._sides, self._base, self._pinned = name, title, sides, base, pinned
         self._path = json if json is not None else Path(__file__).parent / "results" / f"{name}.json"
         self._stack = ExitStack()
 
@@ -291,9 +222,9 @@ class Run:
             streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
             return subprocess.Popen([sys.executable, *words], cwd=self.folder, **{**streams, **options})
 
-    def program(self, *words: str, cores: Set[int] | None = None) -> str:
+    def program(self, *words: str) -> str:
         """Run a Python program as :meth:`python` starts it, and return its output."""
-        with self.python(*words, cores=cores) as process:
+        with self.python(*words) as process:
             output, _ = process.communicate(timeout=PATIENCE)
         if process.returncode:
             raise RuntimeError(f"python {words} ended with exit code {process.returncode}; see above")
@@ -323,27 +254,33 @@ class Run:
         name: str,
         values: Value | Mapping[str, Value],
         unit: Unit = "s",
-        goal: Goal | None = None,
-        *,
-        measured: float | None = None,
+        goal: float | None = None,
+        of: str = "",
     ) -> None:
         """Add a row.
 
-        :param values: by side; a single value is ours.
-        :param goal: None if it applies to another machine or size.
-        :param measured: the value compared with the goal; None for our value, or its ratio to that of another side.
+        :param values: by side, in ``unit``, or texts; a single value is ours.
+        :param goal: the maximum of our value, None if it applies to another machine or size; with ``of``, a multiple of the
+            value of that side.
         """
         given = values if isinstance(values, Mapping) else {OURS: values}
-        medians = {side: value.p50 if isinstance(value, Sample) else value for side, value in given.items()}
-        samples = {side: value.as_json() for side, value in given.items() if isinstance(value, Sample)}
-        if goal is None:
-            self.rows.append(Row(name, unit, medians, samples, None, None, unit, None))
-            return
-        in_unit: Unit = "ratio" if goal.of else goal.unit or unit
-        if measured is None and (other := medians.get(goal.of) if goal.of else 1):
-            measured = float(medians[OURS]) / float(other)
-        met = None if measured is None else goal.met(measured)
-        self.rows.append(Row(name, unit, medians, samples, goal.text(in_unit), measured, in_unit, met))
+        samples = {side: value for side, value in given.items() if isinstance(value, Sample)}
+        medians: dict[str, Any] = {**given, **{side: sample.p50 for side, sample in samples.items()}}
+        self.rows.append(
+            {
+                "name": name,
+                "unit": unit,
+                "values": medians,
+                "samples": {side: {"n": len(each), "p50": each.p50, "p99": each.p99} for side, each in samples.items()},
+                "goal": None if goal is None else f"≤ {shown(goal, 'ratio' if of else unit)} {of}".rstrip(),
+                "met": None if goal is None else medians[OURS] <= goal * (medians[of] if of else 1),
+            }
+        )
+
+    def rows_of(self, times: Times) -> None:
+        """Add a row for each name of the times, in the order of measurement."""
+        for name in dict.fromkeys(name for name, _ in times):
+            self.row(name, times.samples(name))
 
     def note(self, text: str | None) -> None:
         """Add a line below the table, once; None adds none."""
@@ -352,58 +289,55 @@ class Run:
 
     def _finish(self) -> None:
         """Print the table and write the JSON."""
-        machine = facts()
-        columns: dict[str, Callable[[Row], object]] = {
-            "": lambda row: row.name,
-            **{f"{side}>": partial(Row.cell, side=side) for side in self._sides},
-            "goal": lambda row: row.goal or "",
-            "measured": lambda row: "" if row.measured is None else shown(row.measured, row.measured_unit),
-            "met": lambda row: {True: "yes", False: "no", None: ""}[row.met],
-        }
-        rendering.listing(self._title, self.rows, columns)
-        host = machine["host"]
-        gpu = f", {host['gpu']} (driver {host['driver']})" if host["gpu"] else ""
-        text = f"{host['cores']} cores{gpu}, Python {host['python']}, torch {host['torch']}, load {host['load']:.2f}"
+        host = _host()
+        cells = [
+            [row["name"], *(self._cell(row, side) for side in self._sides), row["goal"] or "", _MET[row["met"]]]
+            for row in self.rows
+        ]
+        rendering.table(self._title, ["", *(f"{side}>" for side in self._sides), "goal", "met"], cells)
+        gpu = f", {host['gpu']}" if host["gpu"] else ""
+        text = f"{host['cores']} cores{gpu}, Python {host['python']}, torch {host['torch']}, load {host['load']:.2f}; medians"
         text += "; servers on one half of the cores, measuring processes on the other" if self._pinned else ""
         print("", text, *self.notes, sep="\n")
+        content = {
+            "benchmark": self._name,
+            "title": self._title,
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
+            "host": host,
+            "rows": self.rows,
+            "notes": self.notes,
+        }
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        rows = [row._asdict() for row in self.rows]
-        content = {"benchmark": self._name, "title": self._title, **machine, "rows": rows, "notes": self.notes}
         self._path.write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
         print(f"\nwritten to {self._path}")
 
-
-_PACKAGES = ("torch", "shared_rpc", "shared_tensor", "uvloop", "cuda_bindings", "ray")
-
-
-def facts() -> dict[str, Any]:
-    """Return ``date`` (UTC), ``command``, and ``host``: cores, load, versions, GPU and driver (None without one)."""
-    gpu, driver = _gpu()
-    versions = {package.name.replace("-", "_"): package.version for package in importlib.metadata.distributions()}
-    return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
-        "host": {
-            "cores": len(os.sched_getaffinity(0)),
-            "load": os.getloadavg()[0],  # of the last minute, which shows other work on the machine
-            "kernel": platform.release(),
-            "machine": platform.machine(),
-            "python": platform.python_version(),
-            **{name: versions.get(name) for name in _PACKAGES},
-            "gpu": gpu,
-            "driver": driver,
-        },
-    }
+    def _cell(self, row: dict[str, Any], side: str) -> str:
+        """Format the value of a side, with its ratio to that of the base."""
+        value, base = row["values"].get(side, ""), row["values"].get(self._base)
+        text = shown(value, row["unit"])
+        if base and side != self._base and not isinstance(value, str):
+            text += f" ({shown(value / base, 'ratio')})"
+        return text
 
 
-def _gpu() -> tuple[str | None, str | None]:
+_MET = {True: "yes", False: "no", None: ""}
+_PACKAGES = ("torch", "shared-rpc", "shared-tensor", "uvloop", "cuda-bindings", "ray")
+
+
+def _host() -> dict[str, Any]:
+    """Return cores, load, versions, and the GPU with its driver (empty without one)."""
+    versions = {package.name: package.version for package in importlib.metadata.distributions()}
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return None, None
-    name, _, driver = answer.partition("\n")[0].partition(", ")
-    return name, driver
+    gpus = subprocess.run(query, capture_output=True, text=True, check=False).stdout if shutil.which(query[0]) else ""
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "load": os.getloadavg()[0],  # of the last minute, which shows other work on the machine
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        **{name: versions.get(name) for name in _PACKAGES},
+        "gpu": gpus.partition("\n")[0],
+    }
 
 
 def _environ() -> dict[str, str]:

@@ -7,32 +7,15 @@ import multiprocessing
 import resource
 import socket
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack, closing, suppress
 from multiprocessing.synchronize import Semaphore
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
 
-from benchmarks.processes import Process, process_counts
-from benchmarks.runner import (
-    ECHO,
-    OURS,
-    PATIENCE,
-    Goal,
-    Json,
-    Run,
-    Sample,
-    Shape,
-    Unit,
-    chosen,
-    interleaved,
-    numbers,
-    shown,
-    timed,
-    wait_for,
-)
+from benchmarks.processes import process_counts
+from benchmarks.runner import ECHO, OURS, PATIENCE, Json, Run, Shape, Times, chosen, interleaved, numbers, timed, wait_for
 from benchmarks.sides import PEER, Echo, Ours, SharedTensor, Started, serve
 from shared_rpc import Client
 
@@ -40,6 +23,7 @@ from shared_rpc import Client
 _PEER_IDLE = 4
 #: Seconds to wait for an answer of shared-tensor.
 _PATIENCE = 1.0
+_FORK = multiprocessing.get_context("fork")
 
 
 def run(
@@ -53,7 +37,7 @@ def run(
     """Measure many clients on host memory: idle connections, and killed clients."""
     _, shape = chosen("cpu", shape)
     absent = SharedTensor.missing()
-    with Run("scale", "Many clients", [ECHO, *([] if absent else [PEER]), OURS], json=json) as run:
+    with Run("scale", "Many clients", [ECHO, *([] if absent else [PEER]), OURS], json=json, base=ECHO) as run:
         run.note(absent)
         echo, ours = serve(run, Echo), serve(run, Ours)
         ours.process.ask("make", calls=[["model", shape]])
@@ -64,22 +48,20 @@ def run(
 
 
 def _idle_rows(run: Run, echo: Started, ours: Started, levels: list[int], rounds: int, calls: int) -> None:
-    times: dict[int, dict[str, list[Sequence[float]]]] = {level: {ECHO: [], OURS: []} for level in levels}
-    idle = run.process(Idle, address=ours.address)
+    times = Times()
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with closing(Echo(echo.address)) as floor, closing(Ours(ours.address)) as client:
         for _ in range(rounds):
-            for level in levels:
-                idle.ask("open", count=level)
-                for name, sample in interleaved({ECHO: floor.ping, OURS: client.ping}, rounds=1, calls=calls).items():
-                    times[level][name] += sample.turns
-            idle.ask("open", count=0)
-    idle.close()
-    none = Sample(*times[levels[0]][OURS]).p50
-    for level in levels:
-        samples = {name: Sample(*taken) for name, taken in times[level].items()}
-        goal = Goal("≤", 1.5, "without", "ratio") if level != levels[0] else None
-        name = f"ping, p50, with {level:,} idle connections"
-        run.row(name, samples, "s", goal, measured=samples[OURS].p50 / none)
+            with ExitStack() as idle:
+                opened = 0
+                for level in levels:
+                    for _ in range(level - opened):
+                        idle.enter_context(Client(socket_path=ours.address)).ping()
+                    opened = level
+                    for side, taken in interleaved({ECHO: floor.ping, OURS: client.ping}, rounds=1, calls=calls).items():
+                        times[f"ping with {level:,} idle connections", side] += taken
+    run.rows_of(times)
 
 
 def _peer_row(run: Run) -> None:
@@ -88,112 +70,48 @@ def _peer_row(run: Run) -> None:
     answer: float | str = f"no answer in {_PATIENCE:g} s"
     with ExitStack() as stack:
         for _ in range(_PEER_IDLE):
-            idler = stack.enter_context(socket.socket(socket.AF_UNIX))
-            idler.connect(f"{base_path}-0.sock")  # the socket for GPU 0, even if there is no GPU
+            # The socket for GPU 0, even if there is no GPU.
+            stack.enter_context(socket.socket(socket.AF_UNIX)).connect(f"{base_path}-0.sock")
         with suppress(TimeoutError):
             answer = timed(client.ping)
-    run.row(f"shared-tensor with {_PEER_IDLE} idle ones: ping", {PEER: answer})
-
-
-Counts = dict[str, int]
-
-
-#: What the server keeps for a client that is connected and holds the model.
-_KEPT = ("leases", "sessions", "fds")
+    run.row(f"shared-tensor with {_PEER_IDLE} idle connections: ping", {PEER: answer})
 
 
 def _killed_rows(run: Run, ours: Started, count: int, shape: str) -> None:
-    """Kill clients that hold the model: the server's state before, with them, and after."""
-    holders = run.process(Holders, address=ours.address, call=["model", shape])
+    """Kill forks of this process that hold the model, and wait until the server has released what they held."""
+    # So that forks are light: no threads, and modules for the first tensor imported in advance.
+    torch.set_num_threads(1)
+    importlib.import_module("shared_rpc.codec.results")
     with Client(socket_path=ours.address) as asking:
-        _wave(holders, asking, ours, count)  # a warm-up, because the first growth of the allocator and the loop is not a leak
-        before, during, after, seconds = _wave(holders, asking, ours, count)
-    holders.close()
 
-    def row(name: str, key: str, unit: Unit, goal: Goal) -> None:
-        text = " → ".join(shown(counts[key], unit) for counts in (before, during, after))
-        run.row(f"{count} clients killed: {name}", text, unit, goal, measured=max(after[key] - before[key], 0))
+        def counts() -> tuple[int, int, int]:
+            info = asking.get_server_info()
+            return info["leases"], info["sessions"], process_counts(ours.process.pid)["fds"]
 
-    for key in _KEPT:
-        row(key, key, "number", Goal("≤", 0, "as before"))
-    # Python's allocator keeps some memory of the connections for the next ones.
-    row("the server's memory", "memory", "bytes", Goal("≤", 1 << 20, "more than before"))
-    run.row(f"{count} clients killed: until all is released", seconds)
-
-
-def _wave(holders: Process, asking: Client, ours: Started, count: int) -> tuple[Counts, Counts, Counts, float]:
-    """Attach ``count`` clients, kill them, and wait until their resources are released.
-
-    :return: the server's counts before, during and after, and the seconds from the kill to the latter.
-    """
-
-    def counts() -> Counts:
-        info = asking.get_server_info()
-        return {"leases": info["leases"], "sessions": info["sessions"], **process_counts(ours.process.pid)}
-
-    before = counts()
-    holders.ask("attach", count=count)
-    during = counts()
-    begin = time.monotonic()
-    holders.ask("kill")
-    after = wait_for(counts, lambda found: all(found[key] == before[key] for key in _KEPT), 1e-3)
-    return before, during, after, time.monotonic() - begin
-
-
-class Idle:
-    """A process with idle clients."""
-
-    def __init__(self, address: str) -> None:
-        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        self._path = address
-        self._clients: list[Client] = []
-
-    def open(self, count: int) -> None:
-        """Open or close clients until there are ``count``."""
-        while len(self._clients) > count:
-            self._clients.pop().close()
-        while len(self._clients) < count:
-            self._clients.append(Client(socket_path=self._path))
-            self._clients[-1].ping()
-
-
-_FORK = multiprocessing.get_context("fork")
-
-
-class Holders:
-    """A process with forks that have a model attached until they are killed.
-
-    :param call: the call of the model.
-    """
-
-    def __init__(self, address: str, call: Sequence[Any]) -> None:
-        self._config = (address, call, _FORK.Semaphore(0))
-        self._forks: list[multiprocessing.process.BaseProcess] = []
-        # So that forks are light: no threads, and modules for the first tensor imported in advance.
-        torch.set_num_threads(1)
-        importlib.import_module("shared_rpc.codec.results")
-
-    def attach(self, count: int) -> None:
-        """Fork ``count`` processes, and wait until they have attached."""
-        self._forks = [_FORK.Process(target=_hold, args=self._config) for _ in range(count)]
-        for fork in self._forks:
-            fork.start()
-        for _ in range(count):
-            if not self._config[-1].acquire(timeout=PATIENCE):
+        for _ in range(2):  # first a warm-up, because the first growth of the allocator and the loop is not a leak
+            before, memory = counts(), process_counts(ours.process.pid)["memory"]
+            attached = _FORK.Semaphore(0)
+            forks = [_FORK.Process(target=_hold, args=(ours.address, shape, attached)) for _ in range(count)]
+            for fork in forks:
+                fork.start()
+            if not all(attached.acquire(timeout=PATIENCE) for _ in forks):
                 raise RuntimeError("a light client could not attach; see above")
+            held = tuple(after - earlier for after, earlier in zip(counts(), before, strict=True))
+            begin = time.monotonic()
+            for fork in forks:
+                fork.kill()
+            wait_for(counts, before.__eq__, 1e-3)
+            seconds = time.monotonic() - begin
+        grown = process_counts(ours.process.pid)["memory"] - memory
+    run.row(f"{count} clients killed: until all is released", seconds)
+    run.note("they held {} leases, {} sessions and {} descriptors of the server".format(*held))
+    # Python's allocator keeps some memory of the connections for the next ones.
+    run.row("… growth of the server's memory", max(grown, 0), "bytes", 1 << 20)
 
-    def kill(self) -> None:
-        """Kill the forks by SIGKILL."""
-        for fork in self._forks:
-            fork.kill()
-        for fork in self._forks:
-            fork.join()
 
-
-def _hold(address: str, call: Sequence[Any], attached: Semaphore) -> None:
+def _hold(address: str, shape: str, attached: Semaphore) -> None:
     """Attach the model, and hold it until the parent process ends."""
-    with Client(socket_path=address) as client, client.call(*call) as handle:
+    with Client(socket_path=address) as client, client.call("model", shape) as handle:
         next(handle.value.parameters()).view(-1)[0].item()
         attached.release()
         parent = multiprocessing.parent_process()

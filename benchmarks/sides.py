@@ -23,7 +23,7 @@ from typing import Any, ClassVar, NamedTuple
 import msgspec
 import torch
 
-from benchmarks.processes import Process, readings
+from benchmarks.processes import Process
 from benchmarks.runner import ECHO, OURS, Run
 from benchmarks.workload import Workload
 from shared_rpc import Client
@@ -31,9 +31,6 @@ from shared_rpc.settings import socket_path
 
 VERSION = "0.2.16"
 PEER = f"shared-tensor {VERSION}"
-
-#: A function that makes a managed call in a server: the endpoint, and its arguments.
-Make = Callable[..., Any]
 
 
 class Side:
@@ -55,8 +52,8 @@ class Side:
         return None if importlib.util.find_spec(cls.module) else f"{cls.name} is not installed and was left out"
 
     @staticmethod
-    def serve(address: str, device: str) -> Make | None:
-        """Start to serve, and return when clients can connect."""
+    def serve(address: str, device: str) -> Callable[..., Any] | None:
+        """Start to serve, and return when clients can connect; return a function that makes managed calls, if there are any."""
 
     def connect(self, address: str) -> Any:
         """Return the side's own client."""
@@ -78,11 +75,10 @@ class Served:
     """The server of a side, in a separate process."""
 
     def __init__(self, side: str, address: str, device: str) -> None:
-        self._make = SIDES[side].serve(address, device)
+        self._make: Any = SIDES[side].serve(address, device)
 
     def make(self, calls: Sequence[Sequence[Any]]) -> list[Any]:
         """Make managed calls, and return the results, which are measurements for our side."""
-        assert self._make is not None, "the side has managed calls"
         return [self._make(*call) for call in calls]
 
     def close(self) -> None:
@@ -161,19 +157,17 @@ class Ours(Side):
         return self.link.wait_for_task(self.link.submit(endpoint))
 
     @staticmethod
-    def serve(address: str, device: str) -> Make:
+    def serve(address: str, device: str) -> Callable[..., Any]:
         from shared_rpc import Provider, Server  # imported late, because attaches of clients are measured with their imports
 
         workload, provider = _workload(device), Provider(device=device)
         workload.share(provider)
         Server(provider, socket_path=address).start()
 
-        def publish(endpoint: str, *args: Any) -> dict[str, float]:
-            """Measure seconds and peak memory of publishing a loaded module."""
-            with readings(device) as memory:
-                provider.call(endpoint, *args).release()
-                seconds = time.perf_counter() - workload.loaded
-            return {"seconds": seconds, "peak": max(memory) - workload.used}
+        def publish(endpoint: str, *args: Any) -> float:
+            """Return the seconds of publishing a loaded module."""
+            provider.call(endpoint, *args).release()
+            return time.perf_counter() - workload.loaded
 
         return publish
 
@@ -216,7 +210,7 @@ class SharedTensor(Side):
         return self.link.get_task_result(task_id)
 
     @staticmethod
-    def serve(address: str, device: str) -> Make:
+    def serve(address: str, device: str) -> Callable[..., Any]:
         from shared_tensor import SharedTensorProvider, SharedTensorServer
 
         workload = _workload(device)
@@ -265,24 +259,24 @@ class Connection(Side):
         return self.link.recv()
 
 
-class _Host(Side):
-    """A side that transfers host tensors: it calls :func:`_answer` in the server with ``(device, endpoint, *tensors)``."""
+class _Copied(Side):
+    """A side that copies tensors, from and to a GPU through the host: it calls :func:`_answer` in the server."""
 
     def request(self, *words: Any) -> Any:
         """Call :func:`_answer` with these arguments in the server."""
         raise NotImplementedError
 
     def call(self, endpoint: str, *args: Any) -> Any:
-        result = self.request(self.device, endpoint, *(tensor.cpu() for tensor in args))
-        return result.to(self.device) if result is not None else None
+        results = self.request(self.device, endpoint, *(tensor.cpu() for tensor in args))
+        return results[0].to(self.device) if results else None
 
 
-def _answer(device: str, endpoint: str, *args: torch.Tensor) -> torch.Tensor | None:
+def _answer(device: str, endpoint: str, *args: torch.Tensor) -> list[torch.Tensor]:
     result = getattr(_workload(device), endpoint)(*(tensor.to(device) for tensor in args))
-    return result.cpu() if result is not None else None
+    return [result.cpu()] if result is not None else []
 
 
-class TorchRpc(_Host):
+class TorchRpc(_Copied):
     """``torch.distributed.rpc`` over TCP."""
 
     name = "torch RPC"
@@ -310,7 +304,7 @@ class TorchRpc(_Host):
         self.link.shutdown(graceful=False)
 
 
-class RayActor(_Host):
+class RayActor(_Copied):
     """A call of a Ray actor, on a separate node that exits with the client."""
 
     name, module = "Ray actor", "ray"
@@ -331,7 +325,7 @@ class RayActor(_Host):
         return self._get(self.link.answer.remote(*words))
 
 
-class _Bytes(_Host):
+class _Bytes(_Copied):
     """A side that transfers bytes: the tensors are copied into messages of msgspec."""
 
     def exchange(self, data: bytes) -> bytes:
@@ -339,30 +333,25 @@ class _Bytes(_Host):
         raise NotImplementedError
 
     def request(self, *words: Any) -> Any:
-        return _unpacked(self.exchange(_packed(*words)))[-1]
+        return _unpacked(self.exchange(_packed(*words)))[2:]
 
 
-#: The device, the endpoint, and the dtype and the bytes of a tensor; without a tensor the latter are empty.
-_Message = tuple[str, str, str, memoryview]
-_DECODER = msgspec.msgpack.Decoder(_Message)
+#: The device, the endpoint, and the tensors, which are float32.
+_DECODER = msgspec.msgpack.Decoder(tuple[str, str, list[memoryview]])
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
 
-def _packed(device: str, endpoint: str, tensor: torch.Tensor | None = None) -> bytes:
-    if tensor is None:
-        return msgspec.msgpack.encode((device, endpoint, "", b""))
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return msgspec.msgpack.encode((device, endpoint, dtype, tensor.view(torch.uint8).numpy().data))
+def _packed(device: str, endpoint: str, *tensors: torch.Tensor) -> bytes:
+    return msgspec.msgpack.encode((device, endpoint, [tensor.numpy().data for tensor in tensors]))
 
 
-def _unpacked(data: bytes) -> tuple[str, str, torch.Tensor | None]:
-    device, endpoint, dtype, content = _DECODER.decode(data)
-    return device, endpoint, torch.frombuffer(content, dtype=getattr(torch, dtype)) if dtype else None
+def _unpacked(data: bytes) -> list[Any]:
+    device, endpoint, contents = _DECODER.decode(data)
+    return [device, endpoint, *(torch.frombuffer(content, dtype=torch.float32) for content in contents)]
 
 
 def _answer_bytes(data: bytes) -> bytes:
-    device, endpoint, tensor = _unpacked(data)
-    return _packed(device, endpoint, _answer(device, endpoint, *([] if tensor is None else [tensor])))
+    return _packed("", "", *_answer(*_unpacked(data)))
 
 
 class Zmq(_Bytes):

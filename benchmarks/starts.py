@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import select
 import time
 from contextlib import suppress
 from typing import Annotated
 
 import typer
 
-from benchmarks.processes import on_cores
-from benchmarks.runner import PATIENCE, Device, Goal, Json, Run, Sample, Shape, chosen
+from benchmarks.runner import PATIENCE, Device, Json, Run, Sample, Shape, chosen
 from shared_rpc import Client
 from shared_rpc.errors import SharedRPCError
 from shared_rpc.scripts.listing import live_zygotes, stop_zygotes
@@ -36,25 +34,20 @@ if __name__ == "__main__":
 def run(
     device: Device = "auto",
     shape: Shape = None,
-    starts: Annotated[int, typer.Option(help="Starts of each kind.")] = 10,
+    starts: Annotated[int, typer.Option(help="Starts of each kind.")] = 6,
     json: Json = None,
 ) -> None:
     """Measure repeated starts of a script, with python and with 'shared-rpc run', until it has its model."""
     device, shape = chosen(device, shape)
     title = f"Repeated starts of a script ({shape} on {device})"
-    with Run("starts", title, [PYTHON, RUN], device, json) as run, on_cores(run.cores):  # a script may use all cores
+    with Run("starts", title, [PYTHON, RUN], device, json, base=PYTHON, pinned=False) as run:
         (run.folder / "app.py").write_text(SCRIPT.format(device=device, shape=shape))
         try:
-            empty = Sample([_start(run, "-c", "print('in hand')")[0] for _ in range(starts)])
-            run.row("python -c 'print()': nothing but the interpreter", {PYTHON: empty})
             for words in _WAYS.values():  # the first ones start a server and a zygote
-                _start(run, *words, "app.py")
-            turns = [{way: _start(run, *words, "app.py") for way, words in _WAYS.items()} for _ in range(starts)]
-            hand, end = ({way: Sample([turn[way][number] for turn in turns]) for way in _WAYS} for number in (0, 1))
-            goal = Goal("≤", 0.8, "+ python, GPU") if device == "cuda" else Goal("≤", 0.3, "+ python, host")
-            run.row("a start, until the model is in hand", hand, "s", goal, measured=hand[RUN].p50 - empty.p50)
-            run.row("… python relative to run", {RUN: hand[PYTHON].p50 / hand[RUN].p50}, "ratio")
-            run.row("… until the process has ended", end)
+                _start(run, *words)
+            turns = [{way: _start(run, *words) for way, words in _WAYS.items()} for _ in range(starts)]
+            for number, name in enumerate(("a start, until the model is in hand", "… until the process has ended")):
+                run.row(name, {way: Sample([turn[way][number] for turn in turns]) for way in _WAYS})
             if not live_zygotes(run.base_path, lambda reason: None):
                 run.note("No zygote could be used: both columns are new processes. 'shared-rpc run' has printed the reason.")
         finally:
@@ -64,13 +57,12 @@ def run(
 
 
 def _start(run: Run, *words: str) -> tuple[float, float]:
-    """Measure the seconds from a program's start until it reports its model, and until it exits."""
+    """Measure the seconds from the script's start until it reports its model, and until it exits."""
     begin = time.perf_counter()
-    with run.python(*words, env={**os.environ, "SHARED_TENSOR_BASE_PATH": run.base_path}) as process:
+    with run.python(*words, "app.py", env={**os.environ, "SHARED_TENSOR_BASE_PATH": run.base_path}) as process:
         assert process.stdout is not None, "stdout is a pipe"
-        if not select.select([process.stdout], [], [], PATIENCE)[0] or "in hand" not in process.stdout.readline():
-            process.kill()
-            raise RuntimeError(f"python {' '.join(words)} in {run.folder} did not report its model")
+        if "in hand" not in process.stdout.readline():
+            raise RuntimeError(f"python {' '.join(words)} app.py in {run.folder} did not report its model")
         in_hand = time.perf_counter() - begin
         process.wait(PATIENCE)
         return in_hand, time.perf_counter() - begin

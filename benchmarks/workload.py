@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import nn
 
-from benchmarks.processes import used
-
 if TYPE_CHECKING:  # attaches of clients are measured with their imports
     from shared_rpc import Provider
 
@@ -19,23 +17,22 @@ SMALL = 1024
 
 
 class Sizes(NamedTuple):
-    """Sizes that determine the tensors of a decoder; weights are bfloat16."""
+    """Sizes that determine the tensors of a decoder: ``narrow`` is the width of keys and values. Weights are bfloat16."""
 
     layers: int
     hidden: int
+    narrow: int
     intermediate: int
-    heads: int
-    kv_heads: int
     vocabulary: int
 
 
 SHAPES = {
     # 291 tensors, 16.06 GB: https://huggingface.co/meta-llama/Meta-Llama-3-8B/blob/main/config.json
-    "llama-3-8b": Sizes(32, 4096, 14336, 32, 8, 128256),
+    "llama-3-8b": Sizes(32, 4096, 1024, 14336, 128256),
     # 291 tensors, 109 MB.
-    "small": Sizes(32, 512, 512, 32, 8, 8192),
+    "small": Sizes(32, 512, 128, 512, 8192),
     # 21 tensors, for trials.
-    "tiny": Sizes(2, 64, 128, 4, 2, 256),
+    "tiny": Sizes(2, 64, 32, 128, 256),
 }
 
 
@@ -48,7 +45,7 @@ class Layer(nn.Module):
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        hidden, narrow = sizes.hidden, sizes.hidden // sizes.heads * sizes.kv_heads
+        hidden, narrow = sizes.hidden, sizes.narrow
         self.q_proj, self.k_proj = _linear(hidden, hidden), _linear(hidden, narrow)
         self.v_proj, self.o_proj = _linear(hidden, narrow), _linear(hidden, hidden)
         self.gate_proj, self.up_proj = _linear(hidden, sizes.intermediate), _linear(hidden, sizes.intermediate)
@@ -86,24 +83,12 @@ class Weight(nn.Module):
         self.weight = nn.Parameter(torch.empty(elements))
 
 
-class Chain(nn.Module):
-    """``tensors`` tensors of one size, each in its own module, with ``nbytes`` bytes in total."""
-
-    def __init__(self, tensors: int, nbytes: int) -> None:
-        super().__init__()
-        elements = max(nbytes // tensors // torch.get_default_dtype().itemsize, 1)
-        self.links = nn.ModuleList(Weight(elements) for _ in range(tensors))
-
-
 class Layers(nn.Sequential):
-    """Layers of 4 MiB with torch's own initial values, like a model before its weights are loaded.
-
-    :param mebibytes: size of all layers.
-    """
+    """Layers of 4 MiB with torch's own initial values, like a model before its weights are loaded."""
 
     def __init__(self, mebibytes: int) -> None:
         begin = time.perf_counter()
-        super().__init__(*(nn.Linear(1024, 1024, bias=False) for _ in range(mebibytes // 4)))
+        super().__init__(*(_linear(1024, 1024) for _ in range(mebibytes // 4)))
         self.requires_grad_(False)
         #: Seconds of the build.
         self.seconds = time.perf_counter() - begin
@@ -134,10 +119,10 @@ class Workload:
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
-        #: When the last model was in memory, before it was published, and the memory in use then.
-        self.loaded, self.used = 0.0, 0
+        #: When the last model was in memory, before it was published.
+        self.loaded = 0.0
         # The first module on the meta device makes torch import more modules.
-        self._make(lambda: Chain(1, 4))
+        self.chain(1, 4)
 
     def share(self, provider: Provider) -> None:
         """Make the functions endpoints of a provider."""
@@ -153,8 +138,9 @@ class Workload:
         return self._make(lambda: Decoder(SHAPES[shape]).to(torch.bfloat16))
 
     def chain(self, tensors: int, nbytes: int) -> nn.Module:
-        """Build a :class:`Chain`. Managed, cached."""
-        return self._make(lambda: Chain(tensors, nbytes))
+        """Build tensors of one size, each in its own module, with ``nbytes`` bytes in total. Managed, cached."""
+        elements = max(nbytes // tensors // torch.get_default_dtype().itemsize, 1)
+        return self._make(lambda: nn.ModuleList(Weight(elements) for _ in range(tensors)))
 
     def layers(self, mebibytes: int, name: str = "") -> Layers:
         """Build :class:`Layers` for each name. Managed, cached."""
@@ -212,17 +198,13 @@ class Workload:
                 parameter.fill_(1 + number % 100)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.loaded, self.used = time.perf_counter(), used(self.device.type)
+        self.loaded = time.perf_counter()
         return module.eval()
 
 
-def question(module: Stack) -> torch.Tensor:
-    """Return a constant input."""
-    weight = next(module.parameters())
-    return torch.linspace(-1, 1, weight.shape[1], device=weight.device).to(weight.dtype)[None]
-
-
 def digest(module: Stack) -> list[float]:
-    """Run the module, wait for it, and return a part of its output, for bitwise comparisons."""
-    answer: list[float] = module(question(module))[0, :8].float().tolist()
+    """Run the module on a constant input, wait for it, and return a part of its output, for bitwise comparisons."""
+    weight = next(module.parameters())
+    x = torch.linspace(-1, 1, weight.shape[1], device=weight.device).to(weight.dtype)[None]
+    answer: list[float] = module(x)[0, :8].float().tolist()
     return answer

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
-import pkgutil
 import signal
 import subprocess
 import sys
@@ -16,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.mechanisms import MAKING, MAPPING, Parts
 from benchmarks.runner import OURS
 from tests.kit.processes import ROOT
 
@@ -27,8 +24,8 @@ pytestmark = pytest.mark.timeout(400)
 SMALL = {
     "recovery": "--device cpu --shape tiny --attaches 40 --rate 40 --kills 2 --restarts 1 --pace 1",
     "attach": "--device cpu --shape tiny --fresh 1 --repeats 2 --rounds 1 --tensors 2,100 --megabytes 1,2",
-    "rpc": "--rounds 2 --calls 5 --processes 1 --megabytes 1 --kept 50 --clients 2 --long-run 50 --peers",
-    "mechanisms": "--megabytes 2 --rounds 2 --calls 3",
+    "rpc": "--rounds 2 --calls 5 --processes 1 --kept 50 --long-run 50 --peers",
+    "mechanisms": "--megabytes 2 --rounds 2",
     "channel": "--device cpu --megabytes 8 --slot 2 --rounds 2 --syncs 50",
     "records": "--device cpu --megabytes 8 --rounds 2",
     "tiers": "--megabytes 32 --rounds 2 --models 5 --engines 1,2",
@@ -89,32 +86,25 @@ def test_commands_print_rows_and_write_their_origin(results: Results, name: str)
 
     assert run.written["benchmark"] == name
     assert run.written["date"] and f"benchmarks {name} " in run.written["command"]
-    assert {"cores", "load", "python", "torch", "gpu", "driver", "uvloop"} <= run.written["host"].keys()
+    assert {"cores", "load", "python", "torch", "gpu", "uvloop"} <= run.written["host"].keys()
     for row in run.written["rows"]:
         line = next((line for line in run.printed.splitlines() if line.startswith(row["name"])), "")
         assert line and row["values"], f"{row['name']!r} is not in the table, or empty"
         assert row["goal"] is None or row["goal"] in line
-        assert all(
-            0 < sample["min"] <= sample["p50"] <= sample["p99"] for sample in row["samples"].values() if row["unit"] == "s"
-        )
+        assert all(0 < sample["p50"] <= sample["p99"] for sample in row["samples"].values() if row["unit"] == "s")
 
 
 def test_quoted_rows_are_reproducible(results: Results) -> None:
     """Figures in the documentation can be measured again by the commands next to them."""
     quoted = {
         "attach": ["first attach of a process", "again, while held", "after release: 100 tensors, 1 MB", "publishing it, once"],
-        "rpc": [
-            "ping, p50",
-            "direct call, 4 KiB tensor, cached",
-            "managed call and release",
-            "2 clients, 4 KiB tensor, cached",
-        ],
-        "scale": ["ping, p50, with 5 idle", "5 clients killed: until all is released"],
+        "rpc": ["ping", "direct call, 4 KiB tensor, cached", "managed call and release", "… by 64 coroutines at once"],
+        "scale": ["ping with 5 idle", "5 clients killed: until all is released"],
         "recovery": ["from SIGKILL to a new worker", "… with --no-preload", "… p99 from the kill on", "memory of the broker"],
         "starts": ["a start, until the model is in hand", "… until the process has ended"],
         "tiers": ["first eviction", "wake: restore", "sleep: both", "wake of 2 engines", "5 models of 8 MiB in turns"],
-        "mechanisms": ["2 MiB: create", "2 MiB: map in another process", "a kernel, a copy of 4 KiB into the segment"],
-        "clients": ["1 client, 4 KiB tensor, new", "2 replicas of one model (tiny)"],
+        "mechanisms": ["2 MiB: create", "2 MiB: open and map in another process"],
+        "clients": ["2 clients, 4 KiB tensor, cached", "1 client, 4 KiB tensor, new", "2 replicas of one model (tiny)"],
         "channel": ["large: all of it", "small: a message of 2 KiB"],
     }
     for command, names in quoted.items():
@@ -123,27 +113,14 @@ def test_quoted_rows_are_reproducible(results: Results) -> None:
 
 
 def test_benchmarks_leave_nothing(results: Results) -> None:
-    """Calls, killed clients, channels and killed workers leave no memory and no descriptors; models keep their bits."""
-    for name in ("… shared memory", "… descriptors of client, server", "… mappings of client, server"):
+    """Calls, killed clients, channels, killed workers and evictions with a copy leave no memory and no descriptors."""
+    for name in ("… growth of shared memory", "… descriptors of client and server", "… mappings of client and server"):
         # An allocator's arena, or a thread's stack, may be added at any time; and a call that finds the chunk of another one
         # still in use writes to other pages of the pool.
         few = 4 if "mappings" in name else 16 * 4096 if "memory" in name else 0
-        assert results("rpc").row(name)["measured"] <= few
-    for key in ("leases", "sessions", "fds"):
-        row = results("scale").row(f"5 clients killed: {key}")
-        before, during, after = map(int, row["values"][OURS].split(" → "))
-        assert (during, after, row["met"]) == (before + 5, before, True)
+        assert results("rpc").row(name)["values"][OURS] <= few
+    assert "they held 5 leases, 5 sessions and 5 descriptors" in results("scale").printed
     for name in ("40 attaches at 40 per second", "forward pass", "… mapped libraries"):
         assert results("recovery").row(name)["values"][OURS] == 0
-    assert results("channel").row("… the reader's descriptors")["met"] is True
-    for name in ("a pass after each wake", "… the written bits are preserved", "… the bits are preserved"):
-        assert results("tiers").row(name)["values"] == {OURS: "yes"}
-    assert "evictions with a copy copied 0 bytes in all" in results("tiers").printed
-
-
-@pytest.mark.parametrize("parts", [*MAKING.values(), *MAPPING.values()], ids=str)
-def test_timed_steps_exist_in_the_library(parts: Parts) -> None:
-    """Watched functions exist; the driver's are checked if its bindings are installed."""
-    for owner, name in parts.targets:
-        if importlib.util.find_spec(owner.partition(".")[0]) is not None:
-            assert callable(getattr(pkgutil.resolve_name(owner), name))
+    assert results("channel").row("… growth of the reader's descriptors")["met"] is True
+    assert results("tiers").row("bytes copied by evictions with an existing copy")["met"] is True

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from benchmarks.mechanisms import Subject
+from benchmarks.mechanisms import OPENS, READS, measure
 from shared_rpc import Client, Provider
 from shared_rpc.cli import doctor
 from shared_rpc.errors import CapabilityError, ConfigurationError
@@ -301,11 +301,9 @@ def test_memory_of_a_killed_maker(mechanism: Mechanism) -> None:
     """By VMM all bytes stay, and new processes open them. By the others the library refuses to open them; reading
     existing mappings depends on the driver, and is printed.
     """
-    subject = Subject(device_id("cuda:0"), mechanism)
-    subject.kill(256)
-    print(mechanism, subject.found)
+    found = measure(device_id("cuda:0"), mechanism, [256], rounds=1)
+    print(mechanism, found)
     if mechanism == "vmm":
-        reads = [subject.found[when] for when in ("reads on", "reads beside others", "reads after")]
-        assert (reads, subject.found["opens"]) == (["reads all bytes"] * 3, "yes")
+        assert ([found[row] for row in READS], found[OPENS]) == (["reads all bytes"] * 3, "yes")
     else:
-        assert subject.found["opens"].startswith("error: ")
+        assert str(found[OPENS]).startswith("error: ")

@@ -24,9 +24,8 @@ def test_deploys_are_compared_with_rays_own_transfer(tmp_path: Path) -> None:
     assert written["host"]["ray"]
     assert all(row["name"] in ended.stdout for row in written["rows"])
     rows = {row["name"].removeprefix("8 MiB: "): row for row in written["rows"]}
-    ours = {name: row["samples"]["shared_rpc"] for name, row in rows.items() if row.get("samples")}
-    assert 0 < ours["the build, the function alone"]["min"] < ours["call until all nodes have it, with the build"]["min"]
-    assert 0 < ours["from all prepared to all current"]["max"] < ours["refresh until all are current"]["max"]
-    assert ours["attach again"]["n"] == 2
+    ours = {name: row["values"]["shared_rpc"] for name, row in rows.items()}
+    assert 0 < ours["from all prepared to all current"] < ours["refresh until all are current"]
+    assert rows["attach again"]["samples"]["shared_rpc"]["n"] == 2
     move = rows["from the build until all nodes have it"]
-    assert move["goal"] and move["measured"] == pytest.approx(move["values"]["shared_rpc"] / move["values"]["ray put, get"])
+    assert move["met"] == (move["values"]["shared_rpc"] <= 2 * move["values"]["ray put, get"])
