@@ -31,15 +31,13 @@ for name in shared_rpc.__all__:
 print(time.perf_counter() - begin)
 """
 
-#: MiB of the large argument.
-_LARGE = 64
-
 
 def run(
     cuda: Annotated[bool, typer.Option("--cuda", help="Tensors on the GPU, compared with shared-tensor.")] = False,
     rounds: Annotated[int, typer.Option(help="Turns of each side.")] = 5,
     calls: Annotated[int, typer.Option(help="Calls in a turn.")] = 200,
     processes: Annotated[int, typer.Option(help="Processes for the times of import and of 'shared-rpc ls'.")] = 5,
+    megabytes: Annotated[int, typer.Option(help="MiB of the large argument.")] = 64,
     kept: Annotated[int, typer.Option(help="Small cached results.")] = 12_000,
     long_run: Annotated[int, typer.Option(help="Calls of the long run.")] = 2_000,
     peers: Annotated[bool, typer.Option("--peers", help="Compare with other installed RPC libraries.")] = False,
@@ -55,14 +53,14 @@ def run(
             run.note(other.missing(device))
         servers = {side.name: serve(run, side) for side in sides}
         connected = {side.name: stack.enter_context(closing(side(servers[side.name].address, device))) for side in sides}
-        _turns(run, connected, rounds, calls)
+        _turns(run, connected, rounds, calls, megabytes)
         anyio.run(_coroutines, run, servers[OURS].address, rounds)
         _kept_results(run, connected[OURS].link, servers[OURS].process.pid, kept)
         _many_calls(run, connected[OURS].link, servers[OURS].process.pid, long_run)
         _cold_starts(run, processes)
 
 
-def _turns(run: Run, clients: dict[str, Side], rounds: int, calls: int) -> None:
+def _turns(run: Run, clients: dict[str, Side], rounds: int, calls: int, mebibytes: int) -> None:
     """Measure requests over open connections, in turns: pings, tasks, and calls with tensors."""
     all_sides = clients.keys() - {ECHO}
     pair = {OURS} if SharedTensor.missing(run.device) else {PEER, OURS}
@@ -83,8 +81,8 @@ def _turns(run: Run, clients: dict[str, Side], rounds: int, calls: int) -> None:
     row("managed call and release, 4 KiB", pair, lambda side: side.call("kept").release())
     name = "direct call, takes and returns 4 KiB, new"
     row(name, others, lambda side: side.call("plus_one", torch.ones(SMALL, device=run.device)))
-    large = torch.ones(_LARGE << 18, device=run.device)
-    row(f"echo of a {_LARGE} MiB tensor argument", others, lambda side: side.call("echo", large), calls=1)
+    large = torch.ones(mebibytes << 18, device=run.device)
+    row(f"echo of a {mebibytes} MiB tensor argument", others, lambda side: side.call("echo", large), calls=1)
 
 
 def _cold_starts(run: Run, processes: int) -> None:

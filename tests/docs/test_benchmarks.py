@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(400)
 SMALL = {
     "recovery": "--device cpu --shape tiny --attaches 40 --rate 40 --kills 2 --restarts 1 --pace 1",
     "attach": "--device cpu --shape tiny --fresh 1 --repeats 2 --rounds 1 --tensors 2,100 --megabytes 1,2",
-    "rpc": "--rounds 2 --calls 5 --processes 1 --kept 50 --long-run 50 --peers",
+    "rpc": "--rounds 2 --calls 5 --processes 1 --megabytes 1 --kept 50 --long-run 50 --peers",
     "mechanisms": "--megabytes 2 --rounds 2",
     "channel": "--device cpu --megabytes 8 --slot 2 --rounds 2 --syncs 50",
     "records": "--device cpu --megabytes 8 --rounds 2",
