@@ -21,6 +21,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from shared_rpc.codec import by_value
 from shared_rpc.codec.arguments import decode_arguments, encode_arguments
@@ -31,6 +32,7 @@ from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.records import SegmentInfo
 from tests.kit.interpreter import bits
 from tests.kit.models import Everything, Labelled, Locked, Marked, State, Tied, same_memory
+from tests.kit.subjects import doubled, same_state
 
 Rebuilt = Callable[..., Any]
 
@@ -180,6 +182,37 @@ def test_records_count_each_storage_once(published: Callable[..., Record], devic
     record = published({"base": base, "view": base[50:], "model": Tied(device)})
     assert record.nbytes == 10_000 * 4 + 7 * 4 * 4
     assert len(record.skeleton) < 4000
+
+
+@pytest.mark.parametrize(
+    ("make", "register", "hooks"),
+    [
+        (nn.Identity, nn.Module.register_forward_hook, "_forward_hooks"),
+        (nn.Identity, nn.Module.register_full_backward_hook, "_backward_hooks"),
+        (nn.Identity, nn.Module.register_state_dict_post_hook, "_state_dict_hooks"),
+        (lambda: nn.LSTM(2, 2), nn.Module.register_forward_hook, "_forward_hooks"),
+    ],
+    ids=["forward", "backward", "state_dict", "own pickling"],
+)
+def test_ids_of_received_hooks_are_not_reused(
+    published: Callable[..., Record],
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+    make: Callable[[], nn.Module],
+    register: Callable[..., Any],
+    hooks: str,
+) -> None:
+    """A process with fewer registered hooks than the server registers its own next to the received ones."""
+    monkeypatch.setattr(RemovableHandle, "next_id", 0)
+    value = make().to(device)
+    register(value, same_state)
+    record = published(value)
+    monkeypatch.setattr(RemovableHandle, "next_id", 0)
+    result = decode_result(record.skeleton, record.table, record.segments)
+    ids = list(getattr(result, hooks))
+    assert len(ids) == len(getattr(value, hooks))
+    register(result, doubled)
+    assert list(getattr(result, hooks))[:-1] == ids
 
 
 # Refusals: each has the path to the part, and leaves nothing behind.
