@@ -111,7 +111,6 @@ class BaseClient(Context):
         self._suspensions = Suspensions(self._leases)
         self._subscriptions: weakref.WeakSet[Subscription] = weakref.WeakSet()
         self._closed = False
-        self._new_transfer = self._transfers()
         self._disconnected()
         preload_codec()
         after_fork(self._after_fork)
@@ -134,15 +133,10 @@ class BaseClient(Context):
         self._lock = threading.RLock()
         self._link: Any = None
 
-    def _transfers(self) -> Callable[[], ClientTransfer]:
-        """Return a function that creates the pools of a new session."""
-        options, flush = self._pool_options, weakly(self._return_chunks)
-
-        def new_transfer() -> ClientTransfer:
-            FINALIZER.start()  # the thread ends the session of a collected client
-            return ClientTransfer(options, flush)
-
-        return new_transfer
+    def _new_transfer(self) -> ClientTransfer:
+        """Create the pools of a new session."""
+        FINALIZER.start()  # the thread ends the session of a collected client
+        return ClientTransfer(self._pool_options, weakly(self._return_chunks))
 
     def _links(self) -> Sequence[Link]:
         """Return the active sessions."""

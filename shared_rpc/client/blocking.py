@@ -89,9 +89,7 @@ class BlockingDriver(BaseClient, BlockingMethods):
 
     def _run(self, operation: Operation[T], *, patience: float | None = None, timeout: float | None = OWN_TIMEOUT) -> T:
         turn = Turn(self._connect_timeout if patience is None else patience)
-        limit = self._timeout if timeout is OWN_TIMEOUT else timeout
-        if limit is not None:
-            turn.deadline = time.monotonic() + limit
+        turn.deadline = Within(self._timeout if timeout is OWN_TIMEOUT else timeout).deadline(time.monotonic())
         try:
             return drive(operation, functools.partial(self._perform, turn))
         except BaseException:

@@ -240,7 +240,7 @@ def resumed(ctx: Context, handle: Lease[Any], timeout: float | None = None) -> O
 
 def awakened(ctx: Context, handle: Lease[Any]) -> Operation[None]:
     """Map an object's memory again, for a handle that becomes active."""
-    yield from _restored(ctx, handle, handle._become_active)
+    yield from _mapped_again(ctx, handle, handle._become_active)
 
 
 def renewed(ctx: Context, handles: Iterable[Lease[Any]]) -> Operation[None]:
@@ -273,7 +273,7 @@ def _replaced(ctx: Context, handle: Lease[Any]) -> Operation[None]:
             "the memory of a GPU is replaced by resume() alone, because no kernel may use it during that time"
         )
     written = any(mapping.info.access == "read_write" for mapping in mapped)
-    yield from _restored(ctx, handle, lambda: None)
+    yield from _mapped_again(ctx, handle, lambda: None)
     _log.log(
         logging.WARNING if written else logging.INFO,
         "object %s was evicted while the session with the server was lost: its present memory is mapped at its address%s",
@@ -292,17 +292,6 @@ def _mark_outdated(handles: Sequence[Lease[Any]], why: str) -> None:
         handles[0].object_id,
         why,
     )
-
-
-def _restored(ctx: Context, handle: Lease[Any], activate: Callable[[], None]) -> Operation[None]:
-    session: object = None
-    while session is not handle._session:  # another one may have taken the lease over since, as an inactive one
-        session = handle._session
-        try:
-            yield from _mapped_again(ctx, handle, activate)
-        except (ConnectionClosed, StaleHandleError):
-            if session is handle._session:
-                raise
 
 
 def _mapped_again(ctx: Context, handle: Lease[Any], activate: Callable[[], None]) -> Operation[None]:
