@@ -361,7 +361,7 @@ def test_removed_providers_are_not_recovered(app: BrokerApp, manager: ServiceMan
     app.write()
     restart(broker, manager, 2)
     manager.expect(lambda: len(manager.state.services) == len(manager.objects()) == 1)
-    assert not os.path.exists(f"{app.base_path}-2-cpu.sock")
+    manager.expect(lambda: not os.path.exists(f"{app.base_path}-2-cpu.sock"))
     assert list(ids(client)) == ["model(size=4)"]
 
 
