@@ -72,7 +72,7 @@ def skip(app: Sphinx, what: str, name: str, item: object, skipped: bool, options
 
 #: Classes whose objects users get but do not create.
 GIVEN = {
-    "AsyncHandle", "Generation", "Handle", "Progress", "Report", "SharedFunction", "Subscription",
+    "AsyncHandle", "EndpointSpec", "Generation", "Handle", "Parameter", "Progress", "Report", "SharedFunction", "Subscription",
     "TaskInfo", "TaskStatus", "Ticket",
 }  # fmt: skip
 

@@ -219,10 +219,3 @@ def drop_handles(handles: Iterable[Lease[Any] | str]) -> tuple[list[str], list[o
             object_ids.append(handle.object_id)
             sessions.append(handle._session)
     return object_ids, sessions
-
-
-def unreachable(server_id: str, error: Exception) -> StaleHandleError:
-    """Return the error for a handle whose server does not answer."""
-    return StaleHandleError(
-        f"cannot reach the server {server_id}, which issued the handle: {error}", reason="server_unreachable"
-    )

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from shared_rpc.client.handle import Lease, drop_handles, unreachable
+from shared_rpc.client.handle import Lease, drop_handles
 from shared_rpc.client.steps import Request, Work, query
 from shared_rpc.client.suspension import Context, released
 from shared_rpc.errors import ConnectError, ConnectionClosed, StaleHandleError
@@ -76,7 +76,8 @@ class ObjectOperations:
                 )
             yield from _info(handle.object_id)
         except (ConnectError, ConnectionClosed) as error:
-            raise unreachable(handle.server_id, error) from error
+            text = f"cannot reach the server {handle.server_id}, which issued the handle: {error}"
+            raise StaleHandleError(text, reason="server_unreachable") from error
 
     @operation
     def release(ctx: Context, handle: Lease[Any] | str) -> Steps[bool]:

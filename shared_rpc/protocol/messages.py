@@ -213,7 +213,6 @@ class ListObjects(Query[tuple[list[ListedObjectInfo], int | None]]):
     """
 
     after: int = 0
-    limit: int = 1000
 
 
 class InvalidateCall(Message):
@@ -290,7 +289,6 @@ class ListTasks(Query[tuple[list[TaskInfo], int | None]]):
 
     status: TaskStatus | None = None
     after: int = 0
-    limit: int = 1000
 
 
 class Free(Message):

@@ -54,7 +54,7 @@ class Holdings:
     @handles(m.ListObjects)
     def list_objects(self, caller: Caller, message: m.ListObjects) -> m.Answer:
         """Describe a page of objects."""
-        objects, after = self._state.objects.page(message.after, min(max(message.limit, 1), _PAGE))
+        objects, after = self._state.objects.page(message.after, _PAGE)
         infos: list[ListedObjectInfo] = [
             {
                 **self.info_of(stored),

@@ -170,7 +170,7 @@ class Tasks:
     @handles(m.ListTasks)
     def list_page(self, caller: Caller, message: m.ListTasks) -> m.Answer:
         """Describe a page of tasks."""
-        infos, following = self.table.page(message.status, message.after, min(max(message.limit, 1), _PAGE))
+        infos, following = self.table.page(message.status, message.after, _PAGE)
         users: dict[str, str] = {}
         return m.Answer.of(([self.info(self.table.get(info.task_id), users) for info in infos], following))
 
