@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import signal
 import socket
 import threading
@@ -20,19 +21,19 @@ from shared_rpc import AsyncHandle, Handle
 from shared_rpc.client.async_link import AsyncLink
 from shared_rpc.client.exchange import BRIEFLY
 from shared_rpc.client.link import BlockingLink
-from shared_rpc.client.results import result_of
+from shared_rpc.client.results import rebuild, result_of
 from shared_rpc.client.steps import Reply, Request
 from shared_rpc.client.transfer import ClientTransfer
-from shared_rpc.errors import ConnectionClosed, DeadlineExceeded
+from shared_rpc.errors import CodecError, ConnectionClosed, DeadlineExceeded, ProtocolError
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.protocol import messages as m
-from shared_rpc.protocol.records import EMPTY_TABLE
+from shared_rpc.protocol.records import EMPTY_TABLE, SegmentInfo, StorageEntry, TensorEntry, TensorTable
 from shared_rpc.protocol.socket import FrameSocket
 from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
 from tests.kit.interrupting import Interrupted
 from tests.kit.processes import eventually
-from tests.kit.raw import Raw, frame_of
+from tests.kit.raw import Raw, frame_of, sealed_memory
 
 Ask = Callable[..., Future[Reply]]
 
@@ -198,6 +199,39 @@ def test_deadlines_hold_while_much_is_sent(raw: Raw, link: BlockingLink) -> None
     assert time.monotonic() - begin < 0.5 + 2 * BRIEFLY
     done.set()
     reading.join()
+
+
+TABLE = TensorTable(("cpu",), (StorageEntry(0, 4090, 16),), (TensorEntry(0, "float32", 0, (4,), (1,)),))
+SEGMENT = SegmentInfo("a", 4096, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("message", "payload", "kind", "text"),
+    [
+        (m.Welcome("", ""), b"", ProtocolError, "answered call.. with a Welcome"),
+        (m.Result(msgspec.Raw(EMPTY_TABLE), [SEGMENT] * 2), b"", ProtocolError, "is no valid result"),
+        (m.Result(msgspec.Raw(EMPTY_TABLE), [SEGMENT]), b"no pickle", CodecError, "cannot (be rebuilt|rebuild)"),
+        (
+            m.Result(msgspec.Raw(msgspec.msgpack.encode(TABLE)), [SEGMENT]),
+            b"\x80\x05K\x00Q.",
+            CodecError,
+            "is not within its segment",
+        ),
+    ],
+    ids=["another reply", "too few descriptors", "no pickle", "a table that does not fit"],
+)
+def test_malformed_results_are_refused(
+    no_leaks: None, ask: Ask, raw: Raw, message: m.Message, payload: bytes, kind: type[Exception], text: str
+) -> None:
+    """And their descriptors are closed. For a connection's reaction to each kind of answer, see `rules/test_exchange.py`."""
+    first = ask()
+    raw.say(m.Pong(), 1)  # the sender of the first bytes is checked
+    first.result(20)
+    asked, memory = ask(), sealed_memory()
+    raw.say(message, 2, payload, [memory])
+    os.close(memory)
+    with pytest.raises(kind, match=text):
+        rebuild(result_of("call()", asked.result(20)), {})
 
 
 async def until(condition: Callable[[], bool]) -> None:
