@@ -68,26 +68,6 @@ def pooled(kind, method):
         return tensor(*pool.map(square, [1, 2, 3]))
 
 
-@provider.share(cache=False)
-def forked():
-    # Whether a forked child has a main program's handlers, and how it ends by SIGTERM.
-    import signal
-
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-            os.write(write, b"y" if handlers == (signal.SIG_DFL, signal.default_int_handler) else b"n")
-            signal.alarm(20)
-            signal.pause()
-        finally:
-            os._exit(1)
-    same = os.read(read, 1) == b"y"
-    os.kill(pid, signal.SIGTERM)
-    return tensor(same, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-
-
 def fork_child(how, path):
     tensor(0)  # torch is imported before
     pid = os.fork()
@@ -251,11 +231,6 @@ def test_sources_of_the_app_can_be_read(served: Served) -> None:
 def test_endpoints_can_use_process_pools(served: Served, kind: str, method: str) -> None:
     """Created and ended in an endpoint, with every start method."""
     assert served.ask("pooled", kind, method) == [1, 4, 9]
-
-
-def test_forked_children_end_by_signals(served: Served) -> None:
-    """They have the handlers of a main program's child, as pools of multiprocessing require."""
-    assert served.ask("forked") == [True, -signal.SIGTERM]
 
 
 def code_of(served: Served, pid: int) -> int:

@@ -119,7 +119,7 @@ def test_cached_results_are_one_memory(endpoints: Endpoints, client: Client, nam
     assert [tensor.data_ptr() for tensor in tensors_in(called)] == [tensor.data_ptr() for tensor in tensors_in(waited)]
 
 
-VIEWS = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     "views",
     [
         lambda base: [base, base[2:5]],
@@ -130,11 +130,7 @@ VIEWS = pytest.mark.parametrize(
     ],
     ids=["whole and part", "overlapping", "transposed", "of another dtype", "part and parameter"],
 )
-Views = Callable[[torch.Tensor], list[torch.Tensor]]
-
-
-@VIEWS
-def test_views_among_the_arguments_share_writes(endpoints: Endpoints, client: Client, views: Views) -> None:
+def test_views_among_the_arguments_share_writes(endpoints: Endpoints, client: Client, views: Callable[..., Any]) -> None:
     """The endpoint writes to one argument and reads it in another, by position or by name; the caller's own are unchanged."""
     base = torch.arange(12.0, device=endpoints.device)
     address = base.data_ptr()

@@ -40,19 +40,13 @@ def weights():
     return torch.zeros(4)
 """
 
-#: A script's use of its server.
+#: A script's use of its server, or its error.
 ATTACH = """
-if __name__ == "__main__":
-    found = provider.get_runtime_info()
-    print("attached", found["execution_mode"], found["server"]["pid"], flush=True)
-"""
-
-#: The same, with its error printed.
-TRY = """
 if __name__ == "__main__":
     from shared_rpc.errors import SharedRPCError
     try:
-        print("attached", provider.get_runtime_info()["server"]["pid"], flush=True)
+        found = provider.get_runtime_info()
+        print("attached", found["execution_mode"], found["server"]["pid"], flush=True)
     except SharedRPCError as error:
         print(f"refused {type(error).__name__}", error, "that was all", flush=True)
 """
@@ -95,7 +89,7 @@ class Scripts:
         return pid
 
     def refused(self, child: Child) -> str:
-        """Return the error that a process of :data:`TRY` reported."""
+        """Return the error that a process of :data:`ATTACH` reported."""
         assert child.process.stdout is not None
         text = child.process.stdout.read()
         assert text.startswith("refused"), text
@@ -229,7 +223,7 @@ def test_a_server_killed_while_loading_is_replaced(scripts: Scripts) -> None:
 
 def test_load_errors_reach_all_waiters(scripts: Scripts) -> None:
     """With the traceback instead of a timeout; waiters do not retry, later processes do."""
-    scripts.write(SLOW, "\nif __name__ != '__main__': raise OSError('no such checkpoint')\n", TRY)
+    scripts.write(SLOW, "\nif __name__ != '__main__': raise OSError('no such checkpoint')\n", ATTACH)
     racing = [scripts.run()]
     eventually(lambda: len(scripts.loads) == 1)
     racing += [scripts.run() for _ in range(2)]
@@ -250,7 +244,7 @@ def test_load_errors_reach_all_waiters(scripts: Scripts) -> None:
 def test_a_slow_server_continues_after_a_timeout(scripts: Scripts) -> None:
     """The error names it, its log and the setting; a later call finds it."""
     slow = SLOW + "    print('half of it is there', flush=True)\n    while not os.path.exists('more'): time.sleep(0.005)\n"
-    scripts.write(slow, TRY, app=APP.replace('device="cpu"', 'device="cpu", server_startup_timeout=4.0'))
+    scripts.write(slow, ATTACH, app=APP.replace('device="cpu"', 'device="cpu", server_startup_timeout=4.0'))
     (scripts.directory / "go").touch()
     starter = scripts.run()
     eventually(lambda: len(scripts.loads) == 1)
@@ -277,11 +271,11 @@ def test_logs_are_rotated(scripts: Scripts) -> None:
 
 def test_functions_without_a_file_are_refused(scripts: Scripts) -> None:
     """The error gives the remedy. With a server they attach like any client."""
-    text = scripts.refused(scripts.run("-c", APP + TRY))
+    text = scripts.refused(scripts.run("-c", APP + ATTACH))
     assert text.startswith("refused ConfigurationError cannot start a server for functions without a .py file")
     assert "into a file, such as models.py, and import it here" in text
     pid = scripts.attached()
-    assert scripts.run("-c", APP + TRY).expect("attached") == f"attached {pid}"
+    assert scripts.run("-c", APP + ATTACH).expect("attached") == f"attached spawn {pid}"
 
 
 def test_cells_of_a_notebook_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -419,21 +419,6 @@ def test_submits_beyond_max_tasks_are_refused(client: Client, go: threading.Even
     assert client.call("held", 3).value.tolist() == [3] * 4
 
 
-def test_abandoned_calls_of_task_endpoints_are_dropped(
-    server: Server, client: Client, go: threading.Event, begun: threading.Event
-) -> None:
-    """If they have not begun; running ones continue, and are not kept."""
-    with Raw(server.socket_path) as raw:
-        for number in (1, 2):
-            raw.say(m.Call("held", [number]), number)
-        assert begun.wait(10)
-        eventually(lambda: server.info()["running"] == 2)
-    eventually(lambda: server.info()["running"] == 1)
-    go.set()
-    eventually(lambda: server.info()["running"] == 0)
-    assert kept(client) == (0, 0)
-
-
 def test_claimed_results_outlive_their_task(provider: Provider, serve: Serve, connect: Connect) -> None:
     """The session that waited for it fetches the result after the task has expired."""
     provider.share("ones", cache=False)(lambda: torch.ones(4))

@@ -15,13 +15,19 @@ import anyio.to_thread
 import pytest
 import torch
 
-from shared_rpc import AsyncClient, errors
+from shared_rpc import AsyncClient, Client, errors
 from tests.kit.brokers import BrokerApp, another_worker, begun, fds_of, is_running, worker_pids
 from tests.kit.deep import deep
 from tests.kit.processes import eventually, sigstop
 
 #: A broker that closes all descriptors it opens: a zygote is started late, and has some.
 WITHOUT_ZYGOTE = "--no-preload"
+
+
+def crash(client: Client) -> None:
+    """Kill the worker in a call."""
+    with pytest.raises(errors.WorkerCrashed):
+        client.call("end", "kill")
 
 
 # Errors that callers receive.
@@ -47,8 +53,7 @@ def test_objects_survive_their_worker(app: BrokerApp) -> None:
     model, handle = client.call("model"), client.call("held")
     task = client.submit("model", 9)
     client.wait_for_task(task)
-    with pytest.raises(errors.WorkerCrashed):
-        client.call("end", "kill")
+    crash(client)
     other = app.connect()
     with torch.no_grad():
         other.call("model").weight[0, 0] = 5
@@ -171,8 +176,7 @@ def test_chunks_survive_their_worker(app: BrokerApp) -> None:
     x = torch.arange(6000.0)
     kept = client.call("echo", x)
     for _ in range(2):
-        with pytest.raises(errors.WorkerCrashed):
-            client.call("end", "kill")
+        crash(client)
         assert torch.equal(client.call("echo", kept), x)
     assert torch.equal(kept, x)
     del kept
@@ -195,8 +199,7 @@ def test_a_flood_on_standard_error_blocks_nothing(app: BrokerApp) -> None:
     before = resident(broker.pid)
     assert client.call("shout").item() == 1
     assert resident(broker.pid) - before < 8 << 20
-    with pytest.raises(errors.WorkerCrashed):
-        client.call("end", "kill")
+    crash(client)
     assert client.call("plain").item() == 0
 
 
