@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,6 +32,8 @@ def run(
     loaders: dict[str, Callable[..., object]] = {OURS: load}
     if device != "cpu":  # on the host it only maps the file
         loaders["safetensors.torch.load_file"] = safetensors.torch.load_file
+        if importlib.util.find_spec("fastsafetensors"):
+            loaders["fastsafetensors"] = _fast_load
     title = f"Records of a module of {megabytes} MiB on {device}"
     times = Times()
     with (
@@ -63,6 +66,13 @@ def _measure(client: Client, megabytes: int, file: Path, times: Times) -> None:
         handle = client.call("layers", megabytes)
     with handle, client.export(handle) as record, times.of("adopt from memory"):
         client.adopt(record)
+
+
+def _fast_load(file: Path, device: str) -> object:
+    from fastsafetensors import fastsafe_open
+
+    with fastsafe_open([str(file)], nogds=True, device=f"{device}:{torch.cuda.current_device()}") as opened:
+        return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
 
 
 def _measure_loads(loaders: dict[str, Callable[..., object]], file: Path, device: str, rounds: int, times: Times) -> None:

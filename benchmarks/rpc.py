@@ -41,6 +41,7 @@ def run(
     kept: Annotated[int, typer.Option(help="Small cached results.")] = 12_000,
     long_run: Annotated[int, typer.Option(help="Calls of the long run.")] = 2_000,
     peers: Annotated[bool, typer.Option("--peers", help="Compare with other installed RPC libraries.")] = False,
+    pinned: Annotated[bool, typer.Option(help="Servers on one half of the cores, measuring processes on the other.")] = True,
     json: Json = None,
 ) -> None:
     """Measure round trips: ping, direct and managed calls, arguments, tasks, concurrent and many calls, import, CLI."""
@@ -48,7 +49,8 @@ def run(
     others: list[type[Side]] = [SharedTensor, *(PEERS if peers else ())]
     sides = present(Echo, *others, Ours)
     title = f"Round trips, tensors on {device} (x raw echo)"
-    with Run("rpc", title, [side.name for side in sides], device, json, base=ECHO) as run, ExitStack() as stack:
+    names = [side.name for side in sides]
+    with Run("rpc", title, names, device, json, base=ECHO, pinned=pinned) as run, ExitStack() as stack:
         for other in others:
             run.note(other.missing(device))
         servers = {side.name: serve(run, side) for side in sides}
@@ -56,7 +58,8 @@ def run(
         _turns(run, connected, rounds, calls, megabytes)
         anyio.run(_coroutines, run, servers[OURS].address, rounds)
         _kept_results(run, connected[OURS].link, servers[OURS].process.pid, kept)
-        _many_calls(run, connected[OURS].link, servers[OURS].process.pid, long_run)
+        if long_run:
+            _many_calls(run, connected[OURS].link, servers[OURS].process.pid, long_run)
         _cold_starts(run, processes)
 
 
@@ -126,9 +129,6 @@ async def _coroutines(run: Run, socket: str, rounds: int) -> None:
     run.row(f"… by {_AT_ONCE} coroutines at once, per call", Sample(together[1:]))
 
 
-# Resources of many results and calls.
-
-
 def _kept_results(run: Run, client: Client, pid: int, count: int) -> None:
     """Measure the device memory and the descriptors of many cached results of 4 KiB."""
     before, fds = client.get_server_info()["nbytes"], process_counts(pid)["fds"]
@@ -143,8 +143,6 @@ def _kept_results(run: Run, client: Client, pid: int, count: int) -> None:
 
 #: Calls after which no resource may grow.
 _FIRST = 100
-#: Readings, each after a call, and the seconds between them.
-_READINGS, _BETWEEN = 20, 0.05
 
 
 def _many_calls(run: Run, client: Client, server: int, calls: int) -> None:
@@ -155,7 +153,7 @@ def _many_calls(run: Run, client: Client, server: int, calls: int) -> None:
             client.call("plus_one", torch.ones(SMALL, device=run.device))
 
     def reading() -> dict[str, int]:
-        time.sleep(_BETWEEN)
+        time.sleep(0.05)
         call(1)
         gc.collect()
         counts = process_counts(os.getpid()), process_counts(server)
@@ -164,7 +162,7 @@ def _many_calls(run: Run, client: Client, server: int, calls: int) -> None:
 
     def lowest() -> dict[str, int]:
         """Return the lowest of several readings, because a call may release resources of the previous one."""
-        readings = [reading() for _ in range(_READINGS)]
+        readings = [reading() for _ in range(20)]
         return {key: min(each[key] for each in readings) for key in readings[0]}
 
     call(_FIRST)

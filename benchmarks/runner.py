@@ -41,8 +41,6 @@ provider = Provider(device={device!r})
 Workload({device!r}).share(provider)
 """
 
-# Options.
-
 Json = Annotated[Path | None, typer.Option("--json", help="File for the results; by default benchmarks/results/<name>.json.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Shape = Annotated[str | None, typer.Option(help="llama-3-8b (the default on a GPU), small (the default on the host) or tiny.")]
@@ -60,9 +58,6 @@ def chosen(device: str, shape: str | None = None) -> tuple[str, str]:
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return device, shape or ("llama-3-8b" if device == "cuda" else "small")
-
-
-# Times.
 
 
 class Sample(list[float]):
@@ -113,8 +108,6 @@ def interleaved(actions: Mapping[str, Callable[[], object]], *, rounds: int, cal
     return times
 
 
-# Rows.
-
 OURS, ECHO = "shared_rpc", "raw echo"
 
 Unit = Literal["s", "bytes", "ratio", "number"]
@@ -154,9 +147,6 @@ def shown(value: float | str, unit: Unit) -> str:
 
 
 Value = float | str | Sample
-
-
-# The run.
 
 
 class Run:
@@ -291,7 +281,12 @@ class Run:
         """Print the table and write the JSON."""
         host = _host()
         cells = [
-            [row["name"], *(self._cell(row, side) for side in self._sides), row["goal"] or "", _MET[row["met"]]]
+            [
+                row["name"],
+                *(self._cell(row, side) for side in self._sides),
+                row["goal"] or "",
+                {True: "yes", False: "no"}.get(row["met"], ""),
+            ]
             for row in self.rows
         ]
         rendering.table(self._title, ["", *(f"{side}>" for side in self._sides), "goal", "met"], cells)
@@ -321,7 +316,6 @@ class Run:
         return text
 
 
-_MET = {True: "yes", False: "no", None: ""}
 _PACKAGES = ("torch", "shared-rpc", "shared-tensor", "uvloop", "cuda-bindings", "ray")
 
 
@@ -333,7 +327,6 @@ def _host() -> dict[str, Any]:
     return {
         "cores": len(os.sched_getaffinity(0)),
         "load": os.getloadavg()[0],  # of the last minute, which shows other work on the machine
-        "kernel": platform.release(),
         "python": platform.python_version(),
         **{name: versions.get(name) for name in _PACKAGES},
         "gpu": gpus.partition("\n")[0],
