@@ -1,17 +1,21 @@
-"""Background tasks of a broker: an error of one does not end the others, and the sweeper's tables are swept when due."""
+"""Background tasks of a broker: one that fails ends no other, the sweeper sweeps when due, and crash loops are refused."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
 from collections.abc import Callable
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import anyio
 import anyio.lowlevel
 import anyio.to_thread
 import pytest
 
+from shared_rpc.broker import supervisor
 from shared_rpc.broker.supervisor import Spawner
+from shared_rpc.errors import WorkerCrashed
 from shared_rpc.server import sweeper
 
 
@@ -73,3 +77,29 @@ def test_expiries_due_during_a_sweep_are_swept(caplog: pytest.LogCaptureFixture)
     anyio.run(story)
     assert sweeps[2] >= sweeps[1] + 0.05
     assert "too many open files" in caplog.text
+
+
+def test_a_crash_loop_is_refused_until_its_period_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After five ends within 30 s, unless a worker runs; slower ones are no loop. The error has the last end."""
+    now = [100.0]
+    monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    workers = supervisor.Supervisor(Mock(), 1, Mock(), Mock(), Mock(), Mock())
+    crash = WorkerCrashed("the worker was killed", signal="SIGKILL", stderr="its last words")
+
+    def refused(seconds: float) -> list[bool]:
+        found = []
+        for _ in range(5):
+            now[0] += seconds
+            workers._count_crash(crash, lived=0.0)
+            found.append(workers.refusal() is not None)
+        return found
+
+    assert (refused(7.5), refused(7.4)) == ([False] * 5, [True] * 5)
+    error = workers.refusal()
+    assert isinstance(error, WorkerCrashed) and (error.signal, error.stderr) == ("SIGKILL", "its last words")
+    assert "5 workers ended within 30 s. The next one is started in 0 s" in str(error) and str(error).endswith(str(crash))
+    workers.workers.append(Mock())
+    assert workers.refusal() is None
+    workers.workers.clear()
+    now[0] += 0.4
+    assert workers.refusal() is None
