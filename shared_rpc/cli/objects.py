@@ -15,6 +15,9 @@ from shared_rpc.errors import ConfigurationError, one_line
 from shared_rpc.operations.client import Client
 from shared_rpc.protocol.infos import ListedObjectInfo, MoveInfo
 
+#: Seconds for a move of an object, or of all those of an endpoint, to a slow disk.
+_MOVING = 3600.0
+
 Target = Annotated[str, typer.Argument(metavar="OBJECT|ENDPOINT", help="An object's id or cache key, or an endpoint.")]
 File = Annotated[str, typer.Argument(metavar="FILE", help="The file of the record.")]
 
@@ -75,14 +78,14 @@ def evict(
     json: Json = False,
 ) -> None:
     """Move an object, or all objects of an endpoint, from their device to a lower tier. Active objects stay."""
-    with the_server(socket, base_path) as client:
+    with the_server(socket, base_path, timeout=_MOVING) as client:
         moves = client.evict(_target(client, target), to)
     _show(moves, "freed>", json)
 
 
 def restore(target: Target, socket: Socket = None, base_path: BasePath = None, json: Json = False) -> None:
     """Move an object, or all objects of an endpoint, back to their device, for all processes."""
-    with the_server(socket, base_path) as client:
+    with the_server(socket, base_path, timeout=_MOVING) as client:
         moves = client.restore(_target(client, target))
     _show(moves, "taken>", json)
 
@@ -127,7 +130,7 @@ def export_object(
     from shared_rpc.extras import record_file
 
     begin = time.perf_counter()
-    with the_server(socket, base_path) as client:
+    with the_server(socket, base_path, timeout=_MOVING) as client:
         chosen = object_of(client, object_id)
         header = record_file.save(client, chosen, file)
     if json:
@@ -156,7 +159,7 @@ def import_file(
     if kwargs and endpoint is None:
         raise Misuse("arguments are those of a call: name its endpoint with --endpoint")
     begin = time.perf_counter()
-    with FileRecord(file) as record, the_server(socket, base_path) as client, as_misuse():
+    with FileRecord(file) as record, the_server(socket, base_path, timeout=_MOVING) as client, as_misuse():
         made = client.adopt(record, endpoint, **kwargs)
     if json:
         as_json({name: getattr(made, name) for name in ("object_id", "endpoint", "cache_key", "generation", "nbytes")})

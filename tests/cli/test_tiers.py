@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 from shared_rpc import Client, Provider, Server
+from shared_rpc.cli import discovery
+from shared_rpc.memory.spill import SpillDirectory
 from tests.kit.commands import cli
 
 
@@ -54,6 +57,15 @@ def test_objects_are_named_by_their_key_or_endpoint(client: Client) -> None:
     assert (moved["cache_key"], moved["tier"], tiers(client)) == ("load(number=2)", "file", ["device", "file"])
     assert len(cli("objects", "evict", "load", "--json").data) == 1
     assert len(cli("objects", "evict", "load").rows) == 1
+
+
+def test_a_slow_disk_delays_the_command(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server must answer soon only where commands look for it: a large object takes its time."""
+    create = SpillDirectory.create
+    monkeypatch.setattr(discovery, "PATIENCE", 1.0)
+    monkeypatch.setattr(SpillDirectory, "create", lambda *given: time.sleep(1.2) or create(*given))
+    client.call("load", 1).release()
+    assert len(cli("objects", "evict", "load", "--json").data) == 1
 
 
 def test_objects_that_cannot_be_moved(client: Client) -> None:
