@@ -41,29 +41,6 @@ def shell(place: Place, terminal: Callable[..., Tty]) -> Tty:
     return tty
 
 
-RAW = """
-    import os, sys, termios, tty
-    before = termios.tcgetattr(0)
-    tty.setraw(0)
-    print("raw", end="\\r\\n", flush=True)
-    keys = b""
-    while not keys.endswith(b"q"):
-        keys += os.read(0, 1)
-    termios.tcsetattr(0, termios.TCSADRAIN, before)
-    print(keys)
-"""
-
-
-def test_an_interactive_program(place: Place, terminal: Callable[..., Tty]) -> None:
-    """It reads single keys, whatever they are; the terminal is left as it was."""
-    tty = terminal(*RUN, place.write(RAW))
-    tty.until("raw", seconds=LONG)
-    tty.press("a\x03\x1aq")
-    tty.until(r"b'a\x03\x1aq'")
-    assert tty.end() == 0
-    assert tty.attributes == tty.before
-
-
 def test_ctrl_c_arrives_once(place: Place, terminal: Callable[..., Tty]) -> None:
     """At the script, and at its children as at all processes of a job."""
     script = place.write("""

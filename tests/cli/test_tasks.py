@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import shlex
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
@@ -16,12 +15,13 @@ import pytest
 import torch
 
 from shared_rpc import Client, Provider, Server, progress
-from shared_rpc.cli.rendering import percent, steps, task_object
+from shared_rpc.cli.rendering import percent, status_of, steps, task_object
+from shared_rpc.cli.tasks import Lines, _error_or_key
 from shared_rpc.protocol.tasks import Progress, TaskInfo, TaskStatus
-from tests.kit.apps import Connect, Serve
+from tests.kit.apps import Serve
 from tests.kit.commands import MODULE, cli
 from tests.kit.processes import eventually
-from tests.kit.terminals import HIDDEN, SHOWN, Tty
+from tests.kit.terminals import Tty
 
 KEY = "load(size=16, name='base')"
 
@@ -123,18 +123,11 @@ def test_tasks_are_listed_in_the_order_of_submission(client: Client) -> None:
     assert cli("tasks", "--json").data == [task_object(info) for info in client.list_tasks()]
 
 
-def test_a_task_that_waits_for_capacity(provider: Provider, serve: Serve, connect: Connect, go: threading.Event) -> None:
+def test_a_task_that_waits_for_capacity() -> None:
     """The reason replaces the key, and is a field for machines."""
-    share_all(provider, go)
-    serve(quotas={"cpu": 4096}, when_full="evict")
-    client = connect()
-    with client.call("load", size=16) as handle:
-        task = client.submit("load", size=32)
-        eventually(lambda: client.get_task_status(task).waits_for is not None)
-        _, row = cli("tasks").rows
-        assert (row[2], handle.object_id in row[-1]) == ("running, waits for capacity", True)
-        assert [info["waits_for"] for info in cli("tasks", "--json").data] == [row[-1]]
-    client.wait_for_task(task)
+    info = TaskInfo("a-1", "load", TaskStatus.RUNNING, 0.0, cache_key=KEY, waits_for="buffer 1")
+    assert (status_of(info), _error_or_key(info)) == ("running, waits for capacity", "buffer 1")
+    assert task_object(info)["waits_for"] == "buffer 1"
 
 
 def test_tasks_of_a_status_or_a_server(client: Client, another: Client) -> None:
@@ -237,33 +230,22 @@ def test_ctrl_c_ends_the_wait_alone(client: Client, command: str, where: list[st
     eventually(lambda: client.get_task_status(info.task_id).status is TaskStatus.CANCELLED)
 
 
-def test_a_server_that_stops_ends_the_wait(client: Client, server: Server) -> None:
-    """With an error."""
-    assert "stopped" in cli("tasks", "wait", begun(client, "forever"), when={"running": server.stop}).failure
-
-
-def test_small_steps_are_not_all_printed(provider: Provider, serve: Serve, connect: Connect, go: threading.Event) -> None:
+def test_small_steps_are_not_all_printed(capsys: pytest.CaptureFixture[str]) -> None:
     """A line for each hundredth of the whole, and for each new message."""
-
-    def report(done: int, message: str) -> None:
-        progress(done, 10_000, message)
-        eventually(lambda: client.list_tasks()[0].progress == Progress(done, 10_000, message))
-
-    @provider.share
-    def downloads() -> torch.Tensor:
-        go.wait()
-        for done in (0, 1, 99, 100, 101):
-            report(done, "reading")
-        report(101, "writing")
-        return torch.ones(1)
-
-    serve()
-    client = connect()
-    ran = cli("tasks", "wait", begun(client, "downloads"), when={"downloads: running": go.set})
-    assert ran.succeeded.splitlines()[1:-1] == [
-        "downloads: running, 0/10000 reading",
-        "downloads: running, 100/10000 reading",
-        "downloads: running, 101/10000 writing",
+    lines = Lines()
+    for done, message in [
+        (0, "reading"),
+        (1, "reading"),
+        (99, "reading"),
+        (100, "reading"),
+        (101, "reading"),
+        (101, "writing"),
+    ]:
+        lines.update(TaskInfo("a-1", "load", TaskStatus.RUNNING, 0.0, progress=Progress(done, 10_000, message)))
+    assert capsys.readouterr().out.splitlines() == [
+        "load: running, 0/10000 reading",
+        "load: running, 100/10000 reading",
+        "load: running, 101/10000 writing",
     ]
 
 
@@ -280,16 +262,10 @@ def test_cancelling(client: Client) -> None:
     assert data == {"outcome": "asked", "task": task_object(client.get_task_status(running))}
 
 
-def test_a_task_is_found_by_its_id(client: Client, another: Client) -> None:
-    """Of several servers none has to be named."""
+def test_the_server_of_an_id(client: Client, another: Client) -> None:
+    """It is found among several; the error for an unknown id names them, and ``--socket`` queries one whatever the id."""
     for one in (client, another):
-        task = begun(one, "forever")
-        cancel = {"running": lambda task=task: cli("tasks", "cancel", task)}
-        assert cli("tasks", "wait", task, when=cancel).failure == f"task {task} of 'forever' was cancelled"
-
-
-def test_an_id_of_no_server(client: Client, another: Client) -> None:
-    """The error names the queried servers; ``--socket`` queries one of them whatever the id."""
+        assert cli("tasks", "cancel", begun(one, "forever")).code == 0
     complaint = f"none of the servers that answer issued task 'a-1': {another.socket_path}, {client.socket_path}"
     assert cli("tasks", "wait", "a-1").complaint == complaint
     assert cli("tasks", "cancel", "a-1", "--socket", client.socket_path).complaint.startswith("this server has no task 'a-1'")
@@ -309,17 +285,6 @@ def test_a_bar(client: Client, go: threading.Event, terminal: Callable[..., Tty]
     go.set()
     assert tty.end() == 0
     assert re.fullmatch(r"gated: completed in \d+\.\d s, 16 B on cpu, object \w+", tty.text.strip())
-
-
-def test_ctrl_c_restores_the_cursor(client: Client, terminal: Callable[..., Tty]) -> None:
-    """The bar hides it."""
-    task = begun(client, "forever")
-    tty = terminal("tasks", "wait", task)
-    tty.until("forever: running")
-    tty.kill(signal.SIGINT)
-    said = f"shared-rpc: task {task} goes on; to cancel it: shared-rpc tasks cancel {task}"
-    assert (tty.end(), [line for line in tty.lines if line][-1]) == (130, said)
-    assert tty.written.rindex(SHOWN) > tty.written.rindex(HIDDEN)
 
 
 @pytest.mark.parametrize(

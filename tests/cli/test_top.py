@@ -458,7 +458,7 @@ async def test_filtering_by_endpoint() -> None:
 
 @pytest.mark.asyncio
 async def test_invalidating_asks_first() -> None:
-    """Whether for the object, or for its endpoint; any other answer is no, and does nothing else."""
+    """Whether for the object of the question, though it has moved, or for its endpoint; any other answer is no."""
     async with showing(few(1, 2, 3)) as top:
         for key in ("escape", "enter", "q", "down"):
             await top.press("i", key)
@@ -466,31 +466,13 @@ async def test_invalidating_asks_first() -> None:
             assert not isinstance(top.app.screen, Question)
         await top.press("j", "i")
         assert top.text("Question Static") == "invalidate load(size=2)?  y yes  e all 3 of load  Esc no"
-        await top.press("y")
-        await top.press("i", "e")
+        await top.show(few(1, 3))
+        await top.press("y", "i", "e")
         assert top.fake.actions == [("invalidate_object", f"{2:024x}"), ("invalidate_endpoint_cache", "load")]
         assert top.notices[-2:] == ["load(size=2) dropped from the cache", "3 cached results of load dropped"]
-
-
-@pytest.mark.asyncio
-async def test_a_confirmation_is_for_the_object_of_the_question() -> None:
-    """Though another one is in its place when the key is pressed."""
-    async with showing(few(1, 2, 3)) as top:
-        await top.press("i")
-        await top.show(few(1, 2))
-        await top.press("y")
-        assert top.fake.actions == [("invalidate_object", f"{3:024x}")]
-
-
-@pytest.mark.asyncio
-async def test_a_buffer_has_no_endpoint_to_invalidate() -> None:
-    """It is freed itself."""
-    buffer = thing(9, kind="buffer", endpoint="", cache_key=None, state="listed")
-    async with showing(snapshot(objects=[buffer])) as top:
-        await top.press("i", "e")
-        assert top.fake.actions == []
-        await top.press("i", "y")
-        assert top.fake.actions == [("free_buffer", f"{9:024x}")]
+        await top.show(snapshot(objects=[thing(9, kind="buffer", endpoint="", cache_key=None, state="listed")]))
+        await top.press("i", "e", "i", "y")
+        assert top.fake.actions[2:] == [("free_buffer", f"{9:024x}")]
 
 
 @pytest.mark.asyncio

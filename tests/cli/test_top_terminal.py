@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
-import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
@@ -19,8 +17,7 @@ from shared_rpc import Client, Provider, Server, progress
 from tests.kit.apps import Connect, Serve
 from tests.kit.commands import MODULE, cli
 from tests.kit.deep import deep
-from tests.kit.processes import eventually
-from tests.kit.terminals import ALTERNATE, NORMAL, Tty
+from tests.kit.terminals import ALTERNATE, Tty
 
 MIB = 1 << 20
 Terminal = Callable[..., Tty]
@@ -131,39 +128,6 @@ def test_the_terminal_is_restored(base_path: str, tty: Terminal, end: Callable[[
     assert top.end() == status
     assert top.restored
     assert b"Traceback" not in top.written
-
-
-def test_a_defect_ends_the_view(served: Server, tty: Terminal) -> None:
-    """The traceback is printed once the terminal is restored."""
-    broken = """
-        from shared_rpc.cli.top import watching
-        def broken(*_): raise ZeroDivisionError("a defect")
-        watching.ServerWatcher.poll = broken
-    """
-    top = tty(command=("-c", code(broken)))
-    assert top.end() == 1
-    assert top.restored
-    after = re.sub(r"\x1b\[[0-9;]*m", "", top.written[top.written.rfind(NORMAL) :].decode())
-    assert "ZeroDivisionError: a defect" in after
-
-
-def test_suspending_and_resuming(served: Server, tty: Terminal) -> None:
-    """Ctrl-Z restores the terminal for the shell; ``fg`` draws the view again."""
-    shell = tty(command=("-c", "import os; os.execvp('bash', ['bash', '--norc', '--noediting', '-i'])"))
-    shell.press(f"{sys.executable} -m shared_rpc.cli top\n")
-    shell.until("objects 0")
-    viewing = shell.attributes
-    shell.press("\x1a")
-    eventually(lambda: b"Stopped" in shell.written and shell.in_foreground)
-    assert shell.restored and shell.attributes != viewing
-    stopped = len(shell.written)
-    shell.press("fg\n")
-    eventually(lambda: ALTERNATE in shell.written[stopped:] and b"objects 0" in shell.written[stopped:])
-    shell.press("q")
-    eventually(lambda: NORMAL in shell.written[stopped:] and shell.restored and shell.in_foreground)
-    shell.press("exit\n")
-    assert shell.end() == 0
-    assert shell.restored
 
 
 @pytest.mark.parametrize("options", [["--once"], []], ids=str)

@@ -88,11 +88,6 @@ class Tty:
         """The terminal's settings now, or at the end of the command."""
         return self._left if self._theirs is None else termios.tcgetattr(self._theirs)
 
-    @property
-    def in_foreground(self) -> bool:
-        """True if the command itself is in the foreground, and receives input, rather than a job that it has started."""
-        return os.tcgetpgrp(self._ours) == self.process.pid
-
     def until(self, *texts: str, seconds: float = 20.0) -> str:
         """Wait until the screen shows all these texts; return the screen. Line breaks depend on the length of a path."""
 
