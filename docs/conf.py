@@ -56,7 +56,7 @@ nitpicky = True
 nitpick_ignore_regex = [
     (
         "py:.*",
-        r"(torch|collections|contextlib|fnmatch|os|types|typing|multiprocessing|rich|msgspec|anyio|prometheus_client)\b.*",
+        r"(torch|collections|contextlib|fnmatch|inspect|os|types|typing|multiprocessing|rich|msgspec|anyio|prometheus_client)\b.*",
     ),
     ("py:.*", r"(Any|Callable|Iterable|Iterator|Sequence|Mapping|Collection|Literal|Path|PathLike|TracebackType)"),
     ("py:.*", r"Abstract(Async)?ContextManager|(BaseException|Exception|OSError|TypeError)(Group)?"),

@@ -1,4 +1,4 @@
-"""Tables generated from the code: the messages of the protocol, its limits, the codes of errors."""
+"""Tables generated from the code: the messages of the protocol, the codes of errors."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from typing import Any, get_args
 
 import msgspec
 from docutils import nodes
+from docutils.frontend import get_default_settings
+from docutils.parsers.rst import Parser
+from docutils.utils import new_document
 from sphinx.application import Sphinx
-from sphinx.util.docutils import SphinxDirective
+from sphinx.util.docutils import SphinxDirective, sphinx_domains
 
 from shared_rpc import errors
-from shared_rpc.protocol import catalogue, frames
+from shared_rpc.protocol import catalogue
 from shared_rpc.protocol import worker as worker_messages
 from shared_rpc.protocol.messages import Message
 
@@ -31,23 +34,13 @@ class _Made(SphinxDirective):
         return nodes.row("", *(nodes.entry("", *self._parsed(cell)) for cell in cells))
 
     def _parsed(self, text: str) -> list[nodes.Node]:
-        return restructured(self, text)
-
-
-def restructured(directive: SphinxDirective, text: str) -> list[nodes.Node]:
-    """Parse a text in reStructuredText, in a page of any format."""
-    from docutils.frontend import get_default_settings
-    from docutils.parsers.rst import Parser
-    from docutils.utils import new_document
-    from sphinx.util.docutils import sphinx_domains
-
-    settings = get_default_settings(Parser)
-    settings.env = directive.env
-    document = new_document("a docstring", settings)
-    document.reporter = directive.state.document.reporter
-    with sphinx_domains(directive.env):
-        Parser().parse(text, document)
-    return document.children
+        settings = get_default_settings(Parser)
+        settings.env = self.env
+        document = new_document("a docstring", settings)
+        document.reporter = self.state.document.reporter
+        with sphinx_domains(self.env):
+            Parser().parse(text, document)
+        return document.children
 
 
 class WireMessages(_Made):
@@ -118,28 +111,8 @@ class ErrorCodes(_Made):
             yield f"``{code}``", role, ", ".join(f"``{name}``" for name in detail) or "none"
 
 
-class WireLimits(_Made):
-    """The limits that both sides enforce."""
-
-    def run(self) -> list[nodes.Node]:
-        """See :class:`docutils.parsers.rst.Directive`."""
-        limits = frames.Limits()
-        rows = iter(
-            [
-                ("protocol version", f"{frames.VERSION}"),
-                ("header", f"{frames.HEADER_SIZE} bytes"),
-                ("body of a frame", f"at most {limits.body >> 20} MiB"),
-                ("payload of a frame", f"at most {limits.payload >> 20} MiB"),
-                ("descriptors of a frame", f"at most {frames.MAX_FDS}"),
-                ("descriptors of one ``sendmsg(2)``", f"at most {frames.FDS_PER_MESSAGE}"),
-            ]
-        )
-        return [self._table([5, 4], ["limit", "value"], rows)]
-
-
 def setup(app: Sphinx) -> dict[str, bool]:
     """See :mod:`sphinx.ext`."""
     app.add_directive("wire-messages", WireMessages)
-    app.add_directive("wire-limits", WireLimits)
     app.add_directive("error-codes", ErrorCodes)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
