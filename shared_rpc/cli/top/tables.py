@@ -200,6 +200,8 @@ def bar(parts: Sequence[tuple[float, str]], total: float) -> Text:
     for mark, (amount, style) in zip("█▓▒", parts, strict=False):
         begun += amount
         end = round(_BAR * min(begun / total, 1.0)) if total > 0 else 0
+        # A small part has a cell too, so that it is visible.
+        end = min(max(end, len(line) + (amount > 0)), _BAR)
         line.append(mark * (end - len(line)), style)
     return line.append("░" * (_BAR - len(line)), "dim")
 
