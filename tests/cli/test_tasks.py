@@ -233,15 +233,8 @@ def test_ctrl_c_ends_the_wait_alone(client: Client, command: str, where: list[st
 def test_small_steps_are_not_all_printed(capsys: pytest.CaptureFixture[str]) -> None:
     """A line for each hundredth of the whole, and for each new message."""
     lines = Lines()
-    for done, message in [
-        (0, "reading"),
-        (1, "reading"),
-        (99, "reading"),
-        (100, "reading"),
-        (101, "reading"),
-        (101, "writing"),
-    ]:
-        lines.update(TaskInfo("a-1", "load", TaskStatus.RUNNING, 0.0, progress=Progress(done, 10_000, message)))
+    for done, message in [*((done, "reading") for done in (0.0, 1.0, 99.0, 100.0, 101.0)), (101.0, "writing")]:
+        lines.update(TaskInfo("a-1", "load", TaskStatus.RUNNING, 0.0, progress=Progress(done, 10_000.0, message)))
     assert capsys.readouterr().out.splitlines() == [
         "load: running, 0/10000 reading",
         "load: running, 100/10000 reading",
