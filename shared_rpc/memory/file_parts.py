@@ -229,9 +229,9 @@ def _read(part: Part, carrier: Carrier, stop: threading.Event) -> bytes | None:
             read_exactly(part.file, piece, part.offset + start)
         except OSError as error:
             raise PartError(part, error) from error
-        if found is not None:
-            found.update(piece)
         carrier.store(part.place + start, part.memory, piece)
+        if found is not None:  # while a GPU copies
+            found.update(piece)
     carrier.finish()
     if found is None:
         return b""
