@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import signal
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from shared_rpc.extras.verify import Report
 
 _MARKS = {"passed": "ok", "failed": "x", "skipped": "-"}
-#: Exit codes: a check failed; there was nothing to check; on a signal, the base to which its number is added.
-_FAILED, _COULD_NOT_RUN, _INTERRUPTED = 1, 2, 128
+#: Exit codes: a check failed; there was nothing to check.
+_FAILED, _COULD_NOT_RUN = 1, 2
 
 
 def verify(
@@ -27,7 +27,7 @@ def verify(
         str | None,
         typer.Option("--size", metavar="SIZE", help="Size of the model; 64MiB by default, 1GiB on a GPU; 8MiB at least."),
     ] = None,
-    lifetimes: Annotated[int, typer.Option(min=1, help="Processes that come and go.")] = 100,
+    lifetimes: Annotated[int, typer.Option(min=1, help="Processes that come and go.")] = 4,
     cycles: Annotated[int, typer.Option(min=1, help="Attaches and releases of one process.")] = 1000,
     check: Annotated[
         list[str] | None,
@@ -38,13 +38,16 @@ def verify(
     """Verify sharing on this machine, with real processes, a real server, a real model, and kills.
 
     It starts its own server in its own directory and leaves nothing behind. Exit code 0 if all checks passed, 1 if one failed,
-    2 if there was nothing to check, 128 plus the signal's number if it was interrupted.
+    2 if there was nothing to check, 130 if a signal interrupted it.
     """
     from rich.console import Console
     from rich.progress import TimeElapsedColumn
 
     from shared_rpc.extras import verify as verification
 
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # under nohup it stays ignored
+            signal.signal(number, signal.default_int_handler)
     try:
         nbytes = in_bytes(f"--size {size}", size) if size is not None else None
         settings = verification.Settings(device, workers, nbytes, lifetimes, cycles, tuple(check or ()))
@@ -56,9 +59,6 @@ def verify(
             as_json({"schema": verification.SCHEMA, "error": str(error)})
         complain(f"cannot verify: {one_line(str(error))}")
         raise typer.Exit(_COULD_NOT_RUN) from None
-    except verification.Interrupted as interrupted:
-        print(f"shared-rpc: {interrupted}: ended, and nothing is left", file=sys.stderr)
-        raise typer.Exit(_INTERRUPTED + interrupted.number) from None
     if json:
         as_json(report.as_json())
     else:
@@ -71,21 +71,22 @@ def _show(report: Report) -> None:
     where = report.device
     print(f"{where['name']}, {where['mechanism']}, torch {where['torch']}\n")
     rows = []
-    for outcome in report.outcomes:
+    for outcome in report.checks:
         first, *more = outcome.found or [""]
         rows.append((_MARKS[outcome.state], outcome.title, f"{outcome.seconds:.1f} s", first))
         rows += [("", "", "", line) for line in more]
     table("", ["", "check", "time>", "found"], rows)
-    failed = [outcome for outcome in report.outcomes if outcome.state == "failed"]
+    failed = [outcome for outcome in report.checks if outcome.state == "failed"]
     for outcome in failed:
         print(f"\n{outcome.title}")
         for problem in outcome.problems:
             for name, text in problem.items():
                 print(f"  {name + ':':<10}{one_line(text)}")
+        print(f"  advice:   {outcome.advice}")
     if failed and report.log:
         print("\nthe server's log ends with")
-        print("\n".join(f"  {one_line(line)}" for line in report.log.splitlines()))
-    skipped = sum(outcome.state == "skipped" for outcome in report.outcomes)
-    passed = len(report.outcomes) - len(failed) - skipped
+        print("\n".join(f"  {one_line(line)}" for line in report.log))
+    skipped = sum(outcome.state == "skipped" for outcome in report.checks)
+    passed = len(report.checks) - len(failed) - skipped
     counts = [f"{passed} passed", *([f"{len(failed)} failed"] if failed else []), *([f"{skipped} skipped"] if skipped else [])]
     print(f"\n{', '.join(counts)}, in {report.seconds:.0f} s")

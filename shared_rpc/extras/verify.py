@@ -5,25 +5,220 @@
 
 from __future__ import annotations
 
-import datetime
+import math
 import os
-import platform
+import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 import shared_rpc
 from shared_rpc.errors import ConfigurationError
-from shared_rpc.extras.verification.checks import CHECKS, LEAST, Outcome
-from shared_rpc.extras.verification.stage import CannotRun, Interrupted, Settings, Stage, size
+from shared_rpc.extras.verification.stage import LEAST, SEED, CannotRun, ClientFailed, Settings, Stage, all_of, size
 
-__all__ = ["SCHEMA", "CannotRun", "Interrupted", "Report", "Settings", "verify"]
+__all__ = ["SCHEMA", "CannotRun", "Report", "Settings", "verify"]
 
 #: Schema of the JSON. It changes if a field changes its meaning or is removed, but not with an added field.
-SCHEMA = "shared-rpc-verify/2"
-#: Seconds for a server to close the sessions of the previous check.
-_CLOSED = 3.0
+SCHEMA = "shared-rpc-verify/3"
+#: Number of uncounted attaches at first: caches fill, and allocators reserve memory.
+_WARM_UP = 100
+#: Growth of server, worker and client together that is no leak: mappings that allocators make and remove at any time, and
+#: bytes that they keep.
+_GROWTH = {"mappings": 24, "private bytes": 12 << 20}
+#: Seconds for a server to detect the end of a client, to release the leases of a killed one, for a worker to end with it; and
+#: for an attach while there is no worker: less than a worker needs to import torch.
+_SETTLED, _LEASES, _ORPHAN, _NO_GAP = 3.0, 1.0, 2.0, 1.0
+
+
+@dataclass
+class Outcome:
+    """The outcome of a check, filled while it runs: an aborted check keeps its findings.
+
+    ``name`` is for programs, ``title`` for display, and ``advice`` for a failed check.
+    """
+
+    name: str
+    title: str
+    advice: str
+    state: Literal["passed", "failed", "skipped"] = "passed"
+    seconds: float = 0.0
+    #: Lines for display.
+    found: list[str] = field(default_factory=list)
+    #: Each has ``expected`` and ``found``.
+    problems: list[dict[str, str]] = field(default_factory=list)
+
+    def require(self, good: bool, expected: str, found: str) -> None:
+        """Add a problem unless ``good``."""
+        if not good:
+            self.state = "failed"
+            self.problems.append({"expected": expected, "found": found})
+
+
+#: Title, advice and function of each check by its name, in order of execution.
+CHECKS: dict[str, tuple[str, str, Callable[[Stage, Outcome], None]]] = {}
+
+
+def _check(title: str, advice: str) -> Callable[[Callable[[Stage, Outcome], None]], None]:
+    return lambda run: CHECKS.update({run.__name__: (title, advice, run)})
+
+
+@_check("one model for all", "look for .clone(), .to() or deepcopy where processes attach, and for other users of this device")
+def sharing(stage: Stage, outcome: Outcome) -> None:
+    """Check that N processes share one model: its memory, the bits of their results, and the writes of each."""
+    seed, model, everyone = next(stage.seeds), stage.nbytes, stage.crew()
+    *crew, late = everyone
+    workers = len(crew)
+    # First the one-time costs of a process: contexts, kernels, workspaces, and memory that allocators keep of a build.
+    all_of(everyone, "attach", nbytes=model, seed=SEED)
+    all_of(everyone, "digest")
+    before, listed = stage.used(), stage.client.get_server_info()["objects"]
+    objects = {object_id for object_id, _ in all_of(crew, "attach", nbytes=model, seed=seed)}
+    digests = all_of(crew, "digest")
+    used, built = stage.used() - before, stage.client.get_server_info()["objects"] - listed
+    for number, client in enumerate(crew):
+        client.ask("write", index=number, value=1000.0 + number)
+    late.ask("attach", nbytes=model, seed=seed)
+    seen = all_of(everyone, "read", count=workers)
+    alone = late.ask("digest", nbytes=model, seed=seed, device=stage.device["device"])
+    stage.drop(seed)
+    saw, right = seen.count([1000.0 + number for number in range(workers)]), digests.count(alone)
+    same = f"the same bits as an unshared one ({alone[:12]}…)"
+    outcome.found += [
+        f"{workers} processes with a model of {size(model)} use {size(used)}, not {size(workers * model)}",
+        f"{right} of {workers} compute {same}",
+        f"{saw} of {len(seen)} saw all writes, a later one too",
+    ]
+    least, most = model * 3 // 4 - stage.noise, model * 5 // 4 + workers * stage.noise
+    outcome.require(least <= used <= most, "about one model more than before", f"{used / model:.1f} models more")
+    builds = f"{built} builds, {len(objects)} objects"
+    outcome.require(len(objects) == built == 1, "one build for all that ask at the same time", builds)
+    outcome.require(right == workers, f"all compute {same}", f"{workers - right} of {workers} processes compute others")
+    blind = f"{len(seen) - saw} of {len(seen)} read other numbers"
+    outcome.require(saw == len(seen), "every process sees what others write", blind)
+
+
+@_check(
+    "read-only memory stays as it is", "see 'shared-rpc doctor': which mechanism is used, and whether the kernel seals memfds"
+)
+def read_only(stage: Stage, outcome: Outcome) -> None:
+    """Check that memory of an ``access="read"`` endpoint cannot be changed: a process that writes ends, or gets an error."""
+    if stage.device["mechanism"] not in ("memfd", "vmm"):
+        outcome.state = "skipped"
+        outcome.found.append("the mechanism that this GPU is shared with cannot protect memory; see 'shared-rpc doctor'")
+        return
+    reader, writer, stopped = stage.crew()[0], stage.new_client(), False
+    all_of([reader, writer], "attach", nbytes=stage.nbytes, seed=SEED, endpoint="protected")
+    before = reader.ask("digest")
+    try:
+        writer.ask("write", index=0, value=1000.0)
+    except ClientFailed:
+        stopped = True
+    writer.end()
+    same = reader.ask("digest") == before
+    stage.drop(SEED, "protected")
+    outcome.found.append(f"a process that wrote was {'stopped' if stopped else 'not stopped'}, another computes on")
+    outcome.require(stopped, "the write is refused", "its write went through")
+    outcome.require(same, "the other process computes the same bits", "other bits")
+
+
+@_check("nothing is left of those that end", "look for handles that are kept, and their holders with 'shared-rpc objects'")
+def lifetimes(stage: Stage, outcome: Outcome) -> None:
+    """Check for leaks after many attaches and releases, and after processes that attach, compute and end, half by SIGKILL."""
+    total, cycles, model = stage.settings.lifetimes, stage.settings.cycles, {"nbytes": LEAST, "seed": SEED}
+    # Another process holds the model, as in practice; each release is the last one of its process.
+    first, client = stage.crew()[:2]
+    first.ask("attach", **model)
+    digests, leases = {right := first.ask("digest")}, stage.client.get_server_info()["leases"]
+    client.ask("cycles", count=_WARM_UP, **model)
+    pids = [*stage.server_pids(), client.pid]
+    before = {**stage.counts(pids), "leases": leases}
+    seconds = client.ask("cycles", count=cycles, **model)
+    others = [stage.new_client() for _ in range(total)]
+    all_of(others, "attach", **model)
+    digests |= {*all_of(others, "digest")}
+    for number, process in enumerate(others):
+        process.end(kill=number % 2 == 1)
+    allowed = {**_GROWTH, "shared bytes": stage.blur}
+
+    def grown() -> str:
+        after = stage.counts(pids)
+        names = (name for name in before if after[name] - before[name] > allowed.get(name, 0))
+        return ", ".join(f"{name} {before[name]} → {after[name]}" for name in names)
+
+    stage.within(_SETTLED, lambda: not grown())
+    leaks = grown()
+    digests.add(first.ask("digest"))
+    outcome.found += [
+        f"{cycles} attaches and releases, {seconds / cycles * 1e3:.2f} ms each",
+        f"{total} processes attached, computed and ended",
+        leaks or "server, worker, client and shared memory are as before",
+    ]
+    outcome.require(digests == {right}, "all compute the same bits at any time", f"{len(digests)} different results")
+    same = pids[:2] == stage.server_pids()
+    outcome.require(same, "the same server and the same worker all the time", "one of them was replaced")
+    but = f"{_GROWTH['mappings']} mappings and {size(_GROWTH['private bytes'])}"
+    outcome.require(not leaks, f"the state after {_WARM_UP} attaches within {_SETTLED:g} s, but for {but}", leaks)
+
+
+@_check(
+    "kill -9 of client, worker, server", "see which process has memory open: ls -l /proc/*/fd | grep shared-rpc; nvidia-smi"
+)
+def kills(stage: Stage, outcome: Outcome) -> None:
+    """Kill a client, the worker and the server: the attached processes continue to compute and share."""
+    *crew, late = stage.crew()
+    victim = stage.new_client()
+    all_of(crew, "attach", nbytes=stage.nbytes, seed=SEED)
+    right = all_of(crew, "digest")
+
+    # A client that is the only holder of a model that is in no cache.
+    seed, before = next(stage.seeds), stage.segments()
+    object_id, _ = victim.ask("attach", nbytes=stage.nbytes, seed=seed)
+    stage.drop(seed)
+    held = stage.segments() - before
+    victim.end()
+    lease = stage.within(_LEASES, lambda: object_id not in {item["object_id"] for item in stage.client.list_objects()})
+    freed = stage.within(stage.patience, lambda: stage.segments() <= before + stage.blur)
+    outcome.found.append(f"client: lease released in {lease:.2f} s, {size(held)} freed {freed:.2f} s later")
+    outcome.require(held >= stage.nbytes * 3 // 4, f"it holds {size(stage.nbytes)}", size(held))
+    outcome.require(lease < math.inf, f"its lease is released within {_LEASES:g} s", "it is held still")
+    left = f"{size(stage.segments() - before)} are in use still"
+    outcome.require(freed < math.inf, f"its memory is free within {stage.patience:g} s", left)
+
+    # The worker: a new process attaches at once, the next build runs in a new worker.
+    seed = next(stage.seeds)
+    late.ask("digest", nbytes=LEAST, seed=seed, device=stage.device["device"])  # creates a context, which takes long
+    _, worker = stage.server_pids()
+    os.kill(worker, signal.SIGKILL)
+    begin = time.monotonic()
+    _, attached = late.ask("attach", nbytes=stage.nbytes, seed=SEED)
+    digest = late.ask("digest")
+    late.ask("attach", nbytes=stage.nbytes, seed=seed)
+    built = time.monotonic() - begin
+    stage.drop(seed)
+    outcome.found.append(f"worker: a process attached in {attached:.3f} s, the next build took {built:.1f} s")
+    outcome.require(digest == right[0], "a process that attaches computes the same bits", "it computes other bits")
+    outcome.require(attached < _NO_GAP, f"a new process attaches within {_NO_GAP:g} s", f"it took {attached:.2f} s")
+    outcome.require(stage.server_pids()[1] != worker, "a new worker", "the worker that was killed is listed still")
+    outcome.require(all_of(crew, "digest") == right, "the attached processes compute on", "some compute other bits")
+
+    # The server: attached processes continue to share; the same clients use the next server.
+    pids = stage.server_pids()
+    os.kill(pids[0], signal.SIGKILL)
+    ended = stage.within(_ORPHAN, lambda: not {*pids} & {*stage.pids()})
+    same = all_of(crew, "digest") == right
+    crew[0].ask("write", index=0, value=1000.0)
+    shared = all_of(crew, "read", count=1) == [[1000.0]] * len(crew)
+    begin = time.monotonic()
+    stage.ensure_server()
+    started = time.monotonic() - begin
+    objects = {object_id for object_id, _ in all_of(crew, "attach", nbytes=stage.nbytes, seed=SEED)}
+    outcome.found.append(f"server: all share on, and use the next one, there in {started:.1f} s")
+    outcome.require(same, "attached processes compute the same bits as before", "some compute other bits")
+    outcome.require(shared, "what one of them writes the others see", "they do not")
+    outcome.require(ended < math.inf, f"its worker ends with it, within {_ORPHAN:g} s", "it runs still")
+    taken_over = len(objects) == 1 and all_of(crew, "digest") == right
+    outcome.require(taken_over, "the same clients attach to one new model with the same bits", f"{len(objects)} models")
 
 
 @dataclass
@@ -32,56 +227,33 @@ class Report:
 
     device: dict[str, Any]
     workers: int
-    nbytes: int
+    model_bytes: int
     seconds: float = 0.0
-    outcomes: list[Outcome] = field(default_factory=list)
+    checks: list[Outcome] = field(default_factory=list)
     #: The end of the server's log, if a check failed.
-    log: str = ""
+    log: list[str] = field(default_factory=list)
 
     @property
     def passed(self) -> bool:
         """True if no check has failed."""
-        return all(outcome.state != "failed" for outcome in self.outcomes)
+        return all(outcome.state != "failed" for outcome in self.checks)
 
     def as_json(self) -> dict[str, Any]:
         """Return the report for programs; the documentation has the schema."""
-        return {
-            "schema": SCHEMA,
-            "version": shared_rpc.__version__,
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "host": {
-                "cores": len(os.sched_getaffinity(0)),
-                "kernel": platform.release(),
-                "machine": platform.machine(),
-                "python": platform.python_version(),
-                "torch": self.device["torch"],
-                "cuda": self.device["cuda"],
-            },
-            "device": {key: self.device[key] for key in ("device", "id", "name", "mechanism")},
-            "workers": self.workers,
-            "model_bytes": self.nbytes,
-            "seconds": self.seconds,
-            "passed": self.passed,
-            "checks": [vars(outcome) for outcome in self.outcomes],
-        }
+        return {"schema": SCHEMA, "version": shared_rpc.__version__, "passed": self.passed, **asdict(self)}
 
 
 def verify(settings: Settings | None = None, progress: Callable[[str, float], None] = lambda title, done: None) -> Report:
-    """Start a server and clients, check, and end all of them. Runs in the main thread, whose signals it handles.
+    """Start a server and clients, check, and end all of them, even if an exception such as KeyboardInterrupt ends it.
 
     :param progress: called with the title of the current check, and the completed part of the checks, from 0 to 1.
     :raises CannotRun: if there is nothing to check.
     :raises ConfigurationError: for impossible settings.
-    :raises Interrupted: if a signal ended it; even then no process and no file is left.
     """
     settings = settings or Settings()
     for name in settings.names:
         if name not in CHECKS:
             raise ConfigurationError(f"--check {name}: use {', '.join(CHECKS)}")
-    if settings.nbytes is not None and settings.nbytes < LEAST:
-        raise ConfigurationError(
-            f"a model of {size(settings.nbytes)} cannot be told from other memory of the processes: use {size(LEAST)} or more"
-        )
     begin = time.monotonic()
     stage = Stage(settings)
     try:
@@ -89,9 +261,9 @@ def verify(settings: Settings | None = None, progress: Callable[[str, float], No
         stage.start()
         report = Report(stage.device, settings.workers, stage.nbytes)
         for name in (names := [name for name in CHECKS if name in (settings.names or CHECKS)]):
-            progress(CHECKS[name][0], len(report.outcomes) / len(names))
-            report.outcomes.append(_run_check(name, stage))
-        report.log = "" if report.passed else "\n".join(stage.log())
+            progress(CHECKS[name][0], len(report.checks) / len(names))
+            report.checks.append(_run_check(name, stage))
+        report.log = [] if report.passed else stage.log()
     finally:
         stage.close()
     report.seconds = time.monotonic() - begin
@@ -100,14 +272,14 @@ def verify(settings: Settings | None = None, progress: Callable[[str, float], No
 
 def _run_check(name: str, stage: Stage) -> Outcome:
     begin = time.monotonic()
-    title, check = CHECKS[name]
-    outcome = Outcome(name, title)
+    title, advice, check = CHECKS[name]
+    outcome = Outcome(name, title, advice)
     try:
         stage.ensure_server()
-        stage.within(_CLOSED, lambda: stage.info()["sessions"] <= 1)
         check(stage, outcome)
     except Exception as error:  # the other checks continue
-        text = f"{type(error).__name__}: {error}"
-        outcome.require(False, "the check completes", text, "see the server's log below, and 'shared-rpc doctor'")
+        outcome.require(False, "the check completes", f"{type(error).__name__}: {error}")
+    if outcome.state == "failed":
+        stage.dismiss()
     outcome.seconds = time.monotonic() - begin
     return outcome

@@ -17,24 +17,23 @@ from typing import Any
 import pytest
 
 from shared_rpc.extras import verify as running
-from shared_rpc.extras.verification.checks import CHECKS, Outcome
-from shared_rpc.extras.verification.stage import Interrupted, Stage, marked
-from shared_rpc.extras.verify import SCHEMA, Report, Settings
+from shared_rpc.extras.verification.stage import marked
+from shared_rpc.extras.verify import CHECKS, SCHEMA, Outcome, Report
 from tests.kit.commands import cli
 from tests.kit.deep import deep
 from tests.kit.processes import PYTHONPATH
 
 pytestmark = pytest.mark.timeout(300)
 
-SMALL = ("--size", "8MiB", "--workers", "2", "--lifetimes", "10", "--cycles", "100")
+SMALL = ("--size", "8MiB", "--workers", "2", "--lifetimes", "2", "--cycles", "100")
 NAMES = list(CHECKS)
 
 #: By subject: the checks that it fails, and their findings.
 BROKEN = {
     "Copying": {"sharing": ["models more", "read other numbers"]},
-    "Changeable": {"kills": ["other bits", "some compute other bits"]},
+    "Changeable": {"kills": ["other bits", "some compute other bits", "1 models"]},
     "Careless": {"read_only": ["its write went through"]},
-    "Leaking": {"lifetimes": ["client: fds", "client: memory_bytes", "leases 1 → 2"]},
+    "Leaking": {"lifetimes": ["leases", "descriptors", "private bytes"]},
     "Haunting": {"kills": ["are in use still"]},
 }
 
@@ -123,16 +122,11 @@ def test_all_checks_pass(start: Callable[..., Verification]) -> None:
     whole: dict[str, Any] = json.loads(output)
     assert (code, errors, [problem for check in whole["checks"] for problem in check["problems"]]) == (0, "", [])
     assert whole["schema"] == SCHEMA
-    assert whole["device"] == {"device": "cpu", "id": "cpu", "name": "host memory", "mechanism": "memfd"}
+    assert (whole["device"]["device"], whole["device"]["mechanism"]) == ("cpu", "memfd")
     assert (whole["workers"], whole["model_bytes"], whole["passed"]) == (2, 8 << 20, True)
     assert [(check["name"], check["state"]) for check in whole["checks"]] == [(name, "passed") for name in NAMES]
     for check in whole["checks"]:
         assert check["found"] and check["title"] and 0 < check["seconds"] < whole["seconds"]
-    figures = {check["name"]: check["figures"] for check in whole["checks"]}
-    assert figures["sharing"]["models_built"] == 1
-    assert 7 << 20 < figures["sharing"]["used_bytes"] < figures["sharing"]["unshared_bytes"]
-    assert (figures["kills"]["held_bytes"], figures["kills"]["left_bytes"]) == (8 << 20, 0)
-    assert (figures["lifetimes"]["lifetimes"], figures["lifetimes"]["cycles"]) == (10, 100)
 
 
 @pytest.mark.parametrize("subject", BROKEN)
@@ -145,37 +139,31 @@ def test_a_check_fails_on_a_broken_guarantee(start: Callable[..., Verification],
         assert check["state"] == "failed"
         for complaint in BROKEN[subject][check["name"]]:
             assert any(complaint in problem["found"] for problem in check["problems"]), check["problems"]
-        assert all(problem["expected"] and problem["advice"] for problem in check["problems"])
+        assert check["advice"] and all(problem["expected"] for problem in check["problems"])
 
 
 def test_an_aborted_check_fails_and_keeps_its_findings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever it raises, the next one runs; a signal is not its own failure."""
-    stage: Any = SimpleNamespace(ensure_server=lambda: None, within=lambda *_: None)
+    """Whatever it raises, the next one runs."""
+    stage: Any = SimpleNamespace(ensure_server=lambda: None, dismiss=lambda: None)
 
     def breaks(stage: Any, outcome: Outcome) -> None:
-        outcome.figures["half"] = 1
+        outcome.found.append("half")
         raise RuntimeError("no such luck")
 
-    def interrupted(stage: Any, outcome: Outcome) -> None:
-        raise Interrupted(signal.SIGINT)
-
-    monkeypatch.setitem(CHECKS, "breaks", ("breaks off", breaks))
-    monkeypatch.setitem(CHECKS, "interrupted", ("interrupted", interrupted))
+    monkeypatch.setitem(CHECKS, "breaks", ("breaks off", "", breaks))
 
     outcome = running._run_check("breaks", stage)
 
-    assert (outcome.state, outcome.figures) == ("failed", {"half": 1})
+    assert (outcome.state, outcome.found) == ("failed", ["half"])
     assert outcome.problems[0]["found"] == "RuntimeError: no such luck"
-    with pytest.raises(Interrupted):
-        running._run_check("interrupted", stage)
 
 
 def test_a_failure_is_told_to_people_and_by_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """With expectation, finding and remedy below the table; the exit code is 1."""
-    outcome = Outcome("sharing", "one model", seconds=1.0, found=["many"])
-    outcome.require(False, "one model", "two models", "look for copies")
+    outcome = Outcome("sharing", "one model", "look for copies", seconds=1.0, found=["many"])
+    outcome.require(False, "one model", "two models")
     device = {"name": "host memory", "mechanism": "memfd", "torch": "2"}
-    monkeypatch.setattr(running, "verify", lambda *_: Report(device, 2, 1 << 20, 2.0, [outcome], "a traceback"))
+    monkeypatch.setattr(running, "verify", lambda *_: Report(device, 2, 1 << 20, 2.0, [outcome], ["a traceback"]))
     ran = cli("verify")
     assert ran.code == 1
     assert all(text in ran.output for text in ("one model", "two models", "look for copies", "a traceback"))
@@ -216,22 +204,7 @@ def test_a_signal_during_a_check_leaves_nothing(start: Callable[..., Verificatio
             while shown.read(4096):
                 continue
         code, output, _ = verification.end()
-    assert (code, output) == (128 + signal.SIGHUP, "")
-
-
-def test_signals_do_not_interrupt_the_clean_up(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the first one raises; the handlers are restored at the end."""
-    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    monkeypatch.setattr(tempfile, "tempdir", tempfile.mkdtemp(dir=scratch))
-    monkeypatch.setattr(Stage, "_start", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-    monkeypatch.setattr(Stage, "pids", lambda _: os.kill(os.getpid(), signal.SIGINT))
-
-    with pytest.raises(Interrupted) as raised:
-        running.verify(Settings())
-
-    assert raised.value.number == signal.SIGTERM
-    assert list(Path(tempfile.gettempdir()).glob("shared-rpc-verify-*")) == []
-    assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    assert (code, output) == (128 + signal.SIGINT, "")
 
 
 @pytest.mark.gpu
@@ -239,12 +212,10 @@ def test_signals_do_not_interrupt_the_clean_up(scratch: Path, monkeypatch: pytes
 def test_all_checks_pass_on_a_gpu(start: Callable[..., Verification]) -> None:
     """With separate contexts in all processes; a model small enough for any GPU, and larger than the noise."""
     code, output, errors = start(
-        *("--device", "cuda", "--json", "--size", "512MiB", "--workers", "2", "--lifetimes", "10", "--cycles", "200")
+        *("--device", "cuda", "--json", "--size", "512MiB", "--workers", "2", "--lifetimes", "2", "--cycles", "200")
     ).end()
 
     assert errors == ""
     document = json.loads(output)
     assert [check["problems"] for check in document["checks"] if check["state"] == "failed"] == []
     assert (code, document["passed"], document["device"]["device"]) == (0, True, "cuda:0")
-    used = next(check["figures"]["used_bytes"] for check in document["checks"] if check["name"] == "sharing")
-    assert used < 2 * document["model_bytes"]

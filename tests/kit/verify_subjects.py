@@ -8,7 +8,7 @@ import signal
 import time
 from typing import Any
 
-from shared_rpc.extras.verification.clients import Subject
+from shared_rpc.extras.verification.app import Subject
 
 
 class Copying(Subject):
@@ -36,9 +36,9 @@ class Leaking(Subject):
 class Changeable(Subject):
     """Computes another digest each time."""
 
-    def digest(self) -> str:
+    def digest(self, **alone: Any) -> str:
         """See :class:`Subject`."""
-        return super().digest() + str(time.monotonic_ns())
+        return super().digest(**alone) + str(time.monotonic_ns())
 
 
 class Haunting(Subject):
