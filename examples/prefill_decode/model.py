@@ -10,20 +10,29 @@ from weights import CONFIG, DTYPE, Config
 
 from shared_rpc import Handle, materialize
 
+#: Parts of the checkpoint's names, and of the decoder's.
 LAYER_MAP = {
-    "model.embed_tokens.weight": "embedding.weight",
-    "model.layers.*.input_layernorm.weight": "blocks.*.attention_norm.weight",
-    "model.layers.*.self_attn.q_proj.weight": "blocks.*.attention.query.weight",
-    "model.layers.*.self_attn.k_proj.weight": "blocks.*.attention.key.weight",
-    "model.layers.*.self_attn.v_proj.weight": "blocks.*.attention.value.weight",
-    "model.layers.*.self_attn.o_proj.weight": "blocks.*.attention.out.weight",
-    "model.layers.*.post_attention_layernorm.weight": "blocks.*.mlp_norm.weight",
-    "model.layers.*.mlp.gate_proj.weight": "blocks.*.gate.weight",
-    "model.layers.*.mlp.up_proj.weight": "blocks.*.up.weight",
-    "model.layers.*.mlp.down_proj.weight": "blocks.*.down.weight",
-    "model.norm.weight": "norm.weight",
-    "lm_head.weight": "head.weight",
+    "model.layers.": "blocks.",
+    "model.embed_tokens.": "embedding.",
+    "input_layernorm.": "attention_norm.",
+    "self_attn.q_proj.": "attention.query.",
+    "self_attn.k_proj.": "attention.key.",
+    "self_attn.v_proj.": "attention.value.",
+    "self_attn.o_proj.": "attention.out.",
+    "post_attention_layernorm.": "mlp_norm.",
+    "mlp.gate_proj.": "gate.",
+    "mlp.up_proj.": "up.",
+    "mlp.down_proj.": "down.",
+    "model.norm.": "norm.",
+    "lm_head.": "head.",
 }
+
+
+def renamed(name: str) -> str:
+    """Return the decoder's name of a tensor of the checkpoint."""
+    for theirs, ours in LAYER_MAP.items():
+        name = name.replace(theirs, ours)
+    return name
 
 
 class Rotary(nn.Module):
@@ -120,7 +129,7 @@ def cache_shape(blocks: int) -> tuple[int, ...]:
 def build(weights: Handle[dict[str, torch.Tensor]] | dict[str, torch.Tensor]) -> Decoder:
     """Build a decoder around these weights, without copying them."""
     torch.set_default_dtype(DTYPE)
-    with materialize(weights, rename=LAYER_MAP):
+    with materialize(weights, rename=renamed):
         return Decoder(CONFIG).eval()
 
 

@@ -103,7 +103,7 @@ class Head(transformers.LlamaForCausalLM):
 def test_other_classes_can_be_used(weights: Weights, device: str) -> None:
     """The new part is the process's own, has the weights' dtype, and can be trained; the rest is shared."""
     handle = weights(decoder().to(device, torch.bfloat16).requires_grad_(False))
-    model = from_shared(handle, Head, own=["score.**"])
+    model = from_shared(handle, Head, own=["score.*"])
     own = {name for name, _ in model.named_parameters()} - shared_parameters(model).keys()
     assert own == {"score.weight", "score.bias"} == {name for name, each in model.named_parameters() if each.requires_grad}
     assert model.score.weight.dtype == torch.bfloat16

