@@ -23,8 +23,9 @@ import os
 import secrets
 import stat
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol
 
 from shared_rpc.client.exported import ExportedRecord
@@ -47,7 +48,7 @@ from shared_rpc.protocol.exported import RecordHeader
 from shared_rpc.protocol.own_files import file_problem
 from shared_rpc.protocol.records import SegmentInfo
 
-__all__ = ["FileRecord", "save", "write"]
+__all__ = ["FileRecord", "save"]
 
 #: The first bytes, without the format version; and that version, raised with every change.
 _NAME, _FORMAT = b"shared-rpc record ", 1
@@ -56,10 +57,8 @@ _MAGIC = _NAME + b"%d\n" % _FORMAT
 _COUNTS = struct.Struct(">QQ")
 _FIXED = len(_MAGIC) + _COUNTS.size + DIGEST
 _PAGE = 4096
-#: Maximum bytes of a header, like that of a payload between client and server; and bytes before the segments, read at once.
+#: Maximum bytes before the segments, which are read at once.
 _LARGEST = 512 << 20
-#: Maximum number of attempts to write an object that is updated in place meanwhile.
-_ATTEMPTS = 3
 
 
 class RecordSource(Protocol):
@@ -103,56 +102,35 @@ class _Layout:
 def save(client: RecordSource, object_id: str, path: str | os.PathLike[str]) -> RecordHeader:
     """Write an object of a server to a file, atomically and of one revision; return its header.
 
-    An existing file is replaced. The new one is private to this user (0600).
+    An existing file is replaced; a concurrent reader gets that or the whole of the new one. The new one is private to this
+    user (0600).
 
     :param client: a client of the server.
-    :raises RecordError: if it cannot be written, or the object is constantly updated in place.
+    :raises RecordError: if it cannot be written, or the object is updated in place meanwhile; an earlier file is unchanged.
     :raises StaleHandleError: if the server has no such object.
     """
+    name = os.fspath(path)
     with client.export(object_id) as record:
         # Memory that is shared for reading is written only by its maker.
         page = client.revision_page(object_id) if record.header.access == "read_write" and record.segments else None
-        for _ in range(_ATTEMPTS):
-            revision = page.wait(0, float("inf")) if page is not None else 0
-            write(record, path, still=lambda: page is None or page.revision == revision)  # noqa: B023
-            if page is None or page.revision == revision:
-                return record.header
-    raise RecordError(
-        f"object {object_id} was written to in place while it was exported, {_ATTEMPTS} times: export it when nobody does",
-        reason="unreadable",
-    )
-
-
-def write(record: ExportedRecord, path: str | os.PathLike[str], *, still: Callable[[], bool] = lambda: True) -> None:
-    """Write a record to a file. A concurrent reader gets an earlier file of that name or the whole of this one.
-
-    :param still: called after the writing; returns False to discard the file.
-    :raises RecordError: if it cannot be written; an earlier file is unchanged.
-    """
-    name = os.fspath(path)
-    header = record.header.to_bytes()
-    if len(header) > _LARGEST:
-        raise RecordError(f"the header of {record!r} has {len(header)} bytes, and may have {_LARGEST}", reason="malformed")
-    layout = _Layout(len(header), record.header.segments)
-    try:
-        with _drafted(name, layout.nbytes) as fd:
-            digests = b"".join(_write_parts(fd, layout, record))
-            begin = _MAGIC + _COUNTS.pack(len(header), len(layout.parts))
-            write_exactly(fd, memoryview(b"".join([begin, digest(begin, header, digests), header, digests])), 0)
-            os.fsync(fd)
-            if not still():
-                raise _Unwanted
-    except _Unwanted:
-        return
-    except OSError as error:
-        if error.errno is None:  # a signal handler's own
-            raise
-        more = f": it needs {layout.nbytes} bytes" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else ""
-        raise RecordError(f"cannot write the record {name}: {error.strerror}{more}", reason="unreadable") from error
-
-
-class _Unwanted(Exception):
-    """The written file must be discarded."""
+        revision = page.wait(0, float("inf")) if page is not None else 0
+        header = record.header.to_bytes()
+        layout = _Layout(len(header), record.header.segments)
+        try:
+            with _drafted(name, layout.nbytes) as fd:
+                digests = b"".join(_write_parts(fd, layout, record))
+                begin = _MAGIC + _COUNTS.pack(len(header), len(layout.parts))
+                write_exactly(fd, memoryview(b"".join([begin, digest(begin, header, digests), header, digests])), 0)
+                os.fsync(fd)
+                if page is not None and page.revision != revision:
+                    raise RecordError(
+                        f"object {object_id} was written to in place while it was exported: export it again",
+                        reason="unreadable",
+                    )
+        except OSError as error:
+            needed = f"{error.strerror}: it needs {layout.nbytes} bytes"
+            raise RecordError(f"cannot write the record {name}: {needed}", reason="unreadable") from error
+        return record.header
 
 
 @contextmanager
@@ -179,11 +157,6 @@ def _drafted(name: str, nbytes: int) -> Iterator[int]:
             # With a directory CPython follows the link (linkat(2)), and without one it does not, to 3.14 at least.
             os.link(f"/proc/self/fd/{fd}", draft, src_dir_fd=fd, follow_symlinks=True)
         os.replace(draft, name)
-        there = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(there)
-        finally:
-            os.close(there)
     except BaseException:
         with suppress(OSError):
             os.unlink(draft)
@@ -196,18 +169,13 @@ def _write_parts(fd: int, layout: _Layout, record: ExportedRecord) -> list[bytes
     """Write the segments, and return the digests of their parts."""
     for segment in record.segments:
         segment.synchronize()  # complete this process's pending writes
-    digests = [b""] * len(layout.parts)
-    numbers = {part.offset: part.number for part in layout.parts}
-
-    def done(part: Part, found: bytes) -> None:
-        digests[numbers[part.offset]] = found
-
+    digests: dict[int, bytes] = {}
     try:
         for device, parts in _by_device(fd, layout, record).items():
-            write_parts(parts, carrier_of(device), done)
+            write_parts(parts, carrier_of(device), lambda part, found: digests.update({part.offset: found}))
     except PartError as error:
         raise error.problem or error from None
-    return digests
+    return [digests[part.offset] for part in layout.parts]
 
 
 def _by_device(fd: int, layout: _Layout, record: ExportedRecord, digests: bytes = b"") -> dict[str, list[Part]]:
@@ -222,17 +190,6 @@ def _by_device(fd: int, layout: _Layout, record: ExportedRecord, digests: bytes 
     return found
 
 
-class _FileSegment:
-    """One segment of a record in a file."""
-
-    def __init__(self, info: SegmentInfo) -> None:
-        self.info = info
-        self.nbytes = info.nbytes
-
-    def _unmap(self) -> None:
-        pass
-
-
 class FileRecord(ExportedRecord):
     """A record in a file, for :meth:`Client.adopt`; must be closed, for example by ``with``.
 
@@ -243,16 +200,26 @@ class FileRecord(ExportedRecord):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
-        with _readable(self.path), ExitStack() as opened:
+        with ExitStack() as opened:
             self._fd = -1
             opened.callback(self.close)
-            # Opening a pipe without a writer would block.
-            self._fd = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            status = os.fstat(self._fd)
-            _check_file(self.path, status)
-            header, self._layout, self._digests = _read_head(self._fd, self.path, status.st_size)
+            try:
+                # Opening a pipe without a writer would block.
+                self._fd = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+                status = os.fstat(self._fd)
+                if not stat.S_ISREG(status.st_mode):
+                    raise RecordError(f"the record {self.path} is no regular file", reason="unreadable")
+                if why := file_problem(status):
+                    raise RecordError(
+                        f"the record {self.path} {why}: it holds a pickle, which is loaded by those who call the endpoint: "
+                        f"check it, and copy it or chmod 600",
+                        reason="untrusted",
+                    )
+                header, self._layout, self._digests = _read_head(self._fd, self.path, status.st_size)
+            except OSError as error:
+                raise RecordError(f"cannot read the record {self.path}: {error.strerror}", reason="unreadable") from error
             opened.pop_all()
-        parts: Any = [_FileSegment(info) for info in header.segments]
+        parts: Any = [SimpleNamespace(info=info, nbytes=info.nbytes, _unmap=lambda: None) for info in header.segments]
         super().__init__(header, parts, (), allocated=False)
 
     def close(self) -> None:
@@ -271,36 +238,11 @@ class FileRecord(ExportedRecord):
             for device, parts in _by_device(self._fd, self._layout, target, self._digests).items():
                 read_parts(parts, carrier_of(device), lambda _: None)
         except PartError as error:
-            if error.problem is not None and error.problem.errno:
-                with _readable(self.path):
-                    raise error.problem from None
             raise RecordError(
                 f"the record {self.path} is damaged: bytes {error.part.offset} to {error.part.offset + error.part.nbytes} are "
-                f"not those that were written. Export it again",
+                f"{error.problem or 'not those that were written'}. Export it again",
                 reason="damaged",
             ) from None
-
-
-@contextmanager
-def _readable(path: str) -> Iterator[None]:
-    """Raise an error of the file system as :class:`RecordError`."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is None:  # a signal handler's own
-            raise
-        raise RecordError(f"cannot read the record {path}: {error.strerror}", reason="unreadable") from error
-
-
-def _check_file(path: str, status: os.stat_result) -> None:
-    if not stat.S_ISREG(status.st_mode):
-        raise RecordError(f"the record {path} is no regular file", reason="unreadable")
-    if why := file_problem(status):
-        raise RecordError(
-            f"the record {path} {why}: it holds a pickle, which is loaded by those who call the endpoint. Check it, copy it "
-            f"or chmod 600",
-            reason="untrusted",
-        )
 
 
 def _read_head(fd: int, path: str, size: int) -> tuple[RecordHeader, _Layout, bytes]:
@@ -314,34 +256,25 @@ def _read_head(fd: int, path: str, size: int) -> tuple[RecordHeader, _Layout, by
             f"shared-rpc reads format {_FORMAT}: use one release on both sides",
             reason="version",
         )
-    damaged = RecordError(f"the record {path} is damaged: it has {size} bytes, and fewer than it had", reason="damaged")
+    damaged = RecordError(
+        f"the record {path} is damaged: its {size} bytes are not those that were written. Export it again", reason="damaged"
+    )
     if len(fixed) < _FIXED:
         raise damaged
     nbytes, count = _COUNTS.unpack_from(fixed, len(_MAGIC))
-    if nbytes > _LARGEST or count * DIGEST > _LARGEST:
-        raise RecordError(f"the record {path} is damaged: its header would have {nbytes} bytes", reason="damaged")
-    if size < _FIXED + nbytes + count * DIGEST:
+    if nbytes + count * DIGEST > min(size - _FIXED, _LARGEST):
         raise damaged
     read = bytearray(nbytes + count * DIGEST)
     read_exactly(fd, memoryview(read), _FIXED)
     rest = bytes(read)
     if digest(fixed[:-DIGEST], rest) != fixed[-DIGEST:]:
-        raise RecordError(f"the record {path} is damaged: its header is not the one that was written", reason="damaged")
+        raise damaged
     header = RecordHeader.from_bytes(rest[:nbytes])
-    if any(info.nbytes <= 0 for info in header.segments):
-        raise RecordError(f"the record {path} has a segment without bytes", reason="malformed")
-    claimed = sum(info.nbytes for info in header.segments)
-    if claimed > size:  # before the parts are laid out, of which there is one for each piece of the claimed size
-        raise RecordError(
-            f"the record {path} is damaged: it has {size} bytes, and its segments alone have {claimed}. Export it again",
-            reason="damaged",
-        )
+    sizes = [info.nbytes for info in header.segments]
+    # Before the parts are laid out, of which there is one for each piece of the claimed size.
+    if min(sizes, default=1) <= 0 or sum(sizes) > size:
+        raise damaged
     layout = _Layout(nbytes, header.segments)
-    if len(layout.parts) != count:
-        raise RecordError(f"the record {path} has {count} digests for {len(layout.parts)} parts", reason="malformed")
-    if size != layout.nbytes:
-        raise RecordError(
-            f"the record {path} is damaged: it has {size} bytes, and {layout.nbytes} were written. Export it again",
-            reason="damaged",
-        )
+    if (len(layout.parts), layout.nbytes) != (count, size):
+        raise damaged
     return header, layout, rest[nbytes:]

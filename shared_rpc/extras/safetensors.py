@@ -24,7 +24,7 @@ from shared_rpc.context import progress, raise_if_cancelled
 from shared_rpc.errors import CheckpointError
 from shared_rpc.memory.arena import pack
 from shared_rpc.memory.devices import device_id, torch_device
-from shared_rpc.memory.file_parts import THREADS, Part, PartError, carrier_of, place_in, read_parts
+from shared_rpc.memory.file_parts import Part, PartError, carrier_of, place_in, read_parts
 from shared_rpc.memory.mapping import MAPPINGS, Mapping
 
 if TYPE_CHECKING:
@@ -55,8 +55,6 @@ _DTYPES = {
 
 #: Maximum bytes of a header, set by the format.
 _HEADER_LIMIT = 100_000_000
-#: Maximum number of bytes in torch.
-_LARGEST = (1 << 63) - 1
 #: Bytes that a thread reads at a time: few enough for a smooth progress bar.
 _PART = 16 << 20
 
@@ -79,7 +77,6 @@ def load(
     device: str = "auto",
     *,
     wanted: Callable[[str], bool] | None = None,
-    readers: int = THREADS,
 ) -> dict[str, torch.Tensor]:
     """Load the tensors of a checkpoint, by name, into new memory that this process can share.
 
@@ -96,14 +93,13 @@ def load(
     :param device: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"cuda:<index>"`` or a GPU's UUID; in an endpoint use
         ``provider.device_id``.
     :param wanted: selects tensors by name; by default all.
-    :param readers: number of threads that read; by default one for each core, from 8 to 16.
     :raises FileNotFoundError: if a file does not exist.
     :raises CheckpointError: if a file is damaged, or not of this format. It names the file, and the tensor.
     :raises CapabilityError: if the device has too little memory.
     :raises TaskCancelled: if the task that runs this was cancelled.
     """
     chosen = [tensor for tensor in find(path) if wanted is None or wanted(tensor.name)]
-    return _fill(chosen, device_id(device), readers)
+    return _fill(chosen, device_id(device))
 
 
 class _Entry(msgspec.Struct):
@@ -116,28 +112,19 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-_headers = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_entries = msgspec.json.Decoder(_Entry)
-_indexes = msgspec.json.Decoder(_Index)
-
-
 def find(path: str | os.PathLike[str]) -> list[StoredTensor]:
     """List all tensors of a checkpoint, file by file in their order there. For ``path`` and errors see :func:`load`."""
     place = Path(path)
     if place.is_dir():
-        place = _in_folder(place)
+        there = [place / name for name in ("model.safetensors.index.json", "model.safetensors") if (place / name).exists()]
+        if not there:
+            raise FileNotFoundError(f"{place} has neither model.safetensors nor model.safetensors.index.json: name the file")
+        place = there[0]
     return _of_index(place) if place.suffix == ".json" else _of_file(place)
 
 
-def _in_folder(folder: Path) -> Path:
-    for name in ("model.safetensors.index.json", "model.safetensors"):
-        if (folder / name).exists():
-            return folder / name
-    raise FileNotFoundError(f"{folder} has neither model.safetensors nor model.safetensors.index.json: name the file")
-
-
 def _of_index(path: Path) -> list[StoredTensor]:
-    weight_map = _decoded(_indexes, path.read_bytes(), f"{path} is no index of safetensors files").weight_map
+    weight_map = _decoded(_Index, path.read_bytes(), f"{path} is no index of safetensors files").weight_map
     by_file: defaultdict[str, set[str]] = defaultdict(set)
     for name, file in weight_map.items():
         if Path(file).name != file or file in ("", "..") or "\0" in file:
@@ -168,19 +155,25 @@ def _of_file(path: Path) -> list[StoredTensor]:
             )
         header = file.read(length)
     entries = {
-        name: _decoded(_entries, raw, f"{path}: the header's entry of tensor {name!r} cannot be read")
-        for name, raw in _decoded(_headers, header, f"{path}: the header cannot be read").items()
+        name: _decoded(_Entry, raw, f"{path}: the header's entry of tensor {name!r} cannot be read")
+        for name, raw in _decoded(dict[str, msgspec.Raw], header, f"{path}: the header cannot be read").items()
         if name != "__metadata__"
     }
     tensors = [_checked(path, name, entry, 8 + length) for name, entry in entries.items()]
     tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
-    _check_cover(path, tensors, 8 + length, size)
+    end = 8 + length
+    for tensor in tensors:
+        if tensor.offset != end:
+            raise CheckpointError(f"{path}: tensor {tensor.name!r} begins at byte {tensor.offset}, and not at {end}")
+        end += tensor.nbytes
+    if end != size:
+        raise CheckpointError(f"{path} has {size} bytes, and its header describes {end}: it is truncated or another file")
     return tensors
 
 
-def _decoded(decoder: msgspec.json.Decoder[T], text: bytes | msgspec.Raw, complaint: str) -> T:
+def _decoded(kind: type[T], text: bytes | msgspec.Raw, complaint: str) -> T:
     try:
-        return decoder.decode(text)
+        return msgspec.json.decode(text, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{complaint}: {error}") from error
 
@@ -190,36 +183,14 @@ def _checked(path: Path, name: str, entry: _Entry, start: int) -> StoredTensor:
         raise CheckpointError(f"{path}: tensor {name!r} has the dtype {entry.dtype}, which torch lacks")
     dtype, itemsize = _DTYPES[entry.dtype]
     begin, end = entry.data_offsets
-    # A tensor without elements may claim sizes whose strides no number holds.
-    extent = math.prod(size for size in entry.shape if size) * itemsize
-    if (
-        extent > _LARGEST
-        or min(entry.shape, default=0) < 0
-        or not 0 <= begin <= end
-        or end - begin != math.prod(entry.shape) * itemsize
-    ):
+    if min(entry.shape, default=0) < 0 or not 0 <= begin <= end or end - begin != math.prod(entry.shape) * itemsize:
         raise CheckpointError(
             f"{path}: tensor {name!r} of shape {list(entry.shape)} and dtype {entry.dtype} cannot be the bytes {begin} to {end}"
         )
     return StoredTensor(name, dtype, entry.shape, path, start + begin, end - begin)
 
 
-def _check_cover(path: Path, tensors: list[StoredTensor], start: int, size: int) -> None:
-    """Check that the tensors are contiguous, from the header to the file's end."""
-    end = start
-    for tensor in tensors:
-        if tensor.offset != end:
-            raise CheckpointError(f"{path}: tensor {tensor.name!r} begins at byte {tensor.offset}, and not at {end}")
-        end += tensor.nbytes
-        if end > size:
-            raise CheckpointError(
-                f"{path} is truncated: tensor {tensor.name!r} ends at byte {end}, and the file has {size}: copy it again"
-            )
-    if end != size:
-        raise CheckpointError(f"{path} has {size} bytes, and its header describes {end}: it is not the file that was written")
-
-
-def _fill(tensors: list[StoredTensor], device: str, readers: int) -> dict[str, torch.Tensor]:
+def _fill(tensors: list[StoredTensor], device: str) -> dict[str, torch.Tensor]:
     sizes, places = pack([tensor.nbytes for tensor in tensors])
     made: dict[str, torch.Tensor] = {}
     parts: dict[Part, StoredTensor] = {}
@@ -231,7 +202,7 @@ def _fill(tensors: list[StoredTensor], device: str, readers: int) -> dict[str, t
             mapping = mappings[place.segment]
             made[tensor.name] = _over(mapping, place.offset, tensor)
             parts |= dict.fromkeys(_parts(tensor, files[tensor.file], mapping, place.offset), tensor)
-        _read(parts, device, readers)
+        _read(parts, device)
     return made
 
 
@@ -259,7 +230,7 @@ def _parts(tensor: StoredTensor, file: int, mapping: Mapping, offset: int) -> It
         yield Part(file, tensor.offset + start, min(_PART, tensor.nbytes - start), *place_in(mapping, offset + start))
 
 
-def _read(parts: dict[Part, StoredTensor], device: str, readers: int) -> None:
+def _read(parts: dict[Part, StoredTensor], device: str) -> None:
     done, total = 0, sum(part.nbytes for part in parts)
 
     def count(part: Part) -> None:
@@ -270,7 +241,7 @@ def _read(parts: dict[Part, StoredTensor], device: str, readers: int) -> None:
 
     progress(0, total, str(next(iter(parts.values())).file) if parts else "")
     try:
-        read_parts(list(parts), carrier_of(device), count, readers)
+        read_parts(list(parts), carrier_of(device), count)
     except PartError as error:
         tensor, problem = parts[error.part], error.problem
         if problem is None or problem.errno:

@@ -47,12 +47,6 @@ class Shard:
     blocks: int | None = None
     repeat: bool = False
 
-    def __post_init__(self) -> None:
-        if self.blocks is not None and self.blocks < 1:
-            raise ConfigurationError(f"{self}: blocks is a number of blocks, 1 or more, or None")
-        if self.repeat and self.blocks is None:
-            raise ConfigurationError(f"{self}: repeat says that ranks share a block, so it needs blocks, their number")
-
 
 @dataclass(frozen=True)
 class Replicate:
@@ -73,23 +67,21 @@ def place(names: Iterable[str], rules: Rules) -> dict[str, Placement]:
         if not isinstance(rule, Shard | Replicate):
             raise ConfigurationError(f"the shard rule {glob!r} is {rule!r}: use Shard(dim) or Replicate(), with their brackets")
     decided: dict[str, Placement] = {}
-    unmatched, used, seen = [], set(), set()
+    unmatched, used = [], set()
     for name in names:
-        globs = [glob for glob in rules if fnmatchcase(name, glob)]
-        seen.update(globs)
-        if globs:
-            used.add(globs[0])
-            decided[name] = rules[globs[0]]
+        if matching := [glob for glob in rules if fnmatchcase(name, glob)]:
+            used.add(matching[0])
+            decided[name] = rules[matching[0]]
         else:
             unmatched.append(name)
     if unmatched:
         raise ConfigurationError(
             f"no shard rule matches {_listed(unmatched)}: add rules for them; a last rule {{'*': Replicate()}} takes the rest"
         )
-    idle = [glob for glob in rules if glob not in used]
-    if idle:
-        why = "their names are taken by earlier rules" if seen.issuperset(idle) else "no name matches"
-        raise ConfigurationError(f"the shard rules {_listed(idle)} decide nothing ({why}): correct or remove them")
+    if idle := [glob for glob in rules if glob not in used]:
+        raise ConfigurationError(
+            f"the shard rules {_listed(idle)} decide nothing: no name matches, or an earlier rule does; correct or remove them"
+        )
     return decided
 
 
@@ -105,7 +97,12 @@ def part_of(name: str, shape: Sequence[int], placement: Placement, rank: int, wo
     index = [slice(None)] * len(shape)
     if isinstance(placement, Shard):
         dim = _dimension(name, len(shape), placement)
-        parts, part = _split(name, shape[dim], placement, rank, world)
+        blocks = shape[dim] if placement.blocks is None else placement.blocks
+        if blocks and shape[dim] % blocks:
+            raise ConfigurationError(
+                f"{name}: dimension {dim} has size {shape[dim]}, which is not a multiple of {blocks} blocks"
+            )
+        parts, part = _parts(name, blocks, placement, rank, world)
         size = shape[dim] // parts
         index[dim] = slice(part * size, (part + 1) * size)
     return tuple(index)
@@ -150,25 +147,19 @@ def gather_state_dict(
     """
     import torch
 
-    if not shards:
-        raise ConfigurationError("no shards to gather: pass the parts of all ranks, in their order")
     for rank, shard in enumerate(shards):
-        if odd := shards[0].keys() ^ shard.keys():
-            raise ConfigurationError(
-                f"rank 0 and rank {rank} disagree about the names: only one of them has {_listed(sorted(odd))}"
-            )
-    world = len(shards)
+        for name in shards[0].keys() | shard.keys():
+            of_0, of_rank = (_described(one.get(name)) for one in (shards[0], shard))
+            if of_0 != of_rank:
+                raise ConfigurationError(
+                    f"{name}: rank 0 has {of_0}, and rank {rank} {of_rank}, which is no part of the same tensor: start the "
+                    f"servers with one checkpoint, one set of rules and one number of ranks"
+                )
     whole = {}
     for name, placement in place(shards[0], rules).items():
         parts = [shard[name].detach() for shard in shards]
-        for rank, part in enumerate(parts):
-            if (part.shape, part.dtype) != (parts[0].shape, parts[0].dtype):
-                raise ConfigurationError(
-                    f"{name}: rank 0 has {_described(parts[0])}, and rank {rank} {_described(part)}: these are not parts of "
-                    f"one tensor. Start the servers with one checkpoint, one set of rules and one number of ranks"
-                )
         target = parts[0].device if device is None else torch.device(device)
-        distinct = _distinct(name, parts, placement, world)
+        distinct = _distinct(name, parts, placement, len(shards))
         if isinstance(placement, Shard):
             whole[name] = torch.cat([part.to(target) for part in distinct], _dimension(name, distinct[0].dim(), placement))
         else:
@@ -182,26 +173,17 @@ def _dimension(name: str, dims: int, placement: Shard) -> int:
     return placement.dim % dims
 
 
-def _split(name: str, size: int, placement: Shard, rank: int, world: int) -> tuple[int, int]:
-    """Return the number of parts of a dimension, and the part of a rank."""
-    blocks = size if placement.blocks is None else placement.blocks
-    if size % blocks if blocks else size:
-        raise ConfigurationError(
-            f"{name}: dimension {placement.dim} has size {size}, which is not a multiple of {blocks} blocks"
-        )
-    return _parts(name, blocks, placement, rank, world)
-
-
 def _parts(name: str, blocks: int, placement: Shard, rank: int, world: int) -> tuple[int, int]:
+    """Return the number of parts of a dimension, and the part of a rank."""
     if blocks % world == 0:
         return world, rank
     if placement.repeat and world % blocks == 0:
         return blocks, rank * blocks // world
     what = f"dimension {placement.dim} of size {blocks}" if placement.blocks is None else f"{blocks} blocks"
-    hint = ""
-    if placement.blocks is not None and world % blocks == 0:
-        hint = "; with repeat=True several ranks would have the same block"
-    raise ConfigurationError(f"{name}: {what} cannot be divided among {world} ranks ({placement}){hint}")
+    raise ConfigurationError(
+        f"{name}: {what} cannot be divided among {world} ranks ({placement}); with blocks and repeat=True, a multiple of the "
+        f"blocks can have them"
+    )
 
 
 def _distinct(name: str, parts: Sequence[torch.Tensor], placement: Placement, world: int) -> list[torch.Tensor]:
@@ -212,10 +194,13 @@ def _distinct(name: str, parts: Sequence[torch.Tensor], placement: Placement, wo
         return list(parts)
     else:
         of_rank = [_parts(name, placement.blocks, placement, rank, world)[1] for rank in range(world)]
+    import torch
+
+    flat = [part.contiguous().reshape(-1).view(torch.uint8) for part in parts]  # as bytes NaN is equal to itself
     first: dict[int, int] = {}
     for rank, part in enumerate(of_rank):
         other = first.setdefault(part, rank)
-        if other != rank and not _same_bytes(parts[other], parts[rank]):
+        if other != rank and not torch.equal(flat[other], flat[rank].to(flat[other].device)):
             raise ConfigurationError(
                 f"{name}: ranks {other} and {rank} must have the same values ({placement}) and have not: their servers loaded "
                 f"different checkpoints, or a process has written to one of them"
@@ -223,16 +208,8 @@ def _distinct(name: str, parts: Sequence[torch.Tensor], placement: Placement, wo
     return [parts[rank] for rank in first.values()]
 
 
-def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Compare two tensors of one shape and dtype bit for bit: NaN is equal to itself here."""
-    import torch
-
-    flat = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other.to(one.device))]
-    return torch.equal(*flat)
-
-
-def _described(tensor: torch.Tensor) -> str:
-    return f"{tuple(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
+def _described(tensor: torch.Tensor | None) -> str:
+    return "nothing" if tensor is None else f"{tuple(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -370,44 +370,28 @@ def test_invalid_files_are_refused(path: Path, change: Callable[[Path], Any], re
 # Files that cannot be written.
 
 
-@pytest.mark.parametrize(
-    ("step", "raised", "reported"),
-    [
-        *((step, (errno.ENOSPC, "full"), RecordError) for step in ("pwrite", "fsync", "link")),
-        *deep(*((step, (errno.ENOSPC, "full"), RecordError) for step in ("posix_fallocate", "replace"))),
-        ("fsync", ("full",), OSError),
-    ],
-)
-def test_failing_disks_leave_the_earlier_file(
-    here: Site, path: Path, monkeypatch: pytest.MonkeyPatch, step: str, raised: tuple[Any, ...], reported: type[Exception]
-) -> None:
-    """At any time, and no other one. An OSError without a number, such as that of a signal's handler, is raised as it is."""
+@pytest.mark.parametrize("step", ["pwrite", "fsync", "link", *deep("posix_fallocate", "replace")])
+def test_failing_disks_leave_the_earlier_file(here: Site, path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    """At any time, and no other one."""
     before = path.read_bytes()
     with monkeypatch.context() as patched, here.client.call("model", 300) as handle:
-        patched.setattr(os, step, Mock(side_effect=OSError(*raised)))
-        with pytest.raises(reported, match="full", check=lambda error: type(error) is reported):
+        patched.setattr(os, step, Mock(side_effect=OSError(errno.ENOSPC, "full")))
+        with pytest.raises(RecordError, match="full"):
             save(here.client, handle.object_id, path)
     assert (path.read_bytes(), sorted(one.name for one in path.parent.glob("model*"))) == (before, ["model.record"])
 
 
-def test_saved_objects_are_of_one_revision(here: Site, there: Site, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An update in the middle of an export restarts it; constant updates are an error."""
+def test_saved_objects_are_of_one_revision(here: Site, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update in the middle of an export is an error, and the earlier file is unchanged."""
     handle = here.client.call("model")
-    write_parts, updates = record_file._write_parts, [7]
+    write_parts, before = record_file._write_parts, path.read_bytes()
 
     def write(*arguments: Any) -> list[bytes]:
-        if updates:
-            with here.client.update(handle) as value:
-                value[0].weight.fill_(updates.pop())
+        with here.client.update(handle) as value:
+            value[0].weight.fill_(7)
         return write_parts(*arguments)
 
     monkeypatch.setattr(record_file, "_write_parts", write)
-    save(here.client, handle.object_id, path)
-    with FileRecord(path) as record:
-        there.client.adopt(record)
-    with there.client.call("model") as arrived:
-        assert (arrived.value[0].weight == 7).all()
-    updates, before = [1] * 10, path.read_bytes()
-    with handle, pytest.raises(RecordError, match="was written to in place while it was exported, 3 times"):
+    with handle, pytest.raises(RecordError, match="was written to in place while it was exported"):
         save(here.client, handle.object_id, path)
     assert path.read_bytes() == before

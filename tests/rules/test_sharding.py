@@ -81,7 +81,7 @@ def test_more_ranks_than_heads_need_repeat() -> None:
     assert [part["k"].tolist() for part in parts] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     with pytest.raises(ConfigurationError, match="repeat=True"):
         shards_of(state, {"k": Shard(0, blocks=2)}, 4)
-    with pytest.raises(ConfigurationError, match=r"2 blocks cannot be divided among 3 ranks .*\)$"):
+    with pytest.raises(ConfigurationError, match="2 blocks cannot be divided among 3 ranks"):
         shards_of(state, {"k": Shard(0, blocks=2, repeat=True)}, 3)
 
 
@@ -125,8 +125,8 @@ def test_the_first_matching_rule_decides() -> None:
     ("rules", "message"),
     [
         ({"*.weight": Shard(0)}, r"^no shard rule matches 'a\.bias', 'b\.bias': add rules"),
-        ({"*": Replicate(), "*.wieght": Shard(0)}, r"'\*\.wieght' decide nothing \(no name matches\)"),
-        ({"*": Replicate(), "a.*": Shard(0)}, r"'a\.\*' decide nothing \(their names are taken by earlier rules\)"),
+        ({"*": Replicate(), "*.wieght": Shard(0)}, r"'\*\.wieght' decide nothing: no name matches"),
+        ({"*": Replicate(), "a.*": Shard(0)}, r"'a\.\*' decide nothing: no name matches, or an earlier rule does"),
     ],
     ids=["no rule", "matches nothing", "shadowed"],
 )
