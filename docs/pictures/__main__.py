@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import termios
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from io import StringIO
@@ -95,20 +94,9 @@ def _scene(gpu: bool) -> Iterator[tuple[dict[str, str], str]]:
         if not gpu:
             command = ["python", "-m", "shared_rpc.cli", "call", "train", "steps=10"]
             subprocess.run(command, env=environ, check=True, stdout=subprocess.DEVNULL)
-            _await_zygote(environ["SHARED_TENSOR_BASE_PATH"])
         for _ in range(4 if gpu else 2):
             stack.enter_context(_running(environ, "worker.py"))
         yield environ, runtime
-
-
-def _await_zygote(base_path: str) -> None:
-    """Wait until the zygote is ready, as in most of a server's life."""
-    until = time.monotonic() + 60
-    with Client(base_path, device="cpu") as client:
-        while client.get_server_info()["zygote"]["state"] != "ready":
-            if time.monotonic() > until:
-                raise RuntimeError(f"the server has no zygote: {client.get_server_info()['zygote']}")
-            time.sleep(0.05)
 
 
 @contextmanager
