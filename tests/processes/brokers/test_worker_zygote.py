@@ -80,6 +80,15 @@ def start(app: BrokerApp) -> Start:
     return start
 
 
+@pytest.fixture
+def client(app: BrokerApp, start: Start) -> Client:
+    """A client of a broker whose next worker is a fork."""
+    start()
+    client = app.connect()
+    zygote_ready(client)
+    return client
+
+
 def sockets_of(pid: int) -> set[str]:
     """Return the sockets of a process."""
     return {link for link in links_of(pid) if link.startswith("socket:")}
@@ -101,11 +110,8 @@ def test_later_workers_are_forks(app: BrokerApp, start: Start) -> None:
     assert client.call("model").weight[0, 0] == 4
 
 
-def test_the_exit_of_a_fork_is_reported(app: BrokerApp, start: Start) -> None:
+def test_the_exit_of_a_fork_is_reported(client: Client) -> None:
     """Its signal, and its last output, like those of a new process."""
-    start()
-    client = app.connect()
-    zygote_ready(client)
     pid = replaced(client)
     with pytest.raises(Exception, match=rf"the worker \(pid {pid}\) was killed by SIGSEGV.*its last words") as crash:
         client.call("end", "segfault")
@@ -120,11 +126,8 @@ def test_no_preload_disables_the_zygote(app: BrokerApp, start: Start) -> None:
     assert not is_fork(replaced(client))
 
 
-def test_a_killed_watcher_ends_its_worker(app: BrokerApp, start: Start) -> None:
+def test_a_killed_watcher_ends_its_worker(client: Client) -> None:
     """The kernel kills the worker, which is replaced."""
-    start()
-    client = app.connect()
-    zygote_ready(client)
     pid = replaced(client)
     watcher = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     os.kill(watcher, signal.SIGKILL)
@@ -135,11 +138,9 @@ def test_a_killed_watcher_ends_its_worker(app: BrokerApp, start: Start) -> None:
 # When something happens to the zygote.
 
 
-def test_a_killed_zygote_is_replaced(app: BrokerApp, start: Start) -> None:
+def test_a_killed_zygote_is_replaced(client: Client) -> None:
     """The workers stay, and a worker needed in between is a new process."""
-    start()
-    client = app.connect()
-    zygote = zygote_ready(client)
+    zygote = int(zygote_of(client)["pid"])
     worker = replaced(client)
     os.kill(zygote, signal.SIGKILL)
     eventually(lambda: zygote_of(client)["state"] != "ready")
