@@ -238,7 +238,8 @@ def doctor(base_path: BasePath = None, json: Json = False) -> None:
     if json:
         as_json([finding._asdict() for finding in findings])
     else:
-        table("", ["", "what", "found", "what to do"], [(f.mark, f.what, f.found, f.fix) for f in findings])
+        marks = {"good": "ok", "limited": "!", "broken": "x"}
+        table("", ["", "what", "found", "what to do"], [(marks[f.state], f.what, f.found, f.fix) for f in findings])
     if any(finding.state == "broken" for finding in findings):
         raise typer.Exit(1)
 

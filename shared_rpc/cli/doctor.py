@@ -16,7 +16,6 @@ from shared_rpc.protocol.own_files import directory_problem
 from shared_rpc.protocol.peers import is_own
 from shared_rpc.settings import resolve_base_path, resolve_role
 
-_MARKS = {"good": "ok", "limited": "!", "broken": "x"}
 #: Descriptors: a lower limit is enough for few clients.
 _FEW_FILES = 4096
 
@@ -28,11 +27,6 @@ class Finding(NamedTuple):
     state: Literal["good", "limited", "broken"]
     found: str
     fix: str = ""
-
-    @property
-    def mark(self) -> str:
-        """Sign of the state in the table."""
-        return _MARKS[self.state]
 
 
 def examine(base_path: str | None = None) -> list[Finding]:

@@ -154,13 +154,6 @@ def test_a_module_that_calls_its_own_endpoints_while_it_is_loaded(app: Write, st
     assert (info["objects"], info["builds"]) == (1, 1)
 
 
-def test_a_socket_path_that_is_not_utf_8(app: Write, tmp_path: Path) -> None:
-    """A server could not report its own path: it does not start."""
-    app()
-    path = os.fsdecode(bytes(tmp_path / "caf") + b"\xe9")
-    assert f"the socket path b'{tmp_path}/caf\\xe9" in cli("serve", "app.py", "--base-path", path, cwd=tmp_path).misuse
-
-
 def test_serving_with_closed_standard_streams(app: Write, connect: Connect, children: list[Child], tmp_path: Path) -> None:
     """As after ``>&-``: no other file gets their numbers, or their output."""
     app("print('said', flush=True)\nprovider.share('endpoint')(lambda: 0)")
@@ -205,6 +198,7 @@ def test_options_reach_the_server(app: Write, start: Start, connect: Connect, tm
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
+        (["--base-path", os.fsdecode(b"caf\xe9")], "the socket path b'caf\\xe9' is not UTF-8"),
         (["--device", "tpu"], "device='tpu': use 'auto', 'cpu', 'cuda', 'cuda:<index>'"),
         (["--max-bytes", "lots"], "--max-bytes lots: use a number of bytes, or one with K, M, G or T"),
         (["--quota", "cpu"], "--quota cpu: write device=amount, as in cuda:0=0.8 or cpu=8GiB"),
