@@ -104,13 +104,13 @@ ENDS = {
     "SIGSEGV": "import ctypes; ctypes.string_at(0)",
     "a thread that is left": "import threading, time\nthreading.Thread(target=time.sleep, args=(99,), daemon=True).start()",
     "a fork that returns": "import os, sys\nif os.fork() == 0: sys.exit(9)\nprint(os.waitstatus_to_exitcode(os.wait()[1]))",
-    "a closed output": "import os; os.close(1); print('x')",
 }
 
-#: How it ends with one.
+#: How it ends with one, or by the interpreter itself.
 ERRORS = {
     "an error": "def f(x):\n    return 1 / x\n\nprint('before')\nf(0)",
     "no syntax": "print('x'\nprint('y')",
+    "a closed output": "import os; os.close(1); print('x')",
 }
 
 
