@@ -385,9 +385,11 @@ def _run(words: Sequence[str]) -> NoReturn:
     atexit._run_exitfuncs()
     main.clear()
     gc.collect()
-    with suppress(OSError, ValueError, AttributeError):
+    try:
         sys.stdout.flush()
         sys.stderr.flush()
+    except (OSError, ValueError, AttributeError):
+        raise SystemExit(code) from None  # the interpreter has a message and an exit code for that
     os._exit(code & 0xFF)
 
 
