@@ -57,7 +57,7 @@ class WireMessages(_Made):
             for number, kind in catalogue._KINDS.items()
             if (kind.__module__ == worker_messages.__name__) == of_workers
         ]
-        rows = ((f"{number}", f"``{kind.__name__}``", _fields(kind), _doc(kind)) for number, kind in kinds)
+        rows = ((f"{number}", f"``{kind.__name__}``", _fields(kind), inspect.getdoc(kind) or "") for number, kind in kinds)
         return [self._table([1, 3, 7, 8], ["kind", "message", "body", "purpose"], rows)]
 
 
@@ -82,18 +82,6 @@ def shown(annotation: Any) -> str:
     if get_args(annotation):
         return re.sub(r"\b[a-z_]+(?:\.[a-z_]+)*\.(?=[A-Z])", "", str(annotation)).replace("typing.", "")
     return "None" if annotation is type(None) else getattr(annotation, "__name__", str(annotation))
-
-
-_NAMES = {kind.__name__ for kind in catalogue._KINDS.values()}
-
-
-def _doc(kind: type[Any]) -> str:
-    # Messages have rows here, and no pages to link to.
-    return re.sub(
-        r":class:`~?(?:[\w.]*\.)?(\w+)`",
-        lambda found: f"``{found[1]}``" if found[1] in _NAMES else found[0],
-        inspect.getdoc(kind) or "",
-    )
 
 
 class ErrorCodes(_Made):

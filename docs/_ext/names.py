@@ -16,8 +16,6 @@ from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 
-from shared_rpc.observability.events import Event
-
 #: Modules searched for short names, the public ones first.
 HOMES = (
     "shared_rpc",
@@ -26,14 +24,8 @@ HOMES = (
     "shared_rpc.Handle",
     "shared_rpc.provider.provider",
     "shared_rpc.protocol.records",
+    *(f"shared_rpc.protocol.{part}" for part in ("messages", "worker", "exported", "generations", "sources", "tiers")),
 )
-
-#: Members that are public for other modules of the package, but not for users.
-INTERNAL = {
-    "client_options", "detail", "ensure_live", "engine", "in_session", "mechanism_info", "move_to",
-    "registry", "restore", "revision_page", "run_in", "run_with", "serve_with", "notify",
-}  # fmt: skip
-
 
 def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nodes.Element) -> nodes.Element | None:
     """Resolve a reference to a name of this project that Sphinx did not find."""
@@ -65,23 +57,11 @@ def _exists(name: str) -> bool:
         return False
 
 
-def skip(app: Sphinx, what: str, name: str, item: object, skipped: bool, options: Any) -> bool | None:
-    """Return True if autodoc should omit a member."""
-    return True if name in INTERNAL else None
-
-
-#: Classes whose objects users get but do not create.
-GIVEN = {
-    "AsyncHandle", "EndpointSpec", "Generation", "Handle", "Parameter", "Progress", "Report", "SharedFunction", "Subscription",
-    "TaskInfo", "TaskStatus", "Ticket",
-}  # fmt: skip
-
-
 def signature(
     app: Sphinx, what: str, name: str, item: object, options: Any, arguments: str, returned: str
 ) -> tuple[str, str] | None:
-    """Return the signature to show, empty if users do not call the object."""
-    made_by_us = what == "class" and (name.rpartition(".")[2] in GIVEN or issubclass(item, Event))
+    """Return the signature to show, empty for a class whose parameters are not described: users get its objects."""
+    made_by_us = what == "class" and ":param " not in (item.__doc__ or "") and not is_typeddict(item)
     return ("", "") if made_by_us else None
 
 
@@ -107,7 +87,6 @@ def bases(app: Sphinx, name: str, item: object, options: Any, found: list[Any]) 
 def setup(app: Sphinx) -> dict[str, bool]:
     """See :mod:`sphinx.ext`."""
     app.connect("missing-reference", resolve)
-    app.connect("autodoc-skip-member", skip)
     app.connect("autodoc-process-bases", bases)
     app.connect("autodoc-process-signature", signature)
     app.connect("autodoc-process-docstring", docstring)

@@ -26,7 +26,7 @@ import struct
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from types import SimpleNamespace
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shared_rpc.client.exported import ExportedRecord
 from shared_rpc.errors import RecordError
@@ -43,10 +43,12 @@ from shared_rpc.memory.file_parts import (
     read_parts,
     write_parts,
 )
-from shared_rpc.memory.revisions import Page
 from shared_rpc.protocol.exported import RecordHeader
 from shared_rpc.protocol.own_files import file_problem
 from shared_rpc.protocol.records import SegmentInfo
+
+if TYPE_CHECKING:
+    from shared_rpc import Client, Provider
 
 __all__ = ["FileRecord", "save"]
 
@@ -59,16 +61,6 @@ _FIXED = len(_MAGIC) + _COUNTS.size + DIGEST
 _PAGE = 4096
 #: Maximum bytes before the segments, which are read at once.
 _LARGEST = 512 << 20
-
-
-class RecordSource(Protocol):
-    """The client or provider of an object. For its methods see :class:`shared_rpc.Client`."""
-
-    def export(self, handle: str, /) -> ExportedRecord:
-        """Return the record of an object."""
-
-    def revision_page(self, object_id: str, /) -> Page:
-        """Return the page of its revision."""
 
 
 class _Part(NamedTuple):
@@ -99,13 +91,13 @@ class _Layout:
         self.nbytes = end
 
 
-def save(client: RecordSource, object_id: str, path: str | os.PathLike[str]) -> RecordHeader:
+def save(client: Client | Provider, object_id: str, path: str | os.PathLike[str]) -> RecordHeader:
     """Write an object of a server to a file, atomically and of one revision; return its header.
 
     An existing file is replaced; a concurrent reader gets that or the whole of the new one. The new one is private to this
     user (0600).
 
-    :param client: a client of the server.
+    :param client: a client of the server, or its provider.
     :raises RecordError: if it cannot be written, or the object is updated in place meanwhile; an earlier file is unchanged.
     :raises StaleHandleError: if the server has no such object.
     """
@@ -128,8 +120,10 @@ def save(client: RecordSource, object_id: str, path: str | os.PathLike[str]) -> 
                         reason="unreadable",
                     )
         except OSError as error:
-            needed = f"{error.strerror}: it needs {layout.nbytes} bytes"
-            raise RecordError(f"cannot write the record {name}: {needed}", reason="unreadable") from error
+            if error.errno is None:  # a signal handler's own
+                raise
+            what = f"cannot write the record {name} of {layout.nbytes} bytes: {error.strerror}"
+            raise RecordError(what, reason="unreadable") from error
         return record.header
 
 
