@@ -27,6 +27,7 @@ HOMES = (
     *(f"shared_rpc.protocol.{part}" for part in ("messages", "worker", "exported", "generations", "sources", "tiers")),
 )
 
+
 def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nodes.Element) -> nodes.Element | None:
     """Resolve a reference to a name of this project that Sphinx did not find."""
     if node.get("refdomain") != "py":

@@ -125,7 +125,7 @@ class RelayedMemory(DeviceMemory):
             list(targets),
         )
         worker = attempts.worker = self._choose(message, attempts.worker) or await self._bare()
-        owners = tuple([segment.owner for segment in (*sources, *targets.values())])
+        segments = [*sources, *targets.values()]
         try:
             async with asyncio.timeout(_STEP_PATIENCE) as patience:
 
@@ -134,14 +134,19 @@ class RelayedMemory(DeviceMemory):
                         patience.reschedule(self._loop.time() + _STEP_PATIENCE)
                     attempts.progressed(news.done)
 
+                # No variable keeps the owners of descriptors: the frames of an error may outlive the segments.
                 answer, received = await worker.requests.request(
-                    message, owners, progressed=report, stop=w.Stop(), unused=functools.partial(self._discard, worker)
+                    message,
+                    tuple([segment.owner for segment in segments]),
+                    progressed=report,
+                    stop=w.Stop(),
+                    unused=functools.partial(self._discard, worker),
                 )
         except TimeoutError:
             _replace_bare(worker)
             raise WorkerCrashed(f"{_named(worker)} has copied nothing for {_STEP_PATIENCE:g} s") from None
         except ProtocolError as error:
-            raise CapabilityError(f"cannot send {len(owners)} descriptors to {_named(worker)}: {error}") from error
+            raise CapabilityError(f"cannot send {len(segments)} descriptors to {_named(worker)}: {error}") from error
         return self._written(orders, answer, received, worker)
 
     def _serving(self) -> list[Worker]:

@@ -113,6 +113,7 @@ class WorkerRequests:
                 answered.set_exception(crash)
 
         number = self.begin(message, take, lost, b"", owners)
+        del owners  # the frames of an error may outlive the segments
         try:
             return await answered
         except asyncio.CancelledError:

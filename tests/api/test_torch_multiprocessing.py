@@ -95,8 +95,7 @@ def test_process_arguments_stay_shared(device: str, get: Serve, elsewhere: Elsew
         """,
         method=method,
     )
-    descriptors = 1 if device == "cpu" else 0
-    assert answer == [True, [1, 1, descriptors], [5], [6, 6, 6]]
+    assert answer == [True, [1, 1, 0], [5], [6, 6, 6]]
     settle()
     assert model.embed.weight.unique().tolist() == [6]
 
@@ -256,8 +255,7 @@ def test_nothing_is_left_after_the_last_tensor(device: str, get: Serve, elsewher
             answer = [held, [open_fds() - before[0], child.call(family.facts)[1:] == before[1], before[1], len(MAPPINGS)]]
         """
     )
-    descriptors = 1 if device == "cpu" else 0
-    assert answer == [[[1, descriptors], 1, descriptors], [0, True, [0, 0], 0]]
+    assert answer == [[[1, 0], 1, 0], [0, True, [0, 0], 0]]
 
 
 def test_a_child_outlives_its_parent_and_the_server(device: str, no_leaks: None, base_path: str, provider: Provider) -> None:
