@@ -1,10 +1,10 @@
-"""Tables generated from the code: the messages of the protocol, the codes of errors."""
+"""The table of the protocol's messages, generated from the code."""
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, get_args
 
 import msgspec
@@ -15,20 +15,21 @@ from docutils.utils import new_document
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective, sphinx_domains
 
-from shared_rpc import errors
-from shared_rpc.protocol import catalogue
-from shared_rpc.protocol import worker as worker_messages
+from shared_rpc.protocol import catalogue, worker
 from shared_rpc.protocol.messages import Message
 
 
-class _Made(SphinxDirective):
-    """A directive for tables with cells in reStructuredText, like docstrings."""
+class WireMessages(SphinxDirective):
+    """The messages between clients and servers. Cells are in reStructuredText, like docstrings."""
 
-    def _table(self, widths: Sequence[int], head: Sequence[str], rows: Iterator[Sequence[str]]) -> nodes.table:
-        group = nodes.tgroup("", *(nodes.colspec(colwidth=width) for width in widths), cols=len(widths))
-        group += nodes.thead("", self._row(head))
-        group += nodes.tbody("", *(self._row(row) for row in rows))
-        return nodes.table("", group, classes=["made", "colwidths-given"])
+    def run(self) -> list[nodes.Node]:
+        """See :class:`docutils.parsers.rst.Directive`."""
+        kinds = [entry for entry in catalogue._KINDS.items() if entry[1].__module__ != worker.__name__]
+        group = nodes.tgroup("", *(nodes.colspec(colwidth=width) for width in (1, 3, 7, 8)), cols=4)
+        group += nodes.thead("", self._row(["kind", "message", "body", "purpose"]))
+        rows = ([f"{number}", f"``{kind.__name__}``", _fields(kind), inspect.getdoc(kind) or ""] for number, kind in kinds)
+        group += nodes.tbody("", *map(self._row, rows))
+        return [nodes.table("", group, classes=["made", "colwidths-given"])]
 
     def _row(self, cells: Sequence[str]) -> nodes.row:
         return nodes.row("", *(nodes.entry("", *self._parsed(cell)) for cell in cells))
@@ -41,24 +42,6 @@ class _Made(SphinxDirective):
         with sphinx_domains(self.env):
             Parser().parse(text, document)
         return document.children
-
-
-class WireMessages(_Made):
-    """The messages on one kind of socket: ``client`` or ``worker``."""
-
-    required_arguments = 1
-
-    def run(self) -> list[nodes.Node]:
-        """See :class:`docutils.parsers.rst.Directive`."""
-        side = self.arguments[0]
-        of_workers = side == "worker"
-        kinds = [
-            (number, kind)
-            for number, kind in catalogue._KINDS.items()
-            if (kind.__module__ == worker_messages.__name__) == of_workers
-        ]
-        rows = ((f"{number}", f"``{kind.__name__}``", _fields(kind), inspect.getdoc(kind) or "") for number, kind in kinds)
-        return [self._table([1, 3, 7, 8], ["kind", "message", "body", "purpose"], rows)]
 
 
 def _fields(kind: type[Message]) -> str:
@@ -84,23 +67,7 @@ def shown(annotation: Any) -> str:
     return "None" if annotation is type(None) else getattr(annotation, "__name__", str(annotation))
 
 
-class ErrorCodes(_Made):
-    """The classes of ``shared_rpc.errors`` with their codes and fields."""
-
-    def run(self) -> list[nodes.Node]:
-        """See :class:`docutils.parsers.rst.Directive`."""
-        return [self._table([4, 3, 4], ["code", "error", "detail"], self._rows())]
-
-    def _rows(self) -> Iterator[Sequence[str]]:
-        for code, kind in errors._BY_CODE.items():
-            name = f"shared_rpc.errors.{kind.__name__}" if issubclass(kind, errors.SharedRPCError) else kind.__name__
-            role = f":class:`~{name}`" if "." in name else f"``{name}``"
-            detail = sorted(kind.restore("", {}).detail()) if issubclass(kind, errors.SharedRPCError) else []
-            yield f"``{code}``", role, ", ".join(f"``{name}``" for name in detail) or "none"
-
-
 def setup(app: Sphinx) -> dict[str, bool]:
     """See :mod:`sphinx.ext`."""
     app.add_directive("wire-messages", WireMessages)
-    app.add_directive("error-codes", ErrorCodes)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

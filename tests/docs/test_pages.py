@@ -83,8 +83,9 @@ def test_every_public_module_has_its_page(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(set(errors.__all__) - {"SharedRPCError", "RemoteTraceback"}))
 def test_every_error_has_a_remedy(name: str) -> None:
-    """The table of docs/reference/errors.md has a row for it."""
-    assert f"\n| `{name}`" in (DOCS / "reference" / "errors.md").read_text()
+    """The tables of docs/reference/errors.md have a row for it and for its code."""
+    page = (DOCS / "reference" / "errors.md").read_text()
+    assert f"\n| `{name}`" in page and f"\n| `{getattr(errors, name).code}` | `{name}` |" in page
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
