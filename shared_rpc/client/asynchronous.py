@@ -58,7 +58,9 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
     async def close(self) -> None:
         """Close the connection and release the leases. Tensors stay valid; every later operation fails."""
         self._closed = True
-        end_all(self._subscriptions)
+        with self._lock:
+            subscriptions = tuple(self._subscriptions)
+        end_all(subscriptions)
         link, self._link = self._link, None
         if link is not None:
             link.ended = True

@@ -253,7 +253,8 @@ class BaseClient(Context):
 
     def _subscribe(self, callback: Callable[[Generation], object]) -> Subscription:
         subscription = Subscription(self._news_link(), callback)
-        self._subscriptions.add(subscription)
+        with self._lock:
+            self._subscriptions.add(subscription)
         if self._closed:
             subscription.close()
             raise ConnectionClosed("this client is closed")

@@ -67,8 +67,8 @@ class BlockingDriver(BaseClient, BlockingMethods):
         """Close the connection and release the leases. Tensors stay valid; every later operation fails."""
         with self._lock:
             self._closed = True
-            link = self._link
-        end_all(self._subscriptions)
+            link, subscriptions = self._link, tuple(self._subscriptions)
+        end_all(subscriptions)
         if link is not None:  # also one whose end was interrupted
             end(link)
             self._link = None

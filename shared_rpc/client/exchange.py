@@ -229,13 +229,13 @@ class Exchanges:
         except ProtocolError as error:
             return str(error)
         if isinstance(answer, m.Result) and len(answer.segments) == len(frame.fds) + len(answer.kept):
-            fds = iter(frame.fds)
-            for number, info in enumerate(answer.segments):
-                fd = next(fds) if number not in answer.kept else -1
-                descriptor = self.known.get(info.id)
-                if fd < 0 and descriptor is not None:
-                    frame.known[number] = descriptor
-                elif fd >= 0 and descriptor is None and (info.arena or info.slab):
+            # First those that the server took for known: a new slab may take the place of one of them.
+            for number in answer.kept:
+                if 0 <= number < len(answer.segments) and (owner := self.known.get(answer.segments[number].id)) is not None:
+                    frame.known[number] = owner
+            came = [info for number, info in enumerate(answer.segments) if number not in answer.kept]
+            for info, fd in zip(came, frame.fds, strict=False):
+                if (info.arena or info.slab) and info.id not in self.known:
                     with Segment.owning(info, _duplicate(fd)) as segment:
                         self.known.add(info, segment.owner)
         return answer

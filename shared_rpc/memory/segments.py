@@ -156,8 +156,8 @@ class KnownSegments(dict[str, T]):
         self[info.id] = value
         if info.slab:
             self._slabs.append(info.id)
-            if len(self._slabs) > KEPT_SLABS:
-                del self[self._slabs.popleft()]
+            while len(self._slabs) > KEPT_SLABS:
+                self.pop(self._slabs.popleft(), None)
 
 
 class Backend(Protocol):

@@ -579,8 +579,9 @@ class Capacity:
         if count and not descriptors.admit_objects():
             raise ServerBusy(
                 f"keeping the object needs {count} more file descriptors, and three quarters of the {descriptors.available()} "
-                f"of the process are in use. Release handles, invalidate cached results, fetch results of tasks, free buffers, "
-                f"or raise the limit (ulimit -n, LimitNOFILE= of a service)"
+                f"of the process are in use, also by cached results that no process uses: nothing is evicted for this. "
+                f"Invalidate cached results, release handles, fetch results of tasks, free buffers, or raise the limit "
+                f"(ulimit -n, LimitNOFILE= of a service)"
             )
 
     # Reasons for waiting.

@@ -328,7 +328,7 @@ class RemoteCaller(msgspec.Struct, eq=False):
         )
         owners = tuple([segment.owner for number, segment in enumerate(record.segments) if number not in message.kept])
         if self.reply(message, record.skeleton, owners):
-            if owners:
+            if owners and self._number:  # an answer to number 0 is not sent
                 for info in message.segments:
                     if (info.arena or info.slab) and info.id not in known:
                         known.add(info, True)

@@ -331,31 +331,33 @@ def test_answers_without_a_request_are_closed(connection: Connection) -> None:
     assert connection.exchanges.reply(exchange).message == m.Pong()
 
 
-@given(st.lists(st.integers(0, 2 * KEPT_SLABS), max_size=40), st.randoms())
-def test_both_sides_know_the_same_segments(numbers: list[int], chance: Random) -> None:
+@given(st.lists(st.lists(st.integers(0, 2 * KEPT_SLABS), min_size=1, max_size=3, unique=True), max_size=40), st.randoms())
+def test_both_sides_know_the_same_segments(results: list[list[int]], chance: Random) -> None:
     """Arenas and the latest slabs, in the order of the replies, in which order these are taken."""
     with ExitStack() as stack:
         memories = [stack.enter_context(HOST.create(4096)) for _ in range(2 * KEPT_SLABS + 1)]
         for number, memory in enumerate(memories):
             memory.info = msgspec.structs.replace(memory.info, arena=number < 2, slab=number >= 2)
         connection, server, taken = Connection(), KnownSegments[bool](), []
-        for number in numbers:
-            info, exchange = memories[number].info, connection.ask()
-            kept = [0] if info.id in server else []
-            if not kept:
-                server.add(info, True)
-            fds = [] if kept else [os.dup(memories[number].fileno())]
-            answer = m.Result(msgspec.Raw(EMPTY_TABLE), [info], kept)
+        for numbers in results:
+            segments, exchange = [memories[number] for number in numbers], connection.ask()
+            kept = [place for place, segment in enumerate(segments) if segment.info.id in server]
+            came = [segment for place, segment in enumerate(segments) if place not in kept]
+            for segment in came:
+                server.add(segment.info, True)
+            answer = m.Result(msgspec.Raw(EMPTY_TABLE), [segment.info for segment in segments], kept)
+            fds = [os.dup(segment.fileno()) for segment in came]
             connection.buffers.feed(frame_of(answer, exchange.number, fds=len(fds)), fds)
             connection.exchanges.deliver()
-            taken.append((memories[number], exchange))
+            taken.append((segments, exchange))
         chance.shuffle(taken)
-        for memory, exchange in taken:
+        for segments, exchange in taken:
             if chance.random() < 0.3:
                 connection.exchanges.abandon(exchange)
                 continue
             with result_of("a call", connection.exchanges.reply(exchange)) as result:
-                assert os.path.sameopenfile(result.segments[0].fileno(), memory.fileno())
+                for found, segment in zip(result.segments, segments, strict=True):
+                    assert os.path.sameopenfile(found.fileno(), segment.fileno())
         assert {*connection.exchanges.known} == {*server} and len(server) <= KEPT_SLABS + 2
         connection.exchanges.fail(ConnectionClosed("the end"))
         connection.close()
