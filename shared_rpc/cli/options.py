@@ -105,7 +105,7 @@ def amount_of(option: str, text: str) -> int | float:
 def quotas_of(texts: Iterable[str]) -> dict[str, int | float]:
     """Parse ``quotas`` of a server, from texts like ``cuda:0=0.8`` and ``cpu=8GiB``.
 
-    :raises ConfigurationError: for another form, see :func:`amount_of`.
+    :raises ConfigurationError: for another form, see :func:`amount_of`, and for a device that is named twice.
     """
     quotas: dict[str, int | float] = {}
     for text in texts:
@@ -113,6 +113,8 @@ def quotas_of(texts: Iterable[str]) -> dict[str, int | float]:
         device, equals, amount = (part.strip() for part in text.partition("="))
         if not equals or not device:
             raise ConfigurationError(f"{option}: write device=amount, as in cuda:0=0.8 or cpu=8GiB")
+        if device in quotas:
+            raise ConfigurationError(f"{option}: {device} has a quota already")
         check_name(device)
         quotas[device] = amount_of(option, amount)
     return quotas

@@ -202,6 +202,7 @@ def test_options_reach_the_server(app: Write, start: Start, connect: Connect, tm
         (["--device", "tpu"], "device='tpu': use 'auto', 'cpu', 'cuda', 'cuda:<index>'"),
         (["--max-bytes", "lots"], "--max-bytes lots: use a number of bytes, or one with K, M, G or T"),
         (["--quota", "cpu"], "--quota cpu: write device=amount, as in cuda:0=0.8 or cpu=8GiB"),
+        (["--quota", "cpu=1M", "--quota", "cpu=2M"], "--quota cpu=2M: cpu has a quota already"),
         (["--quota", "cpu=1.5"], "--quota cpu=1.5: a fraction is more than 0 and at most 1.0; bytes are whole, or have a unit"),
         (["--when-full", "evict"], "when_full='evict' needs a quota: without one no device is full"),
     ],
