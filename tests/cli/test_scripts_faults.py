@@ -18,8 +18,9 @@ from pathlib import Path
 
 import pytest
 
+from shared_rpc.scripts.listing import stop_zygotes
 from shared_rpc.zygote.wire import Lost, framed, receive
-from tests.kit.attacker import needs_another_uid
+from tests.kit.attacker import STRANGER, needs_another_uid
 from tests.kit.processes import Child, eventually, links_of, sigstop
 from tests.kit.scripts import RUN, Place
 
@@ -242,6 +243,32 @@ def test_a_squatters_socket_is_not_used(place: Place, zygote: int) -> None:
     finally:
         squatter.kill()
         Path(path).unlink()
+
+
+@needs_another_uid
+def test_a_link_of_another_user_is_not_followed(place: Place, zygote: int, alone: Place) -> None:
+    """By no command, although a zygote of this user is its target."""
+    path = socket_of(place, zygote)
+    link = f"{alone.base_path}-{path.rpartition('-')[2]}"
+    os.symlink(path, link)
+    os.lchown(link, STRANGER, STRANGER)
+    assert alone.zygotes() == []
+    assert has_torch(alone, forked=False) == f"{WITHOUT}{link} is a link of another user (uid {STRANGER})\n"
+
+
+def test_only_zygotes_are_stopped(tmp_path: Path, children: list[Child]) -> None:
+    """Another program of this user that listens in the place of a zygote stays."""
+    base_path, reasons = str(tmp_path / "s"), []
+    other = Child(
+        "-c",
+        "import socket, sys; s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); s.listen(); print('up'); input()",
+        f"{base_path}-key.zygote",
+    )
+    children.append(other)
+    other.expect("up")
+    assert stop_zygotes(base_path, reasons.append) == []
+    assert f"(pid {other.pid}) did not answer as a zygote" in reasons[0]
+    assert other.process.poll() is None
 
 
 def test_a_directory_that_others_can_write_to_is_not_used(place: Place, tmp_path: Path) -> None:
