@@ -270,6 +270,18 @@ def test_inference_mode_and_parameters_are_supported(device: str, client: Client
         assert got["weight"].tolist() == [[1.0] * 3] * 2 and got["weight"].grad is not None
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"])
+def test_a_channel_may_be_opened_under_another_default_device(client: Client, device: str) -> None:
+    """The private copy of a small message is in host memory nevertheless."""
+    with torch.device("meta"):
+        sender, reader = client.create_channel("c", 4096), client.open_channel("c")
+    with sender, reader:
+        sender.send({"x": torch.ones(3, device=device)})
+        with reader.receive(timeout=20) as message:
+            assert [tensor.tolist() for _, tensor in message] == [[1.0] * 3]
+
+
 @pytest.mark.parametrize("place", [(4096, 8, 0), (-8, 8, 0), (2, 8, 0), (0, 6, 0), (0, 8, 4), (0, 16, 0)])
 def test_malformed_headers_are_refused(place: tuple[int, int, int]) -> None:
     """Pieces stay within the slot and its elements, whatever a sender writes."""
@@ -347,7 +359,8 @@ async def test_coroutines_can_use_channels(device: str, client: Client, base_pat
 
 
 @pytest.mark.asyncio
-async def test_a_slot_is_acknowledged_once(client: Client, base_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ends", ["its task is cancelled", "its scope has been cancelled"])
+async def test_a_slot_is_acknowledged_once(client: Client, base_path: str, monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
     """Also if the coroutine that ends the message is cancelled: the channel stays in step."""
     begun = threading.Event()
 
@@ -359,13 +372,20 @@ async def test_a_slot_is_acknowledged_once(client: Client, base_path: str, monke
         async with channel.receive(20) as message:
             await message.close()
 
+    async def end_late() -> None:
+        message = await channel.receive(20).__aenter__()
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await message.close()
+
     async with AsyncClient(base_path, device="cpu") as other, await other.create_channel("c", 4096) as channel:
         sender = client.open_channel("c")
         sender.send({"x": torch.zeros(2)}, 1)
         monkeypatch.setattr(channels.Parts, "synchronize", synchronize)
-        task = asyncio.create_task(end())
+        task = asyncio.create_task(end_late() if "scope" in ends else end())
         await anyio.to_thread.run_sync(begun.wait, 5.0)
-        task.cancel()
+        if "task" in ends:
+            task.cancel()
         with suppress(asyncio.CancelledError):
             await task
         monkeypatch.undo()
