@@ -258,7 +258,7 @@ def test_memory_of_a_failed_attempt_is_not_reused(
     segment = filled()
     [earlier] = copier.memory.lower([segment], "host")
     write(segment, b"changed")
-    monkeypatch.setattr(broker_memory, "_STEP_PATIENCE", 5.0)
+    monkeypatch.setattr(broker_memory, "_STEP_PATIENCE", 15.0)
     for worker in copier.workers:
         sigstop(worker)
     answer = threads.submit(copier.memory.lower, [segment], "host", into={segment.info.id: earlier.segment})

@@ -87,6 +87,14 @@ class System:
             return ""
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60).stdout.strip()
 
+    def kill(self) -> None:
+        """Kill the broker, and wait for its successor."""
+        before = self.run("show", "-P", "MainPID", "shared-rpc@app.service")
+        self.run("kill", "--kill-who=main", "-s", "KILL", "shared-rpc@app.service")
+        eventually(
+            lambda: self.run("show", "-P", "MainPID", "shared-rpc@app.service") not in (before, "0"), 30.0, "it starts again"
+        )
+
     def close(self) -> None:
         """End it and all its processes."""
         os.kill(int(self._first()), signal.SIGKILL)
@@ -132,3 +140,18 @@ def test_the_first_client_starts_the_service(system: System, connect: Callable[[
     assert system.run("show", "-P", "Result", "shared-rpc@app.service") == "success"
     with pytest.raises(errors.SharedRPCError), Client(system.base_path, device="cpu", connect_timeout=0.2) as late:
         late.ping()
+
+
+def test_objects_survive_a_kill(system: System, connect: Callable[[], Client]) -> None:
+    """The successor has the same object, over one memory."""
+    handle = connect().call("held")
+    handle.value.fill_(5.0)
+    stored = ("show", "-P", "NFileDescriptorStore", "shared-rpc@app.service")
+    eventually(lambda: int(system.run(*stored)) >= 3, what="the state, the object and its memory are stored")
+    system.kill()
+    successor = connect()
+    again = successor.call("held")
+    assert again.object_id == handle.object_id and not handle.is_stale()
+    assert again.value.tolist() == [5.0] * 4
+    assert successor.get_server_info()["builds"] == 0
+    assert system.run("show", "-P", "NRestarts", "shared-rpc@app.service") == "1"
