@@ -141,6 +141,16 @@ def test_arguments_that_end_their_receiver_do_not_stop_the_server(client_of: Con
     client.ping()
 
 
+def test_results_that_cannot_be_rebuilt_release_their_lease(provider: Provider, serve: Serve, connect: Connect) -> None:
+    """There is no handle that would."""
+    provider.share("kept", managed=True)(lambda: EndsItsReader(2, 2))
+    serve()
+    client = connect()
+    with pytest.raises(CodecError, match="SystemExit: unpickled"):
+        client.call("kept")
+    assert client.get_server_info()["leases"] == 0
+
+
 @pytest.fixture
 def client_of(provider: Any, serve: Callable[..., Any], connect: Connect) -> Callable[[Callable[..., Any]], Client]:
     """Make a client of a server with one endpoint."""

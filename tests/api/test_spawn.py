@@ -392,6 +392,15 @@ def test_children_attach_to_their_parents_server(scripts: Scripts, method: str, 
     assert len(scripts.loads) == 1
 
 
+def test_a_server_keeps_the_lock_until_it_has_ended(scripts: Scripts) -> None:
+    """No other one is started before its memory is free."""
+    server = scripts.attached()
+    assert not scripts.nothing_runs()
+    os.kill(server, signal.SIGTERM)
+    eventually(scripts.nothing_runs)
+    assert not is_running(server)
+
+
 def test_clients_of_an_ending_server_start_the_next(scripts: Scripts) -> None:
     """They wait for its end: three times in a row no call is lost, and no two servers run at once."""
     scripts.write("""

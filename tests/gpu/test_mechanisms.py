@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from contextlib import closing
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from shared_rpc.memory.backends import choice as mechanisms
 from shared_rpc.memory.backends.choice import Choice, backend_for, choose_mechanism, chosen, mechanism_info
 from shared_rpc.memory.devices import device_id
 from shared_rpc.protocol.records import Mechanism
+from tests.kit.bound_host import BoundHost
 from tests.kit.processes import Child, eventually, python
 
 GPU = "GPU-00000000-0000-0000-0000-00000000000a"
@@ -121,6 +123,20 @@ def test_processes_without_bindings_cannot_attach(mechanism: Mechanism, module: 
     text = str(caught.value)
     assert text.startswith(f"memory on GPU-of-another-host shared by the mechanism '{mechanism}' needs cuda-bindings (")
     assert text.endswith("pip install 'shared-rpc[cuda]'")
+
+
+def test_unopenable_memory_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the driver's error, the mechanism, and the remedy."""
+
+    def refuse(self: BoundHost, exported: object) -> None:
+        raise CapabilityError("CUDA_ERROR_INVALID_VALUE")
+
+    monkeypatch.setattr(BoundHost, "open", refuse)
+    with (
+        closing(BoundHost().create(1)) as segment,
+        pytest.raises(CapabilityError, match=r"with the mechanism 'pool': CUDA_ERROR_INVALID_VALUE; there is none in a test"),
+    ):
+        BoundHost().map(segment.fileno(), 1, "read_write")
 
 
 @pytest.mark.parametrize(

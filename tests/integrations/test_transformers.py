@@ -174,6 +174,14 @@ def test_copies_are_private(provider: Provider, checkpoint: str) -> None:
             release(each)
 
 
+def test_conversions_copy(provider: Provider, checkpoint: str) -> None:
+    """A model of another dtype is the process's own, and the shared memory is unchanged."""
+    one, other = attached(provider, checkpoint), attached(provider, checkpoint)
+    one.to(torch.float64)
+    assert shared_parameters(one) == {}
+    assert same_bits(own(provider, checkpoint), other)
+
+
 def test_leases_last_as_long_as_tensors(provider: Provider, checkpoint: str) -> None:
     """Until the last of the model, its parts, and views of its weights."""
     one = attached(provider, checkpoint)

@@ -1,4 +1,4 @@
-"""Clients that exhaust what a broker has: others are served, cached results are evicted first, and no object is lost."""
+"""Clients that exhaust what a broker has: others are served, and no object is lost."""
 
 from __future__ import annotations
 
@@ -106,10 +106,6 @@ def test_the_connection_that_exhausts_descriptors_is_logged(served: Served) -> N
 FEW, FULL = 256, 192
 
 KEPT = """
-@provider.share(host_copy="never")
-def cached(n):
-    return torch.full((8,), float(n))
-
 @provider.share(managed=True, cache=False, host_copy="never")
 def kept(n):
     return torch.full((8,), float(n))

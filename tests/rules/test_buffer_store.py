@@ -116,6 +116,13 @@ def test_a_freed_buffer_goes_with_its_last_holder(buffers: Buffers) -> None:
     assert buffers.reason(stored) == "freed"
 
 
+def test_a_result_is_no_buffer(buffers: Buffers) -> None:
+    """It can neither be got as one nor freed."""
+    result = buffers.add("f(1)", holders="a")
+    assert buffers.reason(result) == "unknown"
+    assert not buffers.table.free(result.object_id) and result.listed
+
+
 def test_expiry_does_not_affect_holders(buffers: Buffers) -> None:
     """The ttl limits who may still get it; memory is freed with the last lease."""
     held, idle = buffers.make(ttl=10), buffers.make(name="other", ttl=20)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import os
@@ -27,6 +28,7 @@ from shared_rpc.codec import by_value
 from shared_rpc.codec.arguments import decode_arguments, encode_arguments
 from shared_rpc.codec.results import decode_result, publish
 from shared_rpc.errors import CapabilityError, CodecError
+from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.records import Record
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.records import SegmentInfo
@@ -111,6 +113,19 @@ def test_overlapping_storages_stay_one_memory(rebuilt: Rebuilt) -> None:
         one[3] = 100 + number
         other[3] = 200 + number
         assert [(o[0].item(), w[6].item()) for w, o in pairs] == [(100 + number, 200 + number)] * 2
+
+
+def test_memory_lives_as_long_as_a_graph_over_it(device: str, rebuilt: Rebuilt) -> None:
+    """A graph that saved a shared tensor keeps its memory after the ends of the tensor and the object."""
+    layer = nn.Linear(2, 1, bias=False, device=device)
+    layer.weight.data.copy_(torch.tensor([[2.0, 3.0]]))
+    data = torch.ones(1, 2, device=device, requires_grad=True)
+    loss = rebuilt(layer)(data).sum()
+    del layer
+    gc.collect()
+    MAPPINGS.drain()
+    loss.backward()
+    assert data.grad is not None and data.grad.tolist() == [[2, 3]]
 
 
 @pytest.mark.parametrize("requires_grad", [True, False])

@@ -264,6 +264,8 @@ def test_withdrawn_requests_time_out(connection: Connection) -> None:
     exchange = connection.ask()
     assert connection.exchanges.withdraw(exchange) and connection.exchanges.withdraw(exchange)
     assert connection.sent() == [(1, m.Ping()), (1, m.Cancel())]
+    connection.come(changed(1), 1)
+    assert not exchange.updates
     connection.come(KNOWN, 1, fds=1)
     assert not connection.exchanges.withdraw(exchange)
     with pytest.raises(DeadlineExceeded, match="a question took longer than its timeout"):

@@ -18,6 +18,7 @@ from shared_rpc.provider import app
 from shared_rpc.provider.provider import Provider
 from shared_rpc.provider.spawn import target_of
 from shared_rpc.worker.beginning import Beginning
+from shared_rpc.zygote import imports
 from shared_rpc.zygote.imports import Files, is_installed, shadowed
 
 
@@ -95,3 +96,12 @@ def test_code_of_packages_and_of_the_interpreter_is_installed(path: str) -> None
 def test_other_code_is_not_installed(path: str) -> None:
     """Nor is code without a file."""
     assert not is_installed(path)
+
+
+@pytest.mark.parametrize("metadata", [True, False], ids=["pip's --target", "a person's"])
+def test_directories_with_metadata_contain_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, metadata: bool) -> None:
+    """Of distributions, with any name, if they are on ``sys.path``."""
+    monkeypatch.setattr(imports, "_folders", imports._folders.__wrapped__)  # without its cache
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / ("package-1.0.dist-info" if metadata else "package")).mkdir()
+    assert is_installed(str(tmp_path / "package" / "module.py")) is metadata

@@ -126,6 +126,13 @@ def test_damage_is_named(tmp_path: Path, no_leaks: None, header: object, body: b
     assert str(path) in str(caught.value)
 
 
+def test_a_file_cut_off_in_its_header_is_an_error(file: Path) -> None:
+    """Before anything of it is decoded."""
+    os.truncate(file, 60)
+    with pytest.raises(CheckpointError, match="truncated, or no safetensors file: it has 60 bytes"):
+        load(file, "cpu")
+
+
 def test_files_truncated_while_read_are_errors(file: Path, monkeypatch: pytest.MonkeyPatch, no_leaks: None) -> None:
     """With the tensor's name, instead of the end of the process."""
     found = find(file)

@@ -81,6 +81,8 @@ def test_more_ranks_than_heads_need_repeat() -> None:
     assert [part["k"].tolist() for part in parts] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     with pytest.raises(ConfigurationError, match="repeat=True"):
         shards_of(state, {"k": Shard(0, blocks=2)}, 4)
+    with pytest.raises(ConfigurationError, match="3 blocks cannot be divided among 2 ranks"):
+        shards_of({"k": torch.arange(6)}, {"k": Shard(0, blocks=3)}, 2)
     with pytest.raises(ConfigurationError, match="2 blocks cannot be divided among 3 ranks"):
         shards_of(state, {"k": Shard(0, blocks=2, repeat=True)}, 3)
 
