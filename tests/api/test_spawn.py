@@ -21,7 +21,7 @@ from shared_rpc.client.starting import log_path
 from shared_rpc.errors import ConfigurationError, ConnectError
 from shared_rpc.provider.spawn import target_of
 from tests.kit.brokers import is_running
-from tests.kit.processes import Child, eventually
+from tests.kit.processes import Child, eventually, links_of
 
 #: It needs torch for its results alone, and counts how often a server's worker loads it.
 APP = """
@@ -398,7 +398,7 @@ def test_a_server_keeps_the_lock_until_it_has_ended(scripts: Scripts) -> None:
     assert not scripts.nothing_runs()
     os.kill(server, signal.SIGTERM)
     eventually(scripts.nothing_runs)
-    assert not is_running(server)
+    assert not links_of(server)
 
 
 def test_clients_of_an_ending_server_start_the_next(scripts: Scripts) -> None:
