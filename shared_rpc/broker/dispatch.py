@@ -50,7 +50,7 @@ class _Place(msgspec.Struct, eq=False):
 class Backlog:
     """Queued runs, oldest first, within limits on their number, bytes and descriptors.
 
-    Their arguments take at most a quarter of this process's descriptors: objects and clients need some too.
+    Their arguments take at most a quarter of this process's descriptors for each provider: objects and clients need some too.
     """
 
     def __init__(self, runs: int = _RUNS, nbytes: int = _NBYTES) -> None:

@@ -49,7 +49,7 @@ _log = logging.getLogger("shared_rpc.broker")
 #: The name of the state in the manager's store.
 STATE = "state"
 #: The first bytes of the state. The number is raised with every change of the format.
-_FORMAT = b"shared-rpc state 3\n"
+_FORMAT = b"shared-rpc state 4\n"
 #: The offsets of its halves; and the head of a half: the number of the write, the size, the digest.
 _HALVES = (1 << 12, 1 << 31)
 _HEAD = struct.Struct("<QQ16s")

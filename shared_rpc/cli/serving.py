@@ -143,7 +143,7 @@ def serve(
             preload=preload,
             max_bytes=in_bytes(f"--max-bytes {max_bytes}", max_bytes) if max_bytes is not None else None,
             quotas=quotas,
-            spill_dir=os.path.abspath(spill_dir) if spill_dir is not None else None,
+            spill_dir=os.path.abspath(spill_dir) if spill_dir else spill_dir,
             when_full=when_full,
             host_quota=amount_of(f"--host-quota {host_quota}", host_quota) if host_quota is not None else None,
             max_tasks=max_tasks,

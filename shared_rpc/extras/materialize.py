@@ -76,7 +76,9 @@ def materialize(
     :raises StaleHandleError: for a handle that was released.
     """
     if _block.get() is not None:
-        raise ConfigurationError("materialize(): blocks do not nest: build the inner model before or after the outer block")
+        raise ConfigurationError("materialize(): blocks do not nest: attach an inner model after the outer block")
+    if rename is not None and not callable(rename):
+        raise ConfigurationError(f"rename={rename!r}: use a function of a name, as lambda name: names.get(name, name)")
     if isinstance(own, str):
         raise ConfigurationError(f"own={own!r}: use a list of names and globs, as own=[{own!r}]")
     tensors = _tensors_of(source, rename or str)
@@ -287,7 +289,7 @@ def _fill(block: _Block, tensors: dict[str, torch.Tensor], own: Sequence[str]) -
             mismatched=mismatched,
         )
     # Before the source's parameters are in place, so that no initialiser can write to them.
-    _initialise(block, [slots for slots in made if isinstance(slots[0].tensor, nn.Parameter)], device)
+    _initialise(block, [slots for slots in made if isinstance(old := slots[0].tensor, nn.Parameter) and old.is_meta], device)
     for slots, (name, *_) in shared:
         _put(slots, tensors[name].detach(), tensors[name].requires_grad)
     for slots in made:

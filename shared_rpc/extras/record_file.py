@@ -211,6 +211,8 @@ class FileRecord(ExportedRecord):
                     )
                 header, self._layout, self._digests = _read_head(self._fd, self.path, status.st_size)
             except OSError as error:
+                if error.errno is None:  # a signal handler's own
+                    raise
                 raise RecordError(f"cannot read the record {self.path}: {error.strerror}", reason="unreadable") from error
             opened.pop_all()
         parts: Any = [SimpleNamespace(info=info, nbytes=info.nbytes, _unmap=lambda: None) for info in header.segments]

@@ -98,7 +98,7 @@ def part_of(name: str, shape: Sequence[int], placement: Placement, rank: int, wo
     if isinstance(placement, Shard):
         dim = _dimension(name, len(shape), placement)
         blocks = shape[dim] if placement.blocks is None else placement.blocks
-        if blocks and shape[dim] % blocks:
+        if shape[dim] % blocks if blocks else shape[dim]:
             raise ConfigurationError(
                 f"{name}: dimension {dim} has size {shape[dim]}, which is not a multiple of {blocks} blocks"
             )
@@ -147,6 +147,8 @@ def gather_state_dict(
     """
     import torch
 
+    if not shards:
+        raise ConfigurationError("no shards to gather: pass the parts of all ranks, in their order")
     for rank, shard in enumerate(shards):
         for name in shards[0].keys() | shard.keys():
             of_0, of_rank = (_described(one.get(name)) for one in (shards[0], shard))
@@ -177,7 +179,7 @@ def _parts(name: str, blocks: int, placement: Shard, rank: int, world: int) -> t
     """Return the number of parts of a dimension, and the part of a rank."""
     if blocks % world == 0:
         return world, rank
-    if placement.repeat and world % blocks == 0:
+    if placement.blocks and placement.repeat and world % blocks == 0:
         return blocks, rank * blocks // world
     what = f"dimension {placement.dim} of size {blocks}" if placement.blocks is None else f"{blocks} blocks"
     raise ConfigurationError(

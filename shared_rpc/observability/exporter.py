@@ -54,6 +54,10 @@ class Exporter:
             raise ConfigurationError(
                 f"{option}={port}: metrics need the package prometheus-client: pip install 'shared-rpc[metrics]'"
             ) from error
+        except OSError as error:  # prometheus-client keeps the numbers of an application's processes in files there
+            raise ConfigurationError(
+                f"{option}={port}: cannot use the directory of PROMETHEUS_MULTIPROC_DIR: {error}; make it, or unset that"
+            ) from error
         registry = CollectorRegistry()
         ProcessCollector(registry=registry)
         registry.register(self._collector)

@@ -261,13 +261,30 @@ LINEAR = nn.Linear(2, 2)
         (3, {}, "the source is a int"),
         ({"a": {"b": torch.ones(1)}}, {}, "use a module, a flat dict"),
         ({"a": torch.ones(1, device="meta")}, {}, "'a' is on the meta device"),
+        (LINEAR, {"rename": {"weight": "bias"}}, "use a function of a name"),
     ],
-    ids=["twice", "own", "number", "nested", "meta"],
+    ids=["twice", "own", "number", "nested", "meta", "dict"],
 )
 def test_impossible_sources_and_options_are_refused(source: Any, options: dict[str, Any], message: str) -> None:
     """Before anything is built: sources are modules, and flat dicts of tensors that have memory."""
     with pytest.raises(ConfigurationError, match=message), materialize(source, **options):
         raise AssertionError("the block is not entered")
+
+
+def test_parameters_made_before_the_block_keep_their_values() -> None:
+    """If ``own`` names them: no initialiser runs."""
+    backbone = nn.Linear(2, 2)
+    values = backbone.weight.detach().clone()
+
+    class Headed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone = backbone
+            self.head = nn.Linear(2, 2)
+
+    with materialize({f"head.{name}": value for name, value in nn.Linear(2, 2).state_dict().items()}, own=["backbone.*"]):
+        model = Headed()
+    assert torch.equal(model.backbone.weight, values)
 
 
 def test_blocks_do_not_nest() -> None:

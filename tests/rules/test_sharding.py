@@ -190,3 +190,10 @@ def test_invalid_rules_are_refused(rule: Any) -> None:
     """By name: treated as a Replicate, one would go unnoticed until memory is full."""
     with pytest.raises(ConfigurationError, match=r"the shard rule 'b' is .*: use Shard\(dim\) or Replicate\(\)"):
         shard_state_dict({"a": torch.ones(2), "b": torch.ones(2)}, {"a": Shard(0), "b": rule}, 0, 2)
+
+
+@pytest.mark.parametrize("rule", [Shard(0, repeat=True), Shard(0, blocks=0)])
+def test_rules_that_divide_nothing_are_refused(rule: Shard) -> None:
+    """``repeat`` without blocks, and no blocks."""
+    with pytest.raises(ConfigurationError):
+        shards_of({"x": torch.arange(7)}, {"x": rule}, 14 if rule.repeat else 2)

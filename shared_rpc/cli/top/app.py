@@ -28,7 +28,7 @@ from shared_rpc.errors import SharedRPCError, one_line
 from shared_rpc.protocol.infos import ListedObjectInfo
 
 #: Signals that end the view. Textual leaves them to their defaults, which do not restore the terminal.
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 #: Number of snapshots in the history of calls.
 _REMEMBERED = 120
 #: Maximum rows of a table: Textual measures every cell, which takes a third of a millisecond for a row.
