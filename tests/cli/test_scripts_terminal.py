@@ -120,7 +120,7 @@ def test_starting_in_the_background(place: Place, shell: Tty) -> None:
         shell.press("\n")  # the shell reports its jobs before each prompt
         return "Stopped" in shell.text
 
-    eventually(is_stopped, LONG)
+    eventually(is_stopped, LONG, every=0.1)
     shell.press("fg\n")
     shell.press("this\n")
     shell.until("read this")
