@@ -114,10 +114,10 @@ def test_mechanisms_that_do_not_fit_the_device_are_refused(device: str, mechanis
         backend_for(device, mechanism)
 
 
-@pytest.mark.parametrize(("mechanism", "module"), [("vmm", "vmm"), ("ipc", "ipc"), ("pool", "pool_ipc")])
+@pytest.mark.parametrize(("mechanism", "module"), [("vmm", "vmm"), ("ipc", "legacy_ipc"), ("pool", "pool_ipc")])
 def test_processes_without_bindings_cannot_attach(mechanism: Mechanism, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error has the mechanism, the missing package, and its installation."""
-    monkeypatch.setitem(sys.modules, f"shared_rpc.memory.{module}", None)
+    monkeypatch.setitem(sys.modules, f"shared_rpc.memory.backends.{module}", None)
     with pytest.raises(CapabilityError) as caught:
         backend_for("GPU-of-another-host", mechanism)
     text = str(caught.value)
