@@ -92,9 +92,9 @@ def test_runs_that_have_not_begun_are_retried(
     eventually(lambda: client.get_server_info()["running"] == 5)
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(errors.WorkerCrashed):
-        running.result(20)
+        running.result(60)
     for number, call in enumerate(waiting):
-        assert torch.equal(call.result(20), torch.full((5000,), float(number)))
+        assert torch.equal(call.result(60), torch.full((5000,), float(number)))
 
 
 def test_runs_are_retried_once(app: BrokerApp, threads: concurrent.futures.ThreadPoolExecutor, tmp_path: Path) -> None:
