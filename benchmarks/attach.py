@@ -20,7 +20,7 @@ _TENSOR_BYTES, _TENSORS = 4096, 100
 Case = list[Any]
 
 
-#: The values of a case in all processes, by what was measured and by side: seconds of the first attach, of later ones while it
+#: The values of a case in all processes, by measurement and by side: seconds of the first attach, of later ones while it
 #: is held and after its release, and bytes that the first one adds to the memory.
 Found = dict[str, dict[str, Sample]]
 

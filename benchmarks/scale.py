@@ -78,7 +78,7 @@ def _peer_row(run: Run) -> None:
 
 
 def _killed_rows(run: Run, ours: Started, count: int, shape: str) -> None:
-    """Kill forks of this process that hold the model, and wait until the server has released what they held."""
+    """Kill forks of this process that hold the model, and wait until the server has released their leases."""
     # So that forks are light: no threads, and modules for the first tensor imported in advance.
     torch.set_num_threads(1)
     importlib.import_module("shared_rpc.codec.results")

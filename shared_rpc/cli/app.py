@@ -196,8 +196,8 @@ def _source(facts: SourceInfo) -> str:
         pieces.append(f"{several(facts['misses'], 'run')} asked")
     status: dict[str, Any] = {**facts["status"]}
     activity = status.pop("activity", [])
-    told = [f"{name.replace('_', ' ')} {size(fact) if 'bytes' in name else fact}" for name, fact in status.items()]
-    pieces += [*([", ".join(told)] if told else []), *activity]
+    counts = [f"{name.replace('_', ' ')} {size(fact) if 'bytes' in name else fact}" for name, fact in status.items()]
+    pieces += [*([", ".join(counts)] if counts else []), *activity]
     joiner = facts["joiner"]
     if joiner is not None:
         pieces.append(f"joiner pid {joiner['pid']}" if joiner["pid"] is not None else "no joiner runs")

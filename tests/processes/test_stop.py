@@ -136,7 +136,7 @@ def test_endpoints_can_stop_their_server(provider: Provider, serve: Serve, conne
 
 
 def test_unread_replies_do_not_delay_the_stop(serve: Serve) -> None:
-    """Of a client that sends until the server accepts no more."""
+    """Of a client that sends until the server stops reading."""
     server = serve()
     with Raw(server.socket_path) as raw:
         raw.sock.settimeout(0.1)

@@ -202,7 +202,7 @@ def test_objects_survive_a_kill_during_the_writing_of_the_state(
 
 
 def test_the_second_change_of_a_turn_is_stored_before_its_end(moving: Moving) -> None:
-    """A broker that is killed has told its client about it already."""
+    """The client may have the reply already when the broker is killed."""
     moving.keep("device", 1)
     moving.keep("device", 2)
     assert moving.recovered() == [CONTENTS] * 3
