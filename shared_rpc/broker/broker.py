@@ -9,6 +9,7 @@ import os
 import resource
 import threading
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -88,6 +89,7 @@ class Broker:
         self._spill = spill
         self._on_end = on_end
         self._services: dict[str, Service] = {}
+        self._queued: Counter[str] = Counter()
         self._inherited = inherited or Inherited()
         self._notifier = self._inherited.notifier
         self._store = FdStore(self._notifier, self._inherited.capacity)
@@ -221,7 +223,12 @@ class Broker:
         """
         supervisor = self._supervisor
         executor = WorkerExecutor(
-            message.key, lambda: supervisor.workers, supervisor.refusal, self._options.build_timeout, self._zygote.info
+            message.key,
+            lambda: supervisor.workers,
+            supervisor.refusal,
+            self._options.build_timeout,
+            self._zygote.info,
+            self._queued,
         )
         memory = RelayedMemory(message.devices, lambda: supervisor.workers, supervisor.bare)
         core = Core(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,7 +25,7 @@ from shared_rpc.protocol.infos import ExecutorInfo, ZygoteInfo
 from shared_rpc.protocol.messages import Message
 from shared_rpc.server.state.descriptors import open_limit
 
-#: Maximum number of queued calls, and of bytes of their arguments. An empty backlog always admits a call.
+#: Maximum number of queued calls, and of bytes of their arguments. If none is queued, a call is always admitted.
 _RUNS, _NBYTES = 10_000, 1 << 30
 
 
@@ -50,14 +51,16 @@ class _Place(msgspec.Struct, eq=False):
 class Backlog:
     """Queued runs, oldest first, within limits on their number, bytes and descriptors.
 
-    Their arguments take at most a quarter of this process's descriptors for each provider: objects and clients need some too.
+    Their arguments take at most a quarter of this process's descriptors: objects and clients need some too.
+
+    :param held: the units that queued runs hold; all backlogs of a process share it, and its limits.
     """
 
-    def __init__(self, runs: int = _RUNS, nbytes: int = _NBYTES) -> None:
+    def __init__(self, held: Counter[str], runs: int = _RUNS, nbytes: int = _NBYTES) -> None:
         #: Each run with its weight when it was added: its arguments may have been released since.
         self._runs: dict[Run[Any], dict[str, int]] = {}
         self._limits = {"calls": runs, "bytes": nbytes, "descriptors": open_limit() // 4}
-        self._held = dict.fromkeys(self._limits, 0)
+        self._held = held
 
     def check(self, run: Run[Any], why: str) -> None:
         """Check that one more run may wait.
@@ -66,25 +69,23 @@ class Backlog:
         :raises ServerBusy: if it may not.
         """
         for unit, amount in _weight(run).items():
-            if self._runs and self._held[unit] + amount > self._limits[unit]:
+            if self._held["calls"] and self._held[unit] + amount > self._limits[unit]:
                 raise ServerBusy(
-                    f"the backlog of calls is full: {len(self._runs)} calls wait, with {self._held['bytes']} bytes and "
+                    f"the backlog of calls is full: {self._held['calls']} calls wait, with {self._held['bytes']} bytes and "
                     f"{self._held['descriptors']} descriptors of arguments (at most {self._limits[unit]} {unit}): {why}"
                 )
 
     def add(self, run: Run[Any]) -> None:
         """Add a run."""
         weight = self._runs[run] = _weight(run)
-        for unit, amount in weight.items():
-            self._held[unit] += amount
+        self._held.update(weight)
 
     def remove(self, run: Run[Any]) -> bool:
         """Remove a run; return True if it was queued."""
         weight = self._runs.pop(run, None)
         if weight is None:
             return False
-        for unit, amount in weight.items():
-            self._held[unit] -= amount
+        self._held.subtract(weight)
         return True
 
     def __iter__(self) -> Iterator[Run[Any]]:
@@ -104,6 +105,7 @@ class WorkerExecutor:
     :param refusal: returns the reason why no worker will come, None if there is or may be one.
     :param build_timeout: seconds after which the worker of a run that has begun is killed; None for never.
     :param zygote: describes the workers' zygote.
+    :param queued: the units that queued runs of all providers hold.
     """
 
     def __init__(
@@ -113,6 +115,7 @@ class WorkerExecutor:
         refusal: Callable[[], SharedRPCError | None],
         build_timeout: float | None,
         zygote: Callable[[], ZygoteInfo],
+        queued: Counter[str],
     ) -> None:
         self.key = key
         self.transfers: Transfers[ForwardedTransfer] = Transfers(lambda session: ForwardedTransfer(key, session))
@@ -120,7 +123,7 @@ class WorkerExecutor:
         self._refusal = refusal
         self._build_timeout = build_timeout
         self._zygote = zygote
-        self._waiting = Backlog()
+        self._waiting = Backlog(queued)
         #: Runs that workers have, without the withdrawn and abandoned ones.
         self._sent: set[Run[Any]] = set()
 

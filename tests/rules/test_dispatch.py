@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -65,7 +66,7 @@ class Setting:
 
     def __init__(self) -> None:
         self.peers = [Peer()]
-        self.executor = WorkerExecutor(KEY, self.workers, lambda: None, None, dict)
+        self.executor = WorkerExecutor(KEY, self.workers, lambda: None, None, dict, Counter())
         self.transfer = self.executor.transfers.of(SESSION)
         self.outcomes: list[Completed | Failure] = []
         self.begun = 0
