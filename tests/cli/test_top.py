@@ -307,11 +307,13 @@ def test_polls(watcher: ServerWatcher) -> None:
 
 
 def test_actions(watcher: ServerWatcher) -> None:
-    """Neither a refused one nor a server that has gone ends the view."""
-    assert watcher.execute(lambda client: "done") == "not done, because the server had gone"
-    watcher.poll()
-    assert "has no object" in watcher.execute(lambda client: f"{client.invalidate_object('0' * 24)}")
-    assert watcher.execute(lambda client: f"{client.invalidate_endpoint_cache('load')} dropped") == "1 dropped"
+    """Neither a refused one nor a server that has gone ends the view; that server's successor is left alone."""
+    gone = "not done, because the server had gone"
+    assert watcher.execute(lambda client: "done", "") == gone
+    seen = watcher.poll().server["server_id"]
+    assert "has no object" in watcher.execute(lambda client: f"{client.invalidate_object('0' * 24)}", seen)
+    assert watcher.execute(lambda client: "done", "its predecessor") == gone
+    assert watcher.execute(lambda client: f"{client.invalidate_endpoint_cache('load')} dropped", seen) == "1 dropped"
 
 
 # The application. It shows the snapshots of a test at once.
@@ -330,8 +332,9 @@ class Fake(ServerWatcher):
             raise SharedRPCError(self.latest)
         return self.latest
 
-    def execute(self, action: Action) -> str:
+    def execute(self, action: Action, server_id: str) -> str:
         """See :class:`ServerWatcher`."""
+        assert server_id == "aa"
         return action(self.client)
 
     @property

@@ -157,10 +157,10 @@ class TopApp(App[None]):
         self.poll()
 
     @work
-    async def poll(self, action: Action | None = None) -> None:
-        """Query the server, after any action, and show the result. Threads wait, so keys do not."""
+    async def poll(self, action: Action | None = None, server_id: str = "") -> None:
+        """Query the server, after any action on the server of that id, and show the result. Threads wait, so keys do not."""
         async with self._asking:
-            notice = await asyncio.to_thread(self._watcher.execute, action) if action is not None else ""
+            notice = await asyncio.to_thread(self._watcher.execute, action, server_id) if action is not None else ""
             begin = time.monotonic()
             try:
                 found: Snapshot | str = await asyncio.to_thread(self._watcher.poll)
@@ -274,6 +274,7 @@ class TopApp(App[None]):
             self.notify("there is no object to invalidate")
             return
         object_id, endpoint, label = item["object_id"], item["endpoint"], one_line(origin(item))
+        server_id = self._shot.server["server_id"]
         if not item["cached"]:
             self.notify(f"{label} is not in the cache: it goes with its last holder", markup=False)
             return
@@ -296,7 +297,7 @@ class TopApp(App[None]):
 
         def answered(key: str | None) -> None:
             if key in actions:
-                self.poll(actions[key])
+                self.poll(actions[key], server_id)
             else:
                 self.notify("left as it is")
 

@@ -103,11 +103,11 @@ class ServerWatcher:
             raise SharedRPCError(f"lost the server, and looking for it: {error}" if self._path else str(error)) from error
         return self._latest
 
-    def execute(self, action: Action) -> str:
-        """Execute an action and return its result as a text."""
-        if self._client is None:
-            return "not done, because the server had gone"
+    def execute(self, action: Action, server_id: str) -> str:
+        """Execute an action of a user who saw the server of that id; return its result as a text."""
         try:
+            if self._client is None or self._client.get_server_info()["server_id"] != server_id:
+                return "not done, because the server had gone"
             return action(self._client)
         except (SharedRPCError, OSError) as error:
             return str(error)
