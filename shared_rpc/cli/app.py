@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from shared_rpc import __version__
-from shared_rpc.cli.discovery import live_servers, the_server
+from shared_rpc.cli.discovery import live_servers, pass_over, the_server
 from shared_rpc.cli.objects import evict, export_object, import_file, invalidate, objects, restore
 from shared_rpc.cli.options import BasePath, Json, Misuse, Socket
 from shared_rpc.cli.rendering import (
@@ -106,7 +106,7 @@ def list_servers(base_path: BasePath = None, json: Json = False) -> None:
     """List the live servers of this user, and the zygotes of 'shared-rpc run'."""
     with live_servers(base_path) as clients:
         infos = [client.get_server_info() for client in clients]
-    zygotes = live_zygotes(base_path, lambda reason: complain(f"passed over: {reason}"))
+    zygotes = live_zygotes(base_path, pass_over)
     if json:
         as_json([*({"kind": "server", **info} for info in infos), *zygotes])
         return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -17,11 +17,18 @@ from shared_rpc.settings import is_socket_of, resolve_base_path
 PATIENCE, _TIMEOUT = 2.0, 30.0
 
 
+def pass_over(reason: str) -> None:
+    """Report a server that is not used."""
+    complain(f"passed over: {reason}")
+
+
 @contextmanager
-def live_servers(base_path: str | None) -> Iterator[list[Client]]:
+def live_servers(base_path: str | None, report: Callable[[str], object] = pass_over) -> Iterator[list[Client]]:
     """Yield clients of all servers that answer at a socket of the base path; without one, at any in the default's directory.
 
-    A live server that does not answer is reported. Dead sockets are silently left out.
+    Dead sockets are silently left out.
+
+    :param report: called for each live server that does not answer, with the reason.
     """
     whole = resolve_base_path(base_path)
     clients = []
@@ -37,7 +44,7 @@ def live_servers(base_path: str | None) -> Iterator[list[Client]]:
                 if listens(str(path)):
                     # The cause leaves out the advice to start a server.
                     reason = error.__cause__ if isinstance(error.__cause__, ConnectError) else error
-                    complain(f"passed over: {reason}")
+                    report(str(reason))
             else:
                 clients.append(client)
         yield clients
@@ -65,8 +72,8 @@ def the_server(socket_path: str | None, base_path: str | None, preferred: str = 
     :raises ConfigurationError: if there is none, or several to choose from.
     """
     if socket_path is None:
-        with live_servers(base_path) as clients:
-            socket_path = _single(clients, base_path, preferred).socket_path
+        with _some_servers(base_path) as clients:
+            socket_path = _single(clients, preferred).socket_path
     return Client(socket_path=socket_path, timeout=timeout, connect_timeout=0)
 
 
@@ -77,8 +84,7 @@ def the_owner(task_id: str, socket_path: str | None, base_path: str | None) -> C
     :raises TaskError: if none of several issued it.
     """
     if socket_path is None:
-        with live_servers(base_path) as clients:
-            _check_some(clients, base_path)
+        with _some_servers(base_path) as clients:
             issuer = task_id.rpartition("-")[0]
             # If there is one server, its own error about a foreign id is more specific.
             owners = clients if len(clients) == 1 else [one for one in clients if one.get_server_info()["server_id"] == issuer]
@@ -88,22 +94,29 @@ def the_owner(task_id: str, socket_path: str | None, base_path: str | None) -> C
     return the_server(socket_path, base_path)
 
 
-def _single(clients: list[Client], base_path: str | None, preferred: str = "") -> Client:
-    _check_some(clients, base_path)
+@contextmanager
+def _some_servers(base_path: str | None) -> Iterator[list[Client]]:
+    """Yield clients of all live servers.
+
+    :raises ConfigurationError: if none answers, with the reasons.
+    """
+    reasons: list[str] = []
+    with live_servers(base_path, reasons.append) as clients:
+        if not clients:
+            whole = resolve_base_path(base_path)
+            place = f"at {whole}-<tag>.sock" if base_path else f"in {Path(whole).parent}"
+            advice = "start one with 'shared-rpc serve app.py', or name another place with --base-path or --socket"
+            raise ConfigurationError(f"no server answers {place}: {'; '.join(reasons) or advice}")
+        for reason in reasons:
+            pass_over(reason)
+        yield clients
+
+
+def _single(clients: list[Client], preferred: str = "") -> Client:
     chosen = [client for client in clients if client.socket_path == preferred] or clients
     if len(chosen) > 1:
         raise ConfigurationError(f"several servers answer; choose one with --socket: {_paths(clients)}")
     return chosen[0]
-
-
-def _check_some(clients: list[Client], base_path: str | None) -> None:
-    if not clients:
-        whole = resolve_base_path(base_path)
-        place = f"at {whole}-<tag>.sock" if base_path else f"in {Path(whole).parent}"
-        raise ConfigurationError(
-            f"no server answers {place}: start one with 'shared-rpc serve app.py', "
-            f"or name another place with --base-path or --socket"
-        )
 
 
 def _paths(clients: list[Client]) -> str:

@@ -105,6 +105,17 @@ def test_ls_reports_a_server_that_does_not_answer(
     assert ran.errors == f"shared-rpc: passed over: the server at {tmp_path}/a.sock did not answer the handshake in time\n"
 
 
+def test_the_only_server_does_not_answer(
+    base_path: str, listener: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error says so, for commands and the live view, and does not advise to start one."""
+    monkeypatch.setattr(discovery, "PATIENCE", 0.2)
+    (tmp_path / "a.sock.lock").touch()
+    silent = f"no server answers in {tmp_path}: the server at {tmp_path}/a.sock did not answer the handshake in time"
+    for words in (["objects"], ["tasks", "wait", "a-1"], ["top", "--once"]):
+        assert cli(*words).complaint == silent
+
+
 def test_several_servers_need_a_choice(served: Server, another: Server, base_path: str) -> None:
     """By their socket, or their base path, also where one base path begins with another one; the error lists the sockets."""
     sockets = f"{another.socket_path}, {served.socket_path}"
