@@ -206,7 +206,7 @@ def stop(
         complain(why)
 
     if every:
-        with live_servers(base_path) as clients:
+        with live_servers(base_path, passed_over) as clients:
             # A server with several sockets ends as a whole.
             for client in {client.get_server_info()["pid"]: client for client in clients}.values():
                 try:

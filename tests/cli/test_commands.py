@@ -114,6 +114,7 @@ def test_the_only_server_does_not_answer(
     silent = f"no server answers in {tmp_path}: the server at {tmp_path}/a.sock did not answer the handshake in time"
     for words in (["objects"], ["tasks", "wait", "a-1"], ["top", "--once"]):
         assert cli(*words).complaint == silent
+    assert cli("stop", "--all").complaint == silent.partition(": ")[2]  # it has not stopped all
 
 
 def test_several_servers_need_a_choice(served: Server, another: Server, base_path: str) -> None:
