@@ -2,7 +2,6 @@
 
 from shared_rpc import errors as errors
 from shared_rpc.client.exported import ExportedRecord as ExportedRecord
-from shared_rpc.client.subscriptions import Subscription as Subscription
 from shared_rpc.context import cancelled as cancelled
 from shared_rpc.context import progress as progress
 from shared_rpc.context import raise_if_cancelled as raise_if_cancelled

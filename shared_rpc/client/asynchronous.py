@@ -35,7 +35,6 @@ from shared_rpc.client.steps import (
     Work,
     goes_to_operation,
 )
-from shared_rpc.client.subscriptions import end_all
 from shared_rpc.client.suspension import renewed
 from shared_rpc.client.transfer import TransferClosed
 from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
@@ -58,9 +57,6 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
     async def close(self) -> None:
         """Close the connection and release the leases. Tensors stay valid; every later operation fails."""
         self._closed = True
-        with self._lock:
-            subscriptions = tuple(self._subscriptions)
-        end_all(subscriptions)
         link, self._link = self._link, None
         if link is not None:
             link.ended = True

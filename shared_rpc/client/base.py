@@ -16,12 +16,11 @@ from typing import Any, Self
 
 import msgspec
 
-from shared_rpc.client.exchange import PROMPT, release_for
+from shared_rpc.client.exchange import release_for
 from shared_rpc.client.handle import Lease
-from shared_rpc.client.link import BlockingLink, Link
+from shared_rpc.client.link import Link
 from shared_rpc.client.session import LeaseBook, Search, connected
 from shared_rpc.client.steps import Lend, Operation, Reply, Request, Step, Tell, Work, drive
-from shared_rpc.client.subscriptions import Subscription, end_all
 from shared_rpc.client.suspension import Context, Suspensions, released
 from shared_rpc.client.transfer import ClientTransfer, TransferClosed
 from shared_rpc.errors import ConnectionClosed, SharedRPCError
@@ -30,7 +29,6 @@ from shared_rpc.lifecycle.finalizer import FINALIZER, weakly
 from shared_rpc.memory.devices import device_id, device_tag
 from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.protocol import messages as m
-from shared_rpc.protocol.generations import Generation
 from shared_rpc.protocol.ticket import Ticket, read_ticket
 from shared_rpc.settings import resolve_base_path, socket_path
 
@@ -109,7 +107,6 @@ class BaseClient(Context):
         self._values: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
         self._leases = LeaseBook()
         self._suspensions = Suspensions(self._leases)
-        self._subscriptions: weakref.WeakSet[Subscription] = weakref.WeakSet()
         self._closed = False
         self._disconnected()
         preload_codec()
@@ -156,7 +153,6 @@ class BaseClient(Context):
     def _after_fork(self) -> None:
         """Reset the client in a forked child: the session is the parent's, and the links close their copies of descriptors."""
         self._values = weakref.WeakValueDictionary()
-        self._subscriptions = weakref.WeakSet()
         self._leases = LeaseBook()
         self._suspensions = Suspensions(self._leases)
         self._disconnected()
@@ -167,7 +163,6 @@ class BaseClient(Context):
         if link is None or sys.is_finalizing():
             return  # the kernel closes the connections when the process ends
         FINALIZER.submit(functools.partial(end, link))  # the job must not refer to the client
-        FINALIZER.submit(functools.partial(end_all, self._subscriptions))
 
     @property
     def socket_path(self) -> str:
@@ -250,18 +245,6 @@ class BaseClient(Context):
         if not request.repeatable:
             return False
         return isinstance(error, ConnectionClosed) or (request.unwritten and not link.usable)
-
-    def _subscribe(self, callback: Callable[[Generation], object]) -> Subscription:
-        subscription = Subscription(self._news_link(), callback)
-        with self._lock:
-            self._subscriptions.add(subscription)
-        if self._closed:
-            subscription.close()
-            raise ConnectionClosed("this client is closed")
-        return subscription
-
-    def _news_link(self) -> Any:
-        return BlockingLink.open(self.socket_path, min(PROMPT, self._timeout or PROMPT))
 
 
 def end(link: Any) -> None:

@@ -29,7 +29,6 @@ from shared_rpc.client.steps import (
     Work,
     drive,
 )
-from shared_rpc.client.subscriptions import end_all
 from shared_rpc.client.suspension import renewed
 from shared_rpc.client.transfer import TransferClosed
 from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
@@ -67,8 +66,7 @@ class BlockingDriver(BaseClient, BlockingMethods):
         """Close the connection and release the leases. Tensors stay valid; every later operation fails."""
         with self._lock:
             self._closed = True
-            link, subscriptions = self._link, tuple(self._subscriptions)
-        end_all(subscriptions)
+            link = self._link
         if link is not None:  # also one whose end was interrupted
             end(link)
             self._link = None

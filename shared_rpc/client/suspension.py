@@ -27,7 +27,6 @@ from shared_rpc.client.handle import Lease
 from shared_rpc.client.sending import send
 from shared_rpc.client.session import LeaseBook
 from shared_rpc.client.steps import Driver, Known, Operation, Reply, Request, Tell, Within, Work, ask, message_of, query
-from shared_rpc.client.subscriptions import Subscription
 from shared_rpc.client.transfer import ClientTransfer
 from shared_rpc.errors import (
     CapabilityError,
@@ -43,7 +42,6 @@ from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import tiers as t
-from shared_rpc.protocol.generations import Generation
 from shared_rpc.protocol.records import SegmentInfo
 
 _log = logging.getLogger("shared_rpc")
@@ -146,10 +144,6 @@ class Context(Driver):
     @abstractmethod
     def socket_path(self) -> str:
         """The path of the server's socket."""
-
-    @abstractmethod
-    def _subscribe(self, callback: Callable[[Generation], object]) -> Subscription:
-        """Return a new subscription of this client to refreshes."""
 
     def _known(self) -> Known | None:
         """Return the server, if it was reached before."""

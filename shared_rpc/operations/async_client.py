@@ -28,8 +28,7 @@ class AsyncClient(CoroutineDriver, Operations):
     arguments is copied, in threads, so the event loop is not blocked. Cancelling the scope of an operation withdraws the
     request, and does not affect others. A client belongs to the event loop of its first use.
 
-    A callback of :meth:`wait_for_task` and :meth:`watch_task` may be a coroutine function, and is called on the loop. One of
-    :meth:`on_refresh` is a plain function, called in a thread: use :meth:`refreshes` for work on the loop.
+    A callback of :meth:`wait_for_task` and :meth:`watch_task` may be a coroutine function, and is called on the loop.
 
     For the parameters see :class:`Client`.
     """

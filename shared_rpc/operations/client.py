@@ -29,12 +29,17 @@ class BlockingOperations(Operations, BlockingMethods):
         return self
 
     def refreshes(self) -> RefreshIterator:
-        """Iterate over the generations that :meth:`on_refresh` reports, in this thread.
+        """Iterate over the generations of cached calls that become current on the server.
+
+        These are the generations built by a refresh, or again after an invalidation or an eviction, but not the first one of a
+        call. Of several simultaneous ones of a call, only the latest is reported.
 
         Each step waits for the next one. The iterator begins with its first step, or as a context manager: ``with
-        client.refreshes() as news:`` misses nothing from there on.
+        client.refreshes() as news:`` misses nothing from there on. Closing the client, from any thread, ends it.
 
-        :raises ConnectionClosed: at the end of the server.
+        :raises ConnectError: at its beginning, if no server listens within the client's ``connect_timeout``.
+        :raises DeadlineExceeded: at its beginning, if the server does not answer within the client's timeout.
+        :raises ConnectionClosed: at the end of the server, and of the client.
         """
         return RefreshIterator(self._operating())
 

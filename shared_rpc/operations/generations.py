@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from collections import deque
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 from shared_rpc.client.handle import Lease
-from shared_rpc.client.steps import Operation, Reply, Request, Within, Work, ask, message_of
-from shared_rpc.client.subscriptions import Subscription
+from shared_rpc.client.steps import Operation, Reply, Request, Within, ask, message_of
 from shared_rpc.client.suspension import Context
 from shared_rpc.errors import ConnectError, ConnectionClosed, ProtocolError
 from shared_rpc.memory.revisions import Page
@@ -55,25 +52,6 @@ class GenerationOperations:
         return found
 
     @operation
-    def on_refresh(ctx: Context, callback: Callable[[Generation], object]) -> Steps[Subscription]:
-        """Call ``callback(generation)`` whenever another generation of a cached call becomes current on the server.
-
-        These are the generations built by a refresh, or again after an invalidation or an eviction, but not the first one of a
-        call. Of several simultaneous ones of a call, only the latest is reported.
-
-        The callback runs in a daemon thread, over a connection of its own. An exception is logged. So is the end of the
-        connection, after which it is not called: subscribe again. Close the returned subscription to end the calls.
-
-        :raises ConnectError: if no server listens within the client's ``connect_timeout``.
-        :raises DeadlineExceeded: if the server does not answer within the client's timeout.
-        """
-        # Connecting, and a server that does not answer, are subject to the client's timeouts.
-        yield from ask(Request(g.AwaitRefreshes(-1), "on_refresh"), Refreshes)
-        subscribe = functools.partial(ctx._subscribe, callback)
-        subscription: Subscription = yield Work(subscribe, undo=Subscription.close)
-        return subscription
-
-    @operation
     def revision_page(ctx: Context, object_id: str) -> Steps[Page]:
         """Return the page with an object's revision: see :attr:`Handle.revision`."""
         reply: Reply = yield Request(g.GetRevision(object_id), f"the revision of object {object_id}")
@@ -96,7 +74,8 @@ class _News:
 
     def _ask(self) -> Operation[None]:
         """Wait for generations that become current after the position; the first time only get the position."""
-        yield Within(None)
+        if self._server_id:  # a server that does not answer the first time is subject to the client's timeouts
+            yield Within(None)
         try:
             answer: Refreshes = yield from ask(Request(g.AwaitRefreshes(self._after), "the wait for refreshes"), Refreshes)
         except ConnectError as error:

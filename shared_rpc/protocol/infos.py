@@ -321,9 +321,7 @@ class ListedObjectInfo(ObjectInfo):
 
 
 class SessionInfo(TypedDict):
-    """A client: the number of objects it holds (``leases``), their bytes, and the time of its connection. Each
-    subscription to refreshes has a session of its own.
-    """
+    """A client: the number of objects it holds (``leases``), their bytes, and the time of its connection."""
 
     session: str
     pid: int

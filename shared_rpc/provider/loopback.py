@@ -298,31 +298,6 @@ class LocalLink:
         """Keep the leases: the engine ends by itself."""
 
 
-class _NewsLink:
-    """A link for one wait at a time, which :meth:`close` ends."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._caller: _LocalCaller | None = None
-        self._ended = False
-
-    def exchange(self, request: Request, deadline: float) -> Reply:
-        caller = self._caller = _LocalCaller(self._engine.core, request)
-        self._engine.post(caller.ask)
-        if self._ended:
-            self.close()
-        try:
-            return caller.answered.result()
-        except concurrent.futures.CancelledError as error:
-            raise ConnectionClosed("all subscriptions have ended") from error
-
-    def close(self, reason: str = "") -> None:
-        self._ended = True
-        if self._caller is not None:
-            with suppress(ConnectionClosed):
-                self._engine.post(self._caller.stop_waiting)
-
-
 @bound
 class LoopbackRuntime(BlockingDriver, BlockingOperations):
     """The base of the local and the server role: requests are answered by the engine of this process, on live values.
@@ -423,9 +398,6 @@ class LoopbackRuntime(BlockingDriver, BlockingOperations):
 
     #: Without a wait for the GPU in the finaliser thread: an endpoint may be capturing a graph.
     _end_lease_soon = BaseClient._end_lease_soon
-
-    def _news_link(self) -> _NewsLink:
-        return _NewsLink(self._engine)
 
 
 def _on_the_loop(request: Request) -> str:

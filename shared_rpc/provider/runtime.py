@@ -12,7 +12,6 @@ from typing import Any, Protocol
 import anyio
 import anyio.to_thread
 
-from shared_rpc.client.subscriptions import end_all
 from shared_rpc.execution.in_process import InProcessExecutor
 from shared_rpc.operations.client import BlockingOperations, Client
 from shared_rpc.protocol.infos import RuntimeInfo
@@ -97,7 +96,6 @@ class LocalRuntime(LoopbackRuntime):
 
     def close(self) -> None:
         """Drop all results; handles keep theirs."""
-        end_all(self._subscriptions)
         self._engine.stop()
 
 
@@ -122,7 +120,6 @@ class ServerRuntime(LoopbackRuntime):
 
     def close(self) -> None:
         """Stop serving."""
-        end_all(self._subscriptions)
         self.server.stop()
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from anyio import move_on_after
 
-from shared_rpc import AsyncClient, Client, Generation, Handle, Provider, Server
+from shared_rpc import AsyncClient, Client, Handle, Provider, Server
 from shared_rpc.errors import (
     ConfigurationError,
     ConnectionClosed,
@@ -285,93 +285,51 @@ def server(provider: Provider, serve: Serve, builds: Builds) -> Server:
     return serve()
 
 
-def test_callbacks_report_later_generations_in_every_role(app: App, load: Any) -> None:
-    """In a separate thread, until they are closed; neither the first generation of a call nor earlier refreshes."""
+def test_later_generations_are_reported_in_every_role(app: App, load: Any) -> None:
+    """Neither the first generation of a call nor earlier refreshes."""
     load(5)
     load.refresh(5)
-    calls: list[tuple[Generation, threading.Thread]] = []
-    subscription = app.provider.on_refresh(lambda made: calls.append((made, threading.current_thread())))
-    load(1)
-    load.refresh(2)
-    made = [load.refresh(1), load.refresh(2)]
-    eventually(lambda: len(calls) == 2)
-    load.invalidate(1)
-    load(1)
-    eventually(lambda: len(calls) == 3)
-    last, thread = calls[2]
-    assert [made for made, _ in calls[:2]] == made
+    with app.provider.refreshes() as news:
+        load(1)
+        load.refresh(2)
+        made = [load.refresh(1), load.refresh(2)]
+        assert [next(news), next(news)] == made
+        load.invalidate(1)
+        load(1)
+        last = next(news)
     assert (last.cache_key, last.generation, last.previous_id) == ("load(size=1)", 3, "")
-    assert {one for _, one in calls} == {thread} != {threading.current_thread()}
-    subscription.close()
-    thread.join(10)
-    load.refresh(1)
-    assert (len(calls), subscription.active, thread.is_alive()) == (3, False, False)
 
 
-def test_a_failing_callback_is_logged(client: Client, caplog: pytest.LogCaptureFixture) -> None:
-    """With its generation; it and others are called with the next one."""
-    client.call("load")
-    calls: list[int] = []
-
-    def fail(made: Generation) -> None:
-        calls.append(-made.generation)
-        raise ValueError("a callback of the test")
-
-    with client.on_refresh(fail), client.on_refresh(lambda made: calls.append(made.generation)):
-        client.refresh("load")
-        client.refresh("load")
-        eventually(lambda: len(calls) == 4)
-    assert sorted(calls) == [-3, -2, 2, 3]
-    assert "a callback of on_refresh failed for generation 2 of load(size=3)" in caplog.text
-    assert "ValueError: a callback of the test" in caplog.text
-
-
-def test_slow_readers_get_the_latest_of_each(client: Client, connect: Connect) -> None:
+def test_slow_readers_get_the_latest_of_each(client: Client) -> None:
     """The server buffers nothing for them."""
-    calls: list[tuple[str, int]] = []
-    waits, goes = threading.Event(), threading.Event()
-
-    def slow(made: Generation) -> None:
-        calls.append((made.cache_key, made.generation))
-        waits.set()
-        assert goes.wait(30)
-
     for size in (1, 2):
         client.call("load", size)
-    with connect().on_refresh(slow):
-        client.refresh("load", 1)
-        assert waits.wait(10)
+    with client.refreshes() as news:
         for _ in range(50):
             client.refresh("load", 2)
         for _ in range(20):
             client.refresh("load", 1)
-        goes.set()
-        eventually(lambda: len(calls) == 3)
-    assert calls == [("load(size=1)", 2), ("load(size=2)", 51), ("load(size=1)", 22)]
+        reported = [next(news) for _ in range(2)]
+    assert [(made.cache_key, made.generation) for made in reported] == [("load(size=2)", 51), ("load(size=1)", 21)]
 
 
 def test_the_blocking_iterator_misses_nothing(client: Client) -> None:
-    """From its entry on, from any thread, until the client ends."""
+    """From its entry on, until another thread closes the client."""
     client.call("load")
     with client.refreshes() as news:
-        made = [client.refresh("load") for _ in range(1)]
-        assert next(news) == made[0]
+        made = client.refresh("load")
+        assert next(news) == made
         threading.Timer(0.05, client.close).start()
         with pytest.raises(ConnectionClosed):
             next(news)
-    with pytest.raises(ConnectionClosed):
-        client.on_refresh(print)
 
 
-def test_the_end_of_the_server_is_reported(server: Server, client: Client, caplog: pytest.LogCaptureFixture) -> None:
-    """Callbacks end with a log line, an iterator with an exception; a later subscription starts again."""
-    subscription = client.on_refresh(print)
+def test_the_end_of_the_server_is_reported(server: Server, client: Client) -> None:
+    """An iterator ends with an exception; a later one starts again."""
     with client.refreshes() as news:
         server.stop()
-        eventually(lambda: not subscription.active)
         with pytest.raises(ConnectionClosed, match="refreshes are not reported any more"):
             next(news)
-    assert "a callback of on_refresh is not called any more, because the connection ended" in caplog.text
     server.start()
     with client.refreshes() as again:
         client.call("load")
@@ -387,15 +345,11 @@ async def test_coroutines_can_refresh(server: Server) -> None:
     """With the same names; the iterator continues after a cancelled scope, and gives the latest of several."""
     async with AsyncClient(socket_path=server.socket_path) as client, AsyncClient(socket_path=server.socket_path) as listener:
         old = await client.call("load")
-        calls: list[int] = []
-        with await client.on_refresh(lambda made: calls.append(made.generation)):
-            async with listener.refreshes() as news:
-                with move_on_after(0.02):
-                    await anext(news)
-                made = [await client.refresh("load") for _ in range(3)]
-                while calls[-1:] != [4]:
-                    await client.ping()
-                assert await anext(news) == made[-1]
+        async with listener.refreshes() as news:
+            with move_on_after(0.02):
+                await anext(news)
+            made = [await client.refresh("load") for _ in range(3)]
+            assert await anext(news) == made[-1]
         async with await old.latest() as new:
             assert (number(new.value), new.generation, await new.is_current(), await old.is_current()) == (4, 4, True, False)
 

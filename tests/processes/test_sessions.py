@@ -215,20 +215,6 @@ def test_a_dropped_client_ends_its_session(server: Server, base_path: str, no_co
     assert server.info()["pools"] == {"nbytes": 0, "chunks": 0}
 
 
-def test_threads_do_not_keep_a_client(server: Server, base_path: str, no_collector: None) -> None:
-    """The thread of a subscription ends with the client."""
-    client = Client(base_path, device="cpu", timeout=30.0)
-    subscription = client.on_refresh(lambda generation: None)
-    (thread,) = (thread for thread in threading.enumerate() if thread.name == "shared-rpc-refreshes")
-    dropped = weakref.ref(client)
-    del client
-    assert dropped() is None
-    thread.join(30)
-    assert not thread.is_alive()
-    assert not subscription.active
-    await_end(server)
-
-
 def test_a_dropped_async_client_ends_its_session(
     server: Server, base_path: str, anyio_backend: str, no_collector: None
 ) -> None:

@@ -183,7 +183,7 @@ def test_dropped_handles_delay_no_other(stopping_server: Child, broker_app: Brok
     eventually(lambda: leases(stopped) == 0, seconds=60)
 
 
-@pytest.mark.parametrize("operation", [Client.ping, lambda client: client.on_refresh(print)], ids=["ping", "subscription"])
+@pytest.mark.parametrize("operation", [Client.ping, lambda client: next(client.refreshes())], ids=["ping", "refreshes"])
 def test_client_timeouts_hold(stopping_server: Child, broker_app: BrokerApp, operation: Callable[[Client], object]) -> None:
     """An operation ends soon after its timeout, although the server does not confirm the cancellation."""
     client = broker_app.connect(timeout=0.5)

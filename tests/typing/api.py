@@ -40,7 +40,6 @@ from shared_rpc import (
     Source,
     SourceInfo,
     StopInfo,
-    Subscription,
     TaskInfo,
     TensorChannel,
     TensorMessage,
@@ -264,7 +263,6 @@ with Client("/run/app", device="cpu", timeout=None, connect_timeout=0) as client
     assert_type(client.release_many([handle, handle.object_id]), int)
     assert_type(client.watch_task("1", 4, lambda info: print(info.progress)), TaskInfo)
     assert_type(client.refresh("load", 4).generation, int)
-    assert_type(client.on_refresh(lambda made: print(made.previous_id)), Subscription)
     for made in client.refreshes():
         assert_type(made, Generation)
     with client.export(handle) as record, client.allocate(record.header, ttl=60) as room:
