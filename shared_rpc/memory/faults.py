@@ -1,8 +1,8 @@
 """Report of invalid accesses to shared host memory: writes to read-only memory, and accesses to that of a suspended object.
 
 The kernel ends the process by SIGSEGV, without an explanation. From the first such range on, a handler of that signal writes
-the accessed memory and the place in the code to standard error; then it restores the earlier handler and returns, so that the
-instruction faults again and the process ends as it would have: by that signal, at that place. Other faults are left to the
+the accessed memory and the stacks of the threads to standard error; then it restores the earlier handler and returns, so that
+the instruction faults again and the process ends as it would have: by that signal, at that place. Other faults are left to the
 earlier handler, without a report.
 
 The handler is Python, entered by ctypes, which waits for the GIL. torch's operations release it, in their own threads too, so
@@ -16,64 +16,22 @@ an overflow. A thread that has overflowed its own is ended by the kernel at once
 from __future__ import annotations
 
 import atexit
-import bisect
 import ctypes
+import faulthandler
 import os
 import signal
-import sys
-import threading
-from collections.abc import Callable, Iterator
-from types import FrameType
+from collections.abc import Callable
 from typing import NamedTuple
 
 from shared_rpc.forks import fork_safe_lock
-from shared_rpc.lifecycle import finalizer
 
 
-class WatchedRange(NamedTuple):
-    """Read-only memory of this process: ``nbytes`` bytes at ``address``, and a function that describes it.
+class Target(NamedTuple):
+    """Memory that may not be accessed: ``offset`` is the accessed byte. ``vacated`` if its object is suspended."""
 
-    With ``vacated`` it must not be accessed at all, until its object is resumed.
-    """
-
-    address: int
-    nbytes: int
-    what: Callable[[], str]
-    vacated: bool = False
-
-
-#: By address. Replaced and never changed: a thread may fault while it replaces the table.
-_places: tuple[WatchedRange, ...] = ()
-_changing = fork_safe_lock()
-
-
-def _address_of(place: WatchedRange) -> int:
-    return place.address
-
-
-def watch(place: WatchedRange) -> None:
-    """Report faults in the range from now on, with the latest description."""
-    global _places
-    with _changing:
-        others = tuple(other for other in _places if other.address != place.address)
-        index = bisect.bisect_left(others, place.address, key=_address_of)
-        _places = (*others[:index], place, *others[index:])
-        _HANDLER.install()
-
-
-def unwatch(address: int) -> None:
-    """Stop reporting faults in a range."""
-    global _places
-    with _changing:
-        _places = tuple(place for place in _places if place.address != address)
-
-
-def _place_of(address: int) -> WatchedRange | None:
-    places = _places
-    index = bisect.bisect_right(places, address, key=_address_of) - 1
-    if index < 0 or address >= places[index].address + places[index].nbytes:
-        return None
-    return places[index]
+    memory: str
+    offset: int
+    vacated: bool
 
 
 class _SigAction(ctypes.Structure):
@@ -98,10 +56,6 @@ _FORBIDDEN = 2
 #: Seconds for which other faulting threads wait for the report of the first one.
 _PATIENCE = 5.0
 _STDERR = 2
-#: A thread of this package that never writes to shared memory.
-_FINALIZER = finalizer.__file__
-#: Maximum number of reported frames of a thread.
-_FRAMES = 64
 _ADVICE = (
     "  what to do: write to a copy (tensor.clone(), copy.deepcopy(module)), or share it with access='read_write'. Functions\n"
     "    that write without a name that says so, and the remedy for each, are in docs/how-to/read-only-weights.md.\n"
@@ -112,106 +66,76 @@ _ADVICE_VACATED = (
 )
 
 
-class _Handler:
-    """The signal's action: ours, and the previous one."""
+class FaultHandler:
+    """The signal's action: ours, and the previous one.
 
-    def __init__(self) -> None:
+    :param find: returns the memory at an address, None for memory that may be accessed or is not shared. Takes no lock.
+    """
+
+    def __init__(self, find: Callable[[int], Target | None]) -> None:
+        self._find = find
         self._function = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(self._on_fault)
         self._address = ctypes.cast(self._function, ctypes.c_void_p).value
-        #: None before :meth:`install`.
+        #: None while our action is not installed.
         self._earlier: _SigAction | None = None
-        self._in_place = False
         self._turn = fork_safe_lock()
+        # No handler of Python can run after Python has ended.
+        atexit.register(self._remove)
 
     def install(self) -> None:
         """Install the handler: the first time, and after a reset to the default. A handler that replaced ours stays."""
-        present = _SigAction()
-        _libc.sigaction(signal.SIGSEGV, None, ctypes.byref(present))
-        if self._earlier is None:
-            # No handler of Python can run after Python has ended.
-            atexit.register(self.remove)
-        elif present.handler is not None:  # ctypes gives None for SIG_DFL
+        present = _present()
+        if self._earlier is not None and present.handler is not None:  # ctypes gives None for SIG_DFL
             return
         self._earlier = present
-        self._in_place = True
         action = _SigAction(handler=self._address, flags=_SA_SIGINFO)
         _libc.sigaction(signal.SIGSEGV, ctypes.byref(action), None)
 
-    def remove(self) -> None:
-        """Restore the previous action, if the present one is ours."""
-        present = _SigAction()
-        _libc.sigaction(signal.SIGSEGV, None, ctypes.byref(present))
-        if present.handler == self._address:
+    def _remove(self) -> None:
+        if _present().handler == self._address:
             self._restore()
 
     def _restore(self) -> None:
-        assert self._earlier is not None, "install() has set it"
-        self._in_place = False
-        _libc.sigaction(signal.SIGSEGV, ctypes.byref(self._earlier), None)
+        earlier, self._earlier = self._earlier, None
+        if earlier is not None:
+            _libc.sigaction(signal.SIGSEGV, ctypes.byref(earlier), None)
 
     def _on_fault(self, number: int, info: int, context: int) -> None:
+        code = ctypes.c_int.from_address(info + _CODE).value
         # The threads of one operation fault together. The process must end after the report of the first one, not before.
         ours = self._turn.acquire(timeout=_PATIENCE)
         try:
-            if self._in_place:
-                _handle(info)
+            if code == _FORBIDDEN and self._earlier is not None:
+                address = ctypes.c_size_t.from_address(info + _ADDRESS).value
+                target = self._find(address)
+                if target is not None:
+                    _report(target, address)
         finally:
             self._restore()
             if ours:
                 self._turn.release()
-            if _code_of(info) <= 0:  # a sent signal is not raised again by the faulting instruction
+            if code <= 0:  # a sent signal is not raised again by the faulting instruction
                 _raise(signal.SIGSEGV)
 
 
-def _code_of(info: int) -> int:
-    return ctypes.c_int.from_address(info + _CODE).value
+def _present() -> _SigAction:
+    present = _SigAction()
+    _libc.sigaction(signal.SIGSEGV, None, ctypes.byref(present))
+    return present
 
 
-def _handle(info: int) -> None:
-    if _code_of(info) == _FORBIDDEN:
-        address = ctypes.c_size_t.from_address(info + _ADDRESS).value
-        place = _place_of(address)
-        if place is not None:
-            _write(_report(place, address))
-
-
-def _report(place: WatchedRange, address: int) -> str:
-    did = "touched memory of a suspended object" if place.vacated else "wrote to memory that is shared with access='read'"
-    return (
+def _report(target: Target, address: int) -> None:
+    did = "touched memory of a suspended object" if target.vacated else "wrote to memory that is shared with access='read'"
+    _write(
         f"shared_rpc: process {os.getpid()} {did}, and ends by SIGSEGV\n"
-        f"  target: byte {address - place.address} of {place.what()}; address {address:#x}\n"
-        f"  by (most recent call first):\n{''.join(_where())}{_ADVICE_VACATED if place.vacated else _ADVICE}"
+        f"  target: byte {target.offset} of {target.memory}; address {address:#x}\n"
+        f"{_ADVICE_VACATED if target.vacated else _ADVICE}"
     )
-
-
-def _where() -> Iterator[str]:
-    """Yield the Python stack of this thread; if it has none, those of all threads, one of which waits for it."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code.co_filename == __file__:
-        frame = frame.f_back
-    if frame is not None:
-        yield from _lines(frame)
-        return
-    yield "    a thread without Python; the others are in\n"
-    for ident, other in sys._current_frames().items():
-        if ident != threading.get_ident() and other.f_code.co_filename != _FINALIZER:
-            yield f"    thread {ident:#x}\n"
-            yield from _lines(other)
-
-
-def _lines(frame: FrameType | None) -> Iterator[str]:
-    for _ in range(_FRAMES):
-        if frame is None:
-            return
-        yield f'    File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}\n'
-        frame = frame.f_back
-    yield "    ...\n"
+    # Of all threads: one without Python, such as torch's own, works for one of the others.
+    faulthandler.dump_traceback(_STDERR)
 
 
 def _write(text: str) -> None:
     data = text.encode(errors="replace")
     while data:
         data = data[os.write(_STDERR, data) :]
-
-
-_HANDLER = _Handler()

@@ -27,11 +27,11 @@ from typing import TypeVar
 
 import msgspec
 
-from shared_rpc.errors import CapabilityError, HandleSuspended, ProtocolError, raised_by_handler
+from shared_rpc.errors import CapabilityError, HandleSuspended, ProtocolError
 from shared_rpc.forks import after_fork, fork_safe_lock
 from shared_rpc.lifecycle.finalizer import FINALIZER
 from shared_rpc.memory.backends.choice import backend_for
-from shared_rpc.memory.faults import WatchedRange, unwatch, watch
+from shared_rpc.memory.faults import FaultHandler, Target
 from shared_rpc.memory.segments import KEPT_SLABS, Backend, Segment
 from shared_rpc.protocol.records import Access, SegmentInfo
 
@@ -50,14 +50,13 @@ class Mapping(msgspec.Struct, eq=False):
     address: int
     backend: Backend
     #: The open segment, where this process may publish the memory again; the mapping itself needs no descriptor.
-    descriptor: Segment | None
+    descriptor: Segment | None = None
     #: Distinguishes the mappings of one segment with one access: copy-on-write, or of two addresses that were kept.
     number: int = 0
     #: True while the address is reserved and nothing is mapped there.
     vacated: bool = False
-    #: True if :meth:`MappingTable.find` skips the mapping; True if it is unmapped.
+    #: True if :meth:`MappingTable.find` skips the mapping.
     hidden: bool = False
-    gone: bool = False
     #: The id of the server that keeps the segment under its id; ``""`` for none.
     owner: str = ""
     #: True if this process made the segment; True until it has published it.
@@ -72,7 +71,6 @@ class Mapping(msgspec.Struct, eq=False):
     labels: list[str] = msgspec.field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.publishes = self.descriptor is not None
         self.sealed = self.info.access != "read_write"
 
     def label(self, text: str) -> None:
@@ -123,21 +121,25 @@ class Mapping(msgspec.Struct, eq=False):
         return self.info.mechanism == "memfd" and not self.made and not (self.sealed and self.owner)
 
 
-class _Pin:
-    """The object that the objects over a mapping hold, those of one use together: it goes with the last of them."""
+class MappingHold:
+    """Owner of a use of a mapping, for a server's object or ``""``. The use ends with the last object that has this one."""
 
-    __slots__ = ("__weakref__",)
+    __slots__ = ("__weakref__", "mapping", "object_id")
+
+    def __init__(self, mapping: Mapping, object_id: str) -> None:
+        self.mapping = mapping
+        self.object_id = object_id
 
 
-class _Use(weakref.ref[_Pin]):
-    """Weak reference to a pin, with the mapping, and the server's object that it is for, ``""`` for none."""
+class _Use(weakref.ref[MappingHold]):
+    """Weak reference to a hold, with its attributes."""
 
     __slots__ = ("mapping", "object_id")
 
     mapping: Mapping
     object_id: str
 
-    # A weak reference gets its attributes after construction; see MappingTable.keep_for().
+    # A weak reference gets its attributes after construction; see MappingTable._hold().
 
 
 #: Seconds for which host memory stays mapped after its last user: a loop of calls for one object maps it once, and unmaps
@@ -146,36 +148,14 @@ _LINGER = 0.002
 #: Ended uses of slabs that may wait for a drain.
 _MANY = 1000
 
-#: The attribute by which an object keeps its pin, or a tuple of several.
-_HELD = "_shared_rpc_pin"
-
-
-class MappingHold:
-    """Owner of a use of a mapping, see :meth:`MappingTable.hold`."""
-
-    def __init__(self, mapping: Mapping) -> None:
-        self.mapping = mapping
-
+#: The attribute by which an object keeps its hold.
+_HELD = "_shared_rpc_hold"
 
 #: The access by which private memory is mapped: each process copies it, and none may write to it.
 _RIGHTS: dict[Access, Access] = {"private": "read"}
 
-
 #: Access of mappings that are never vacated: a process may have several of each, or none after reading it.
 _APART: frozenset[Access] = frozenset({"copy", "private"})
-
-
-def _tells_of_faults(mapping: Mapping) -> bool:
-    """Return whether faults are to be reported here: a GPU's driver does so by itself."""
-    return mapping.info.device == "cpu" and (mapping.vacated or mapping.info.access == "read")
-
-
-def _watch(mapping: Mapping) -> None:
-    """Report faults in a mapping by its present state."""
-    if _tells_of_faults(mapping):
-        watch(WatchedRange(mapping.address, mapping.info.nbytes, mapping.__str__, mapping.vacated))
-    else:
-        unwatch(mapping.address)
 
 
 def _close(mapping: Mapping) -> None:
@@ -214,7 +194,7 @@ class MappingTable:
         #: The monotonic time after which a job of the finaliser thread drains the table.
         self._lingers_until = 0.0
         #: Mappings without users, to be unmapped when the device can be waited for.
-        self._unused: list[Mapping] = []
+        self._unused: dict[Mapping, None] = {}
         #: True if this process may publish every attached segment again: in a worker, an endpoint may return the result of
         #: another.
         self.keeps = False
@@ -238,15 +218,18 @@ class MappingTable:
         segment = backend.create(nbytes)
         if slab or arena:
             segment.info = msgspec.structs.replace(segment.info, slab=slab, arena=arena)
-        mappings: list[Mapping] = []
         try:
-            self._add(mappings, segment.info, backend, segment, keep=True)
-            mappings[0].made = mappings[0].fresh = True
-            yield mappings[0]
+            with self._lock:
+                mapping = self._add(segment, backend)
+                mapping.pins += 1
+        except BaseException:
+            segment.close()
+            raise
+        mapping.descriptor, mapping.publishes, mapping.made, mapping.fresh = segment, True, True, True
+        try:
+            yield mapping
         finally:
-            if not mappings:
-                segment.close()
-            self._unpin(mappings)
+            self._unpin([mapping])
 
     @contextmanager
     def attach(
@@ -271,18 +254,9 @@ class MappingTable:
         try:
             with self._lock:
                 for number, segment in enumerate(segments):
-                    info = segment.info
-                    apart = number in hidden or info.access == "copy"
-                    known = self._mappings.get((info.id, info.access, 0))
-                    if self._vacated and (known is None or known.vacated):
-                        known = self._filled(segment)
-                    if known is None:
-                        backend = backend_for(info.device, info.mechanism)
-                        self._add(mappings, info, backend, segment, keep=False, hidden=apart)
-                    else:
-                        known.pins += 1
-                        mappings += (known,)
-                    mapping = mappings[-1]
+                    mapping = self._attached(segment, hidden=number in hidden)
+                    mapping.pins += 1
+                    mappings.append(mapping)
                     mapping.owner = owner or mapping.owner
                     mapping.label(label)
                     if (keep or self.keeps) and not (mapping.pooled or mapping.hidden):
@@ -356,40 +330,29 @@ class MappingTable:
                 mapping.owner = ""
             return len(owned)
 
-    def _add(
-        self,
-        pinned: list[Mapping],
-        info: SegmentInfo,
-        backend: Backend,
-        segment: Segment,
-        *,
-        keep: bool,
-        hidden: bool = False,
-    ) -> None:
-        """Map a segment, and pin the mapping in the list of those that its caller unpins."""
+    def _attached(self, segment: Segment, *, hidden: bool) -> Mapping:
+        """Return the mapping of a segment, mapped if it was not."""
+        info = segment.info
+        known = self._mappings.get((info.id, info.access, 0))
+        if self._vacated and (known is None or known.vacated):
+            known = self._filled(segment)
+        return known or self._add(segment, backend_for(info.device, info.mechanism), hidden=hidden or info.access == "copy")
+
+    def _add(self, segment: Segment, backend: Backend, *, hidden: bool = False) -> Mapping:
+        """Map a segment, under the table's lock. The caller pins the mapping."""
+        info = segment.info
         if info.access == "copy" and info.mechanism != "memfd":
             raise CapabilityError(f"segment {info.id} on {info.device} cannot be mapped copy-on-write: only host memory can")
         number = next(self._copies) if info.access == "copy" else 0
-        mapping = Mapping(info, 0, backend, segment if keep else None, number)
-        mapping.hidden = hidden
-        with self._lock:
-            rights = _RIGHTS.get(info.access, info.access)
-            address = mapping.address = backend.map(segment.fileno(), info.nbytes, rights)
-            key, by_address = mapping.key, self._by_address
-            if not hidden:
-                addresses, mapped = by_address
-                place = bisect.bisect_right(addresses, address)
-                by_address = (
-                    [*addresses[:place], address, *addresses[place:]],
-                    [*mapped[:place], mapping, *mapped[place:]],
-                )
-            # No call from here on, after which a signal handler could raise: the mapping is both known and pinned, or neither.
-            self._mappings[key] = mapping
-            self._by_address = by_address
-            mapping.pins += 1
-            pinned += (mapping,)
-        if _tells_of_faults(mapping):
-            _watch(mapping)
+        address = backend.map(segment.fileno(), info.nbytes, _RIGHTS.get(info.access, info.access))
+        mapping = Mapping(info, address, backend, number=number, hidden=hidden)
+        addresses, mapped = self._by_address
+        place = bisect.bisect_right(addresses, address)
+        self._by_address = ([*addresses[:place], address, *addresses[place:]], [*mapped[:place], mapping, *mapped[place:]])
+        self._mappings[mapping.key] = mapping
+        if info.access == "read" and info.device == "cpu":
+            FAULTS.install()
+        return mapping
 
     def keep_for(self, users: Iterable[tuple[Mapping, object]], object_id: str = "") -> None:
         """Keep each mapping while the object that is paired with it lives. To be called while it is created or attached.
@@ -399,23 +362,26 @@ class MappingTable:
         :param object_id: the server's object that they are, see :meth:`suspend`; ``""`` for none.
         """
         FINALIZER.start()
-        pins: dict[Mapping, _Pin] = {}
+        holds: dict[Mapping, MappingHold] = {}
         for mapping, user in users:
-            pin = pins.get(mapping)
-            if pin is None:
+            hold = holds.get(mapping)
+            if hold is None:
                 with self._lock:
-                    pin = pins[mapping] = self._pin(mapping, object_id)
-            attributes = user.__dict__
-            held = attributes.setdefault(_HELD, pin)
-            if held is not pin:
-                attributes[_HELD] = (held, pin)
+                    hold = holds[mapping] = self._hold(mapping, object_id)
+            user.__dict__[_HELD] = hold
 
-    def _pin(self, mapping: Mapping, object_id: str) -> _Pin:
-        pin = _Pin()
-        use = _Use(pin, self._pin_gone)
+    def hold(self, mapping: Mapping) -> MappingHold:
+        """Return an object that keeps the mapping. To be called while it is created or attached."""
+        FINALIZER.start()
+        with self._lock:
+            return self._hold(mapping, "")
+
+    def _hold(self, mapping: Mapping, object_id: str) -> MappingHold:
+        hold = MappingHold(mapping, object_id)
+        use = _Use(hold, self._hold_gone)
         use.mapping, use.object_id = mapping, object_id
         mapping.uses.add(use)
-        return pin
+        return hold
 
     def make_in_slab(
         self, info: SegmentInfo, make: Callable[[Mapping], T], object_id: str, owner: str = "", label: str = ""
@@ -430,28 +396,19 @@ class MappingTable:
                 return None
             if self.keeps and not mapping.publishes:
                 return None
-            pin = self._pin(mapping, object_id)
+            hold = self._hold(mapping, object_id)
         made = make(mapping)
-        made.__dict__[_HELD] = pin
+        made.__dict__[_HELD] = hold
         mapping.owner = owner or mapping.owner
         mapping.label(label)
         return made
 
     def object_of(self, user: object) -> str:
         """Return the id of the server's object that something over a mapping is of, ``""`` where this process does not know."""
-        held = user.__dict__.get(_HELD)
-        while isinstance(held, tuple):
-            *_, held = held
-        uses = [use for use in weakref.getweakrefs(held) if isinstance(use, _Use)] if held is not None else []
-        return uses[0].object_id if uses else ""
+        hold: MappingHold | None = user.__dict__.get(_HELD)
+        return hold.object_id if hold is not None else ""
 
-    def hold(self, mapping: Mapping) -> MappingHold:
-        """Return an object that keeps the mapping. To be called while it is created or attached."""
-        hold = MappingHold(mapping)
-        self.keep_for([(mapping, hold)])
-        return hold
-
-    def _pin_gone(self, use: _Use) -> None:
+    def _hold_gone(self, use: _Use) -> None:
         # Runs in a finaliser: it may only enqueue.
         self._gone.append(use)
         if use.mapping in self._slabs and len(self._gone) < _MANY:
@@ -564,17 +521,11 @@ class MappingTable:
 
     def _vacate_one(self, mapping: Mapping) -> None:
         """Unmap under the table's lock, so that no thread attaches to the mapping."""
-        mapping.vacated = True
+        mapping.vacated = True  # before: a failed call, or an interrupted one, may have unmapped the memory
         self._vacated += 1
-        _watch(mapping)
-        try:
-            mapping.backend.vacate(mapping.address, mapping.info.nbytes)
-        except Exception as error:
-            if not raised_by_handler(error):  # that of a handler may have come afterwards
-                mapping.vacated = False
-                self._vacated -= 1
-                _watch(mapping)
-            raise
+        if mapping.info.device == "cpu":
+            FAULTS.install()
+        mapping.backend.vacate(mapping.address, mapping.info.nbytes)
         _close(mapping)
 
     def _filled(self, segment: Segment) -> Mapping | None:
@@ -594,17 +545,13 @@ class MappingTable:
             self._vacate_one(mapping)
         taken = self._mappings.get((info.id, info.access, 0))
         number = 0 if taken is None or taken is mapping else next(self._copies)
-        before, descriptor = mapping.key, mapping.descriptor
         mapping.backend.map(segment.fileno(), info.nbytes, _RIGHTS.get(info.access, info.access), mapping.address)
-        # No call from here on, after which a signal handler could raise, until the table has the mapping by its new key.
+        del self._mappings[mapping.key]
         self._vacated -= mapping.vacated
-        mapping.info, mapping.number, mapping.vacated, mapping.descriptor = info, number, False, None
+        mapping.info, mapping.number, mapping.vacated = info, number, False
         mapping.owner = owner or mapping.owner
-        del self._mappings[before]
-        self._mappings[info.id, info.access, number] = mapping
-        if descriptor is not None:
-            descriptor.close()
-        _watch(mapping)
+        self._mappings[mapping.key] = mapping
+        _close(mapping)
         if mapping.publishes:
             mapping.descriptor = segment.duplicate()
 
@@ -631,19 +578,30 @@ class MappingTable:
 
         :raises HandleSuspended: if that is vacated: the caller is about to use the memory.
         """
-        addresses, mapped = self._by_address
-        index = bisect.bisect_right(addresses, address) - 1
-        if index < 0:
+        found = self._at(address)
+        if found is None or found[0].hidden:
             return None
-        mapping, offset = mapped[index], address - addresses[index]
-        if offset >= mapping.info.nbytes:
-            return None
+        mapping, _ = found
         if mapping.vacated:
             raise HandleSuspended(
                 f"a tensor lies in {mapping}, which this process has suspended: resume() the object's handle first, or use its "
                 f"tensors in a block 'with handle.active():'"
             )
-        return mapping, offset
+        return found
+
+    def _at(self, address: int) -> tuple[Mapping, int] | None:
+        addresses, mapped = self._by_address
+        index = bisect.bisect_right(addresses, address) - 1
+        if index < 0 or address - addresses[index] >= mapped[index].info.nbytes:
+            return None
+        return mapped[index], address - addresses[index]
+
+    def _target(self, address: int) -> Target | None:
+        """Return the memory at an address if it may not be accessed, or not written to; a GPU's driver tells of its own."""
+        found = self._at(address)
+        if found is None or found[0].info.device != "cpu" or not (found[0].vacated or found[0].info.access == "read"):
+            return None
+        return Target(str(found[0]), found[1], found[0].vacated)
 
     @property
     def has_unused(self) -> bool:
@@ -691,36 +649,23 @@ class MappingTable:
         key = mapping.key
         if mapping.users or mapping in self._slabs or self._mappings.get(key) is not mapping:
             return
-        by_address = self._by_address
-        if not mapping.hidden:
-            mapped = [other for other in by_address[1] if other is not mapping]
-            by_address = [other.address for other in mapped], mapped
-        # No call from here on, after which a signal handler could raise.
         del self._mappings[key]
-        self._by_address = by_address
-        self._unused += (mapping,)
+        mapped = [other for other in self._by_address[1] if other is not mapping]
+        self._by_address = [other.address for other in mapped], mapped
+        self._unused[mapping] = None
         self._vacated -= mapping.vacated
 
     def _unmap(self, may_unmap: Callable[[Backend], bool]) -> None:
-        # Without the table's lock: a running kernel must not hold up other threads.
-        with self._lock:
-            unused = list(self._unused)
+        # Without the table's lock: a running kernel must not hold up other threads. The device is waited for on behalf of these
+        # mappings only, and not of those that become unused in the meantime.
+        unused = [*self._unused]
         ready = {backend for backend in {mapping.backend for mapping in unused} if may_unmap(backend)}
-        # Only these: the device was not waited for on behalf of mappings that became unused since.
         for mapping in unused:
             if mapping.backend in ready:
-                self._unmap_one(mapping)
-        with self._lock:
-            self._unused = [mapping for mapping in self._unused if not mapping.gone]
-
-    def _unmap_one(self, mapping: Mapping) -> None:
-        if not mapping.gone:
-            if _tells_of_faults(mapping):
-                unwatch(mapping.address)
-            mapping.gone = True  # before: a second attempt might unmap another mapping at that address
-            undo = mapping.backend.free_range if mapping.vacated else mapping.backend.unmap
-            undo(mapping.address, mapping.info.nbytes)
-        _close(mapping)
+                del self._unused[mapping]  # before: a second attempt might unmap another mapping at that address
+                undo = mapping.backend.free_range if mapping.vacated else mapping.backend.unmap
+                undo(mapping.address, mapping.info.nbytes)
+                _close(mapping)
 
     def __len__(self) -> int:
         return len(self._mappings) + len(self._unused)
@@ -739,9 +684,10 @@ class MappingTable:
                 if use() is None:  # the parent's finaliser thread had not yet ended this use
                     self._gone.append(use)
         self._ended = bool(self._gone)
-        self._unused = [mapping for mapping in self._unused if mapping.info.device == "cpu"]
+        self._unused = {mapping: None for mapping in self._unused if mapping.info.device == "cpu"}
         self._slabs = {}
 
 
 MAPPINGS = MappingTable()
+FAULTS = FaultHandler(MAPPINGS._target)
 after_fork(MAPPINGS._after_fork)

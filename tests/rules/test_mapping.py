@@ -248,12 +248,11 @@ def test_an_unused_mapping_can_be_reused(table: MappingTable, segments: MakeSegm
 
 def test_the_device_is_waited_for_before_unmapping(table: MappingTable, device: Device, segments: MakeSegments) -> None:
     """A queued kernel may still use the memory: first wait, then unmap everything pending."""
-    user = User()
     with table.attach(segments(2)) as mappings:
-        table.keep_for((mapping, user) for mapping in mappings)
+        holds = [table.hold(mapping) for mapping in mappings]
     device.unmaps_in_background = False
     device.log.clear()
-    del user
+    del holds
     table.drain()
     assert device.events == ["synchronize", "unmap", "unmap"]
 

@@ -98,11 +98,11 @@ def use(table: MappingTable) -> Iterator[Use]:
     At the end of the test, nothing is left of the objects.
     """
 
-    def attach(segments: list[Segment], object_id: str) -> tuple[User, list[Mapping]]:
-        user = User()
+    def attach(segments: list[Segment], object_id: str) -> tuple[list[User], list[Mapping]]:
+        users = [User() for _ in segments]
         with table.attach(segments) as mappings:
-            table.keep_for([(mapping, user) for mapping in mappings], object_id)
-        return user, mappings
+            table.keep_for(zip(mappings, users, strict=True), object_id)
+        return users, mappings
 
     yield attach
     table.drain()
