@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import getopt
 import os
-import resource
 import signal
 import socket
 import sys
@@ -13,8 +12,8 @@ from typing import NamedTuple, NoReturn
 
 from shared_rpc.errors import ConfigurationError, ConnectError, one_line
 from shared_rpc.protocol.peers import foreign_owner, is_own, named, peer_of
-from shared_rpc.scripts.front import ignored_signals, is_in_background, stand_for
-from shared_rpc.scripts.key import interpreter_options, key_of, limits
+from shared_rpc.scripts.front import ignored_signals, stand_for
+from shared_rpc.scripts.key import interpreter_options, key_of
 from shared_rpc.settings import ScriptSettings, environment, inheritable, resolve_base_path, script_settings
 from shared_rpc.zygote.wire import Lost, ask
 
@@ -92,10 +91,6 @@ def _check(script: Script) -> None:
             raise ConnectError("")  # the interpreter has its own message
     if sys.flags.inspect or sys.flags.interactive:
         raise ConnectError("the interpreter becomes interactive after the script (-i, PYTHONINSPECT)")
-    if is_in_background():
-        raise ConnectError(
-            "the terminal belongs to another job: if the script does not read it, start the script with '< /dev/null'"
-        )
 
 
 def _become(script: Script) -> NoReturn:
@@ -159,8 +154,6 @@ class _Run:
             "options": interpreter_options(),
             "variables": self._environ,
             "fds": self.fds,
-            "umask": _umask(),
-            "limits": {limit: resource.getrlimit(limit) for limit in limits()},
             "ignored": ignored_signals(),
             "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())],
             "idle_exit": self._settings.idle_exit,
@@ -205,9 +198,3 @@ def _fill_gaps() -> None:
     while fd <= 2:
         fd = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     os.close(fd)
-
-
-def _umask() -> int:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask

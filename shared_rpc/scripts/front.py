@@ -28,17 +28,6 @@ def ignored_signals() -> list[int]:
     return [int(n) for n in signal.valid_signals() if signal.getsignal(n) is signal.SIG_IGN and n not in own]
 
 
-def is_in_background() -> bool:
-    """Return True if standard input is the terminal of this process's session, and another process group has it now.
-
-    The kernel stops a process that reads there, but would not stop a script in another session.
-    """
-    try:
-        return os.tcgetpgrp(0) != os.getpgrp()
-    except OSError:
-        return False
-
-
 def stand_for(connection: socket.socket, pid: int, fds: list[int]) -> NoReturn:
     """Start a prepared script, forward signals until it has ended, and end with its status.
 

@@ -1,14 +1,13 @@
 """The key that selects the zygote of a script.
 
 A fork cannot change state fixed at its zygote's start: the interpreter and its options, the variables that it, the loader and
-libraries read at their start, credentials and namespaces, and limits that can only be lowered. All of that is hashed into a
-key, and each key has its own zygote.
+libraries read at their start, credentials and namespaces, and limits that can only be lowered. All of that, the umask and the
+other limits are hashed into a key, and each key has its own zygote.
 """
 
 from __future__ import annotations
 
 import os
-import resource
 import sys
 from _blake2 import blake2b  # hashlib's own, without loading OpenSSL first; in 3.6 to 3.14
 from collections.abc import Iterable, Mapping
@@ -28,8 +27,10 @@ _PREFIXES = (
 )
 #: Further such variables by full name: HOME determines the user's site-packages.
 _NAMES = frozenset({"HOME"})
-#: Lines of /proc/self/status: credentials, irrevocably dropped privileges, and the processors that size thread pools.
-_STATUS = frozenset({"Uid", "Gid", "Groups", "NoNewPrivs", "Seccomp", "Seccomp_filters", "Cpus_allowed", "Mems_allowed"})
+#: Lines of /proc/self/status: credentials, irrevocably dropped privileges, the processors that size thread pools, the umask.
+_STATUS = frozenset(
+    {"Uid", "Gid", "Groups", "NoNewPrivs", "Seccomp", "Seccomp_filters", "Cpus_allowed", "Mems_allowed", "Umask"}
+)
 
 
 def key_of(environ: Mapping[str, str], preload: Iterable[str]) -> str:
@@ -50,10 +51,8 @@ def key_of(environ: Mapping[str, str], preload: Iterable[str]) -> str:
         [line for line in lines if line.startswith("Cap") or line.partition(":")[0] in _STATUS],
         [_link(f"/proc/self/ns/{name}") for name in sorted(os.listdir("/proc/self/ns"))],
         _identity("/"),
-        [_content(f"/proc/self/{name}") for name in ("personality", "oom_score_adj", "loginuid", "attr/current")],
+        [_content(f"/proc/self/{name}") for name in ("personality", "oom_score_adj", "loginuid", "attr/current", "limits")],
         (os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)),
-        # The C library takes the stack size of threads from the soft limit at a program's start.
-        ([resource.getrlimit(limit)[1] for limit in limits()], resource.getrlimit(resource.RLIMIT_STACK)[0]),
     ]
     return blake2b(repr(facts).encode(errors="surrogateescape"), digest_size=8).hexdigest()
 
@@ -64,11 +63,6 @@ def interpreter_options() -> list[str]:
     if len(sys.argv) == 1 or behind != sys.argv[1:]:  # the program has changed its arguments
         return []
     return before[:-1] if before[-1:] == ["-m"] else before
-
-
-def limits() -> list[int]:
-    """Return the resource limits supported by this system."""
-    return sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
 
 
 def is_relative(path: str) -> bool:

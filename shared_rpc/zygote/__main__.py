@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import socket
 import sys
 from collections.abc import Callable
@@ -51,8 +50,6 @@ def _listen(options: argparse.Namespace) -> Callable[[], NoReturn] | None:
         os.chdir("/")
     needed, modules = options.preload
     set_title([sys.executable, "-m", "shared_rpc.zygote", options.listen, *needed])
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     zygote = Zygote()
     folders = [entry for entry in sys.path if not is_installed(entry)]
     answer = zygote.prepare({"modules": modules, "needed": needed, "folders": folders})

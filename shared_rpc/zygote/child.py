@@ -11,7 +11,6 @@ import linecache
 import os
 import pkgutil
 import random
-import resource
 import runpy
 import signal
 import sys
@@ -39,8 +38,6 @@ def become(
     mask: Iterable[int],
     options: Sequence[str] = (),
     kept: Iterable[int] = (),
-    umask: int | None = None,
-    limits: Mapping[int, tuple[int, int]] | None = None,
     ignored: Iterable[int] = (),
 ) -> None:
     """Turn a fork into an independent process. Once, in the fork, before anything else, while signals are blocked.
@@ -51,8 +48,8 @@ def become(
     - created again: the state of random number generators (``random`` and ``tempfile`` do that themselves; numpy's and torch's
       global ones do not), the key of :mod:`multiprocessing`, standard streams with their buffers, caches of directories and of
       sources, the names of its main module and its command line;
-    - inherited: descriptors, environment (with the time zone that the C library had read from it), working directory, umask,
-      resource limits, ignored signals;
+    - inherited: descriptors, environment (with the time zone that the C library had read from it), working directory, ignored
+      signals; umask and resource limits are the zygote's, which are those of its clients;
     - kept: modules, atexit callbacks and logging handlers registered by imports (this process runs them, and its zygote does
       not), signal handlers set by imports, descriptors of devices without state. Objects of the imports stay frozen, see
       :func:`gc.freeze`: a collection that touched them would copy their memory.
@@ -64,7 +61,6 @@ def become(
     :param words: its command line after the interpreter and its ``options``, as other programs see it.
     :param mask: signals that stay blocked afterwards.
     :param kept: further descriptors that stay open.
-    :param umask: None for the zygote's.
     :param ignored: signals that it ignores, as if inherited.
     """
     _place_descriptors(fds, kept)
@@ -72,10 +68,6 @@ def become(
     change_environment({**dict.fromkeys(before), **variables})
     if before.get("TZ") != variables.get("TZ"):
         time.tzset()
-    if umask is not None:
-        os.umask(umask)
-    for limit, values in (limits or {}).items():
-        resource.setrlimit(limit, values)
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         stream = _stream(number, name, getattr(sys, name))
         setattr(sys, name, stream)

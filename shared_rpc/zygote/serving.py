@@ -48,8 +48,6 @@ class Fork(TypedDict, total=False):
     variables: dict[str, str]
     fds: list[int]
     folders: list[str]
-    umask: int
-    limits: dict[str, tuple[int, int]]
     ignored: list[int]
     blocked: list[int]
     idle_exit: float
@@ -203,8 +201,6 @@ class Zygote:
                     path=[*own_path(request["options"], words), *self._path],
                     mask=request["blocked"],
                     kept=[moved, *self._kept],
-                    umask=request.get("umask"),
-                    limits={int(limit): (soft, hard) for limit, (soft, hard) in request.get("limits", {}).items()},
                     ignored=request.get("ignored", ()),
                 )
             except BaseException as error:

@@ -108,19 +108,3 @@ def test_suspending_and_resuming_a_script(place: Place, shell: Tty) -> None:
     shell.until("^C")
     shell.press("kill %1; wait %1; echo code $?\n")
     shell.until("code 143")
-
-
-def test_starting_in_the_background(place: Place, shell: Tty) -> None:
-    """A script that may read the terminal has no zygote: the kernel would not stop a reader of another session."""
-    place.write("print('read', input())")
-    shell.press("go script.py &\n")
-    shell.until("runs without a zygote", "belongs to another job", seconds=LONG)
-
-    def is_stopped() -> bool:
-        shell.press("\n")  # the shell reports its jobs before each prompt
-        return "Stopped" in shell.text
-
-    eventually(is_stopped, LONG, every=0.1)
-    shell.press("fg\n")
-    shell.press("this\n")
-    shell.until("read this")
