@@ -24,11 +24,17 @@ from shared_rpc.memory.segments import gpu_support
 if TYPE_CHECKING:
     from shared_rpc.memory.mapping import Mapping
 
-#: Bytes that a thread transfers at a time: they are still in the processor's cache when they are hashed and copied.
+#: Bytes that a thread copies to or from a GPU at a time, and bytes that it reads and hashes at a time: these are still in the
+#: core's cache when they are hashed (16 GB to an H200: 0.64 s, and 0.75 s with 4 MiB). Smaller steps take longer, because the
+#: threads wait for the interpreter's lock.
 STEP = 4 << 20
+_HASHED = 2 << 20
 #: Bytes of a part, which has its own digest; and bytes of a digest.
 PART = 64 << 20
 DIGEST = 16
+#: Bytes after which a thread waits until its parts are in their places, and reports them: waiting for each small one would end
+#: the overlap of reading and copying.
+_FINISHED = 16 << 20
 #: Default number of threads: reading with digests is limited by the cores, waiting for a disk is not, and more than 12 threads
 #: wait for the interpreter's lock (measured with 16 cores and a GPU).
 THREADS = min(max(8, len(os.sched_getaffinity(0))), 12)
@@ -185,16 +191,27 @@ def _carry(
     stop = threading.Event()
 
     def work() -> None:
+        coming: list[tuple[Part, bytes]] = []  # their last bytes may still be transferred
+
+        def finish(way: Carrier) -> None:
+            way.finish()
+            while coming:
+                carried.put(coming.pop())
+
         try:
             with carrier() as way:
                 while todo and not stop.is_set():
                     try:
                         part = todo.popleft()
                     except IndexError:  # another thread has taken it
-                        return
+                        break
                     digest = carry(part, way, stop)
-                    if digest is not None:
-                        carried.put((part, digest))
+                    if digest is None:
+                        return
+                    coming.append((part, digest))
+                    if sum(part.nbytes for part, _ in coming) >= _FINISHED:
+                        finish(way)
+                finish(way)
         except BaseException as error:  # it is raised by the thread that waits for the parts
             carried.put(error)
 
@@ -224,15 +241,16 @@ def _read(part: Part, carrier: Carrier, stop: threading.Event) -> bytes | None:
     for start in range(0, part.nbytes, STEP):
         if stop.is_set():
             return None
-        piece = carrier.buffer()[: min(STEP, part.nbytes - start)]
-        try:
-            read_exactly(part.file, piece, part.offset + start)
-        except OSError as error:
-            raise PartError(part, error) from error
-        carrier.store(part.place + start, part.memory, piece)
-        if found is not None:  # while a GPU copies
-            found.update(piece)
-    carrier.finish()
+        buffer = carrier.buffer()[: min(STEP, part.nbytes - start)]
+        for at in range(0, len(buffer), _HASHED):
+            piece = buffer[at : at + _HASHED]
+            try:
+                read_exactly(part.file, piece, part.offset + start + at)
+            except OSError as error:
+                raise PartError(part, error) from error
+            if found is not None:
+                found.update(piece)
+        carrier.store(part.place + start, part.memory, buffer)
     if found is None:
         return b""
     if found.digest() != part.digest:
