@@ -40,10 +40,11 @@ def main() -> int:
 
     try:
         options = ServeOptions.of(words.options)
+        command = WorkerCommand(words.target, options)
         if options.log_format is not None or options.log_level is not None:
             configure(options.log_format or "text", options.log_level or "info", LogHandler())
         for name in options.hooks:
-            _add_hook(name, words.target)
+            _add_hook(name, command.folder)
         exporter = None
         if options.metrics_port is not None:  # before the app is loaded: fail early if the metrics port is taken
             from shared_rpc.observability.exporter import Exporter
@@ -54,7 +55,7 @@ def main() -> int:
     except SharedRPCError as error:
         print(f"shared-rpc: {error}", file=sys.stderr)
         return 1
-    broker = Broker(WorkerCommand(words.target, options), on_end=end, inherited=inherited, exporter=exporter, spill=spill)
+    broker = Broker(command, on_end=end, inherited=inherited, exporter=exporter, spill=spill)
 
     def begin() -> Broker:
         broker.start(asked.wait)
@@ -96,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_hook(name: str, target: str) -> None:
+def _add_hook(name: str, folder: str) -> None:
     """Import a hook, ``package.module:name``, which may be in the app's folder.
 
     :raises ConfigurationError: if it does not exist.
@@ -104,8 +105,7 @@ def _add_hook(name: str, target: str) -> None:
     module, _, attribute = name.partition(":")
     try:
         if importlib.util.find_spec(module.partition(".")[0]) is None:
-            place = target.partition(":")[0]
-            sys.path.append(os.path.dirname(os.path.abspath(place)) if place.endswith(".py") else os.getcwd())
+            sys.path.append(folder)
         hook = getattr(importlib.import_module(module), attribute)
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"

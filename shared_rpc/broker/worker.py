@@ -55,6 +55,12 @@ class WorkerCommand:
         """The command line of a worker without the app."""
         return replace(self, target=BARE)
 
+    @property
+    def folder(self) -> str:
+        """The directory of the app's modules."""
+        place = self.target.partition(":")[0]
+        return os.path.dirname(os.path.realpath(place)) if place.endswith(".py") else os.getcwd()
+
     def words(self, number: int, fd: int) -> list[str]:
         """Return the arguments after the module's name in a worker's command line.
 

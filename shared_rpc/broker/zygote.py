@@ -1,4 +1,4 @@
-"""The zygote of a broker's workers: created once a first worker has reported the app's imports, replaced when these change."""
+"""The zygote of a broker's workers: created once a worker has reported the app's imports, replaced when these change."""
 
 from __future__ import annotations
 
@@ -51,14 +51,13 @@ class _Running:
     """A zygote's process, watched by the loop without blocking it.
 
     :param imports: the imports of its creation.
+    :param lost: called when the process has ended.
     :raises OSError, RuntimeError: if it cannot be started or watched.
     """
 
-    def __init__(self, imports: Imports) -> None:
+    def __init__(self, imports: Imports, lost: Callable[[_Running], object]) -> None:
         self.imports = imports
-        #: Called when the process has ended, except after :meth:`end`.
-        self.lost: Callable[[], None] | None = None
-        #: The number of its modules.
+        #: The number of its modules, and those that it could not import, with the reasons.
         self.modules = 0
         self.dropped: dict[str, str] = {}
         with ExitStack() as opened:
@@ -75,7 +74,7 @@ class _Running:
                     process_group=0,
                     bufsize=0,
                 )
-            self.child = Child(process, process.stderr, lambda: self.lost and self.lost(), passes_on=False)
+            self.child = Child(process, process.stderr, lambda: lost(self), passes_on=False)
             opened.pop_all()
 
     async def prepare(self, **request: Any) -> dict[str, Any]:
@@ -133,7 +132,6 @@ class _Running:
 
     def end(self) -> None:
         """Kill it. Its forks live on. The kernel needs a while to free its memory."""
-        self.lost = None
         self._socket.close()
         self.child.kill()
 
@@ -153,18 +151,10 @@ class WorkerZygote:
         #: Packages that make a zygote unfit for forks, and the reasons.
         self._left_out: dict[str, str] = {}
         self._running: _Running | None = None
-        #: Zygotes that have not ended yet.
-        self._made: list[_Running] = []
+        #: Set if a zygote, or another one, must be made.
         self._due = asyncio.Event()
         self._asking = anyio.Lock()
         self._failures = 0
-        #: True if the next worker is a new process, because a fork ended before it had loaded the app.
-        self._plain_next = False
-
-    @property
-    def enabled(self) -> bool:
-        """True while zygotes are enabled."""
-        return self._state != "off"
 
     def info(self) -> ZygoteInfo:
         """Describe the zygote."""
@@ -180,137 +170,112 @@ class WorkerZygote:
     async def run(self) -> None:
         """Create zygotes on demand until cancelled."""
         try:
-            while self.enabled:
+            while True:
                 await self._due.wait()
                 await anyio.sleep(_SETTLE)
-                self._due = asyncio.Event()
-                await self._make()
+                self._due.clear()
+                if self._state != "off" and self._imports is not None:
+                    await self._make(self._imports)
         finally:
-            self._end()
-            for running in self._made:
-                running.end()
-                await running.child.reap(_ENDING)
+            if self._running is not None:
+                self._running.end()
+                await self._running.child.reap(_ENDING)
 
-    def _end(self) -> None:
+    def _end(self, state: Literal["off", "waiting", "starting"], why: str) -> None:
+        """End the zygote, if there is one."""
         if self._running is not None:
             self._running.end()
             self._running = None
+        self._state, self._why = state, why
 
     def learn(self, imports: Imports | None, forked: bool) -> None:
         """Record the imports of a worker that has loaded the app: the next zygote gets those of the last new process.
 
         :param forked: True if it began as a fork. If the app set environment variables, it has restarted as a new process.
         """
-        if imports is None or not self.enabled:
+        if imports is None or self._state == "off":
             return
-        if not forked or self._imports is None:
-            if imports != self._imports or self._running is None:
-                self._imports = imports
-                self._due.set()
+        if not forked:
+            self._imports = imports
         elif imports.variables:
-            self._give_up(_sets(imports.variables.keys() - self._imports.variables.keys() or imports.variables))
+            self._give_up(_sets(imports.variables))
         else:
             self._failures = 0
-            if self._running is None:
-                self._due.set()
+        if self._running is None or self._running.imports != self._imports:
+            self._due.set()
 
     def ended(self, loaded: bool, by_signal: bool) -> None:
-        """Record a fork's end. If it had not loaded the app, the next worker is not forked: the fork may be the reason."""
-        if loaded:
+        """Handle the end of a fork. If it had not loaded the app, the zygote may be the reason: it ends, and the next worker is
+        a new process.
+        """
+        if loaded or self._state != "ready":
             return
-        self._plain_next = True
+        why = "a fork of the zygote ended before it had loaded the app"
         if by_signal:
-            self._fail("a fork of the zygote was killed by a signal while loading the app")
+            self._fail(why)
+        else:
+            self._end("waiting", why)
 
-    def _lost(self) -> None:
-        """Replace an ended zygote, unless there is a pending request to it, which fails as well and replaces it."""
-        if self._running is not None and not self._asking.locked():
-            self._replace(self._running.ended())
-
-    def _replace(self, why: str) -> None:
-        """End the zygote, and schedule another one unless too many have failed."""
-        self._end()
-        self._state, self._why = "waiting", why
-        self._due.set()
-        self._fail(why)
+    def _lost(self, running: _Running) -> None:
+        # A pending request to it fails as well, and replaces it.
+        if running is self._running and self._state == "ready" and not self._asking.locked():
+            self._fail(running.ended())
 
     def _fail(self, why: str) -> None:
+        """Replace the zygote because of a failure; after too many, there is no other one."""
         self._failures += 1
         if self._failures >= _FAILURES:
             self._give_up(f"{why}; {self._failures} failures in a row")
         else:
             _log.warning("%s", why)
+            self._end("waiting", why)
+            self._due.set()
 
     def _give_up(self, why: str) -> None:
-        self._end()
-        self._state, self._why = "off", why
+        self._end("off", why)
         _log.warning("from now on workers are new processes instead of forks of a zygote: %s", why)
 
-    async def _make(self) -> None:
-        """Start a zygote with the app's imports, which becomes current when it is ready."""
-        if self._imports is None:
-            return
-        imports = self._imports
-        if self._running is None:
-            self._state, self._why = "starting", ""
+    async def _make(self, imports: Imports) -> None:
+        """Start a zygote with the app's imports in place of an earlier one."""
+        async with self._asking:
+            self._end("starting", "")
         begin = time.monotonic()
-        running: _Running | None = None
         try:
-            running = _Running(imports)
-            self._made = [*(one for one in self._made if not one.child.exited.is_set()), running]
+            running = self._running = _Running(imports, self._lost)
             modules = [name for name in imports.installed if _top(name) not in self._left_out]
-            answer = await running.prepare(modules=modules, own=imports.own, folders=imports.folders)
+            answer = await running.prepare(modules=modules, own=imports.own)
         except (_Failed, OSError, RuntimeError) as error:
-            if running is not None:
-                running.end()
-            if self._running is None:
-                self._replace(f"cannot start a zygote: {error}")
-            else:  # the present zygote has fewer modules and continues
-                self._fail(f"cannot start a zygote with all imports of the app: {error}")
+            if self._state == "starting":
+                self._fail(f"cannot start a zygote: {error}")
             return
         dropped: dict[str, str] = answer.get("dropped", {})
-        if by_app := dict(imports.variables.items() - answer.get("variables", imports.variables).items()):
-            running.end()
-            self._give_up(_sets(by_app))
-            return
-        if answer["type"] == "Ready":
-            async with self._asking:
-                self._end()
-                running.modules, running.dropped = answer["modules"], dropped
-                self._running, self._state, self._why = running, "ready", ""
-                running.lost = self._lost
-            if running.child.exited.is_set():
-                self._lost()
-                return
+        if by_app := imports.variables.items() - answer.get("variables", imports.variables).items():
+            self._give_up(_sets(dict(by_app)))
+        elif answer["type"] == "Ready":
+            running.modules, running.dropped = answer["modules"], dropped
+            self._state = "ready"
             took = time.monotonic() - begin
             _log.info("zygote (pid %d) ready with %d modules in %.1f s", running.child.pid, running.modules, took)
-        else:
-            running.end()
-            top = _top(answer["module"])
-            if not top or top in self._left_out or top == "shared_rpc" or len(self._left_out) == _LEFT_OUT:
-                self._give_up(answer["why"])
-                return
+        elif (top := _top(answer["module"])) and len(self._left_out) < _LEFT_OUT:
             dropped = {top: answer["why"]}
             self._left_out |= dropped
+            self._end("waiting", answer["why"])
             self._due.set()  # the next one is made without that package
+        else:
+            self._give_up(answer["why"])
         for name, why in dropped.items():
             _log.warning("the zygote does not import %s, which workers do: %s", name, why)
 
     async def begin(self, number: int) -> ForkedWorker | None:
         """Start a worker as a fork; return None if it must be a new process."""
-        if self._plain_next:
-            self._plain_next = False
-            return None
         async with self._asking:
-            running = self._running
-            if running is None:
+            if self._running is None or self._state != "ready":
                 return None
             try:
-                begun = await self._fork(running, number)
+                return await self._fork(self._running, number)
             except (_Failed, OSError) as error:
-                self._replace(str(error))
+                self._fail(str(error))
                 return None
-            return begun
 
     async def _fork(self, running: _Running, number: int) -> ForkedWorker | None:
         request = {
@@ -319,7 +284,7 @@ class WorkerZygote:
             "options": program("")[1:-2],
             "variables": environment(),
             "fds": [0, 1, 2, _LINK],
-            "folders": running.imports.first,
+            "folders": [self._command.folder],
             "blocked": [int(one) for one in signal.pthread_sigmask(signal.SIG_BLOCK, ())],
         }
         with ExitStack() as ours:
@@ -341,9 +306,8 @@ class WorkerZygote:
             watcher.close()
         if answer.get("stale"):
             _log.info("the zygote (pid %d) is replaced: %s", running.child.pid, answer["why"])
-            self._end()
+            self._end("waiting", answer["why"])
             self._left_out.clear()
-            self._state, self._why = "waiting", answer["why"]
             self._due.set()
         else:
             _log.warning("a worker starts as a new process instead of a fork: %s", answer.get("why", answer))

@@ -39,15 +39,11 @@ class Imports(msgspec.Struct, frozen=True):
     :param installed: names of modules in the interpreter's directories for packages, and of this library's, in the order in
         which their imports began.
     :param own: names of the user's own modules.
-    :param folders: the user's directories on Python's module path.
-    :param first: those that precede Python's own.
     :param variables: environment variables set while the app was loaded, None for removed ones.
     """
 
     installed: list[str]
     own: list[str]
-    folders: list[str]
-    first: list[str]
     variables: dict[str, str | None]
 
 

@@ -3,27 +3,46 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from typing import NoReturn
 
 from shared_rpc.errors import ConfigurationError, SharedRPCError
 from shared_rpc.observability.logs import configure
+from shared_rpc.protocol.worker import Imports
 from shared_rpc.provider.app import load_providers
 from shared_rpc.provider.main_end import close_all
 from shared_rpc.provider.runtime import set_host
-from shared_rpc.settings import ServeOptions
-from shared_rpc.worker.beginning import Beginning
+from shared_rpc.settings import ServeOptions, environment, program
 from shared_rpc.worker.host import WorkerHost
+from shared_rpc.zygote.imports import changes_since, imported
 from shared_rpc.zygote.process import die_with_parent
 
 
-def _load(host: WorkerHost, beginning: Beginning, target: str, options: ServeOptions) -> None:
-    providers = load_providers(target)
-    beginning.check(may_restart=not host.hosts)
+def _load(host: WorkerHost, words: argparse.Namespace, options: ServeOptions) -> None:
+    before, folder = environment(), os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    providers = load_providers(words.target)
+    variables = changes_since(before)
+    # Inherited imports may depend on the variables. Not once the broker has a provider, which cannot be withdrawn.
+    if words.forked and variables and not host.hosts:
+        os.fchdir(folder)
+        _begin_again(words.fd, before)
+    os.close(folder)
     if options.socket is not None and len(providers) > 1:
-        raise ConfigurationError(f"{target} has {len(providers)} providers for one --socket: name one with {target}:name")
+        raise ConfigurationError(
+            f"{words.target} has {len(providers)} providers for one --socket: name one with {words.target}:name"
+        )
     for provider in providers:
         provider.run_in(host)
-    host.loaded(beginning.imports() if options.preload else None)
+    host.loaded(Imports(*imported(), variables) if options.preload else None)
+
+
+def _begin_again(fd: int, variables: dict[str, str]) -> NoReturn:
+    """Replace this fork by a new process with the same id, descriptors and parent."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.set_inheritable(fd, True)
+    os.execve(sys.executable, program("shared_rpc.worker", *(word for word in sys.argv[1:] if word != "--forked")), variables)
 
 
 def main() -> None:
@@ -49,7 +68,7 @@ def main() -> None:
     host.start()
     try:
         if not words.bare:
-            _load(host, Beginning(sys.argv[1:]), words.target, options)
+            _load(host, words, options)
         host.wait()
     except SharedRPCError as error:
         host.refuse(error)

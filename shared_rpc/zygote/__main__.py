@@ -13,7 +13,6 @@ from typing import NoReturn
 from shared_rpc.client.starting import LISTENING, daemonize
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.zygote.child import set_title
-from shared_rpc.zygote.imports import is_installed
 from shared_rpc.zygote.process import die_with_parent
 from shared_rpc.zygote.serving import Control, Listener, Zygote
 from shared_rpc.zygote.wire import framed, receive, send
@@ -51,8 +50,7 @@ def _listen(options: argparse.Namespace) -> Callable[[], NoReturn] | None:
     needed, modules = options.preload
     set_title([sys.executable, "-m", "shared_rpc.zygote", options.listen, *needed])
     zygote = Zygote()
-    folders = [entry for entry in sys.path if not is_installed(entry)]
-    answer = zygote.prepare({"modules": modules, "needed": needed, "folders": folders})
+    answer = zygote.prepare({"modules": modules, "needed": needed})
     if answer["type"] == "Unfit":
         report(f"a zygote that has imported {', '.join(needed)} cannot be forked: {answer['why']}")
         return None

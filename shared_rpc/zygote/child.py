@@ -24,9 +24,6 @@ from typing import Any, NoReturn
 
 from shared_rpc.settings import change_environment, environment
 
-#: In a fork, the environment that a new process would have started with, without the changes made by imports.
-inherited: dict[str, str] = {}
-
 
 def become(
     fds: Mapping[int, int],

@@ -1,4 +1,4 @@
-"""Imports of a zygote: detection of installed code, imports in the order of an earlier process, and changes on disk."""
+"""Imports of a zygote: those of an earlier process, of installed code only, and changes on disk."""
 
 from __future__ import annotations
 
@@ -67,6 +67,23 @@ def changes_since(before: Mapping[str, str]) -> dict[str, str | None]:
     return {name: after.get(name) for name in {*before, *after} if before.get(name) != after.get(name)}
 
 
+def imported() -> tuple[list[str], list[str]]:
+    """Return the names of imported modules, in the order in which their imports began: installed ones, and the user's own.
+
+    Every worker imports this library's own modules, wherever they lie: they count as installed.
+    """
+    installed, own = [], []
+    for name, module in list(sys.modules.items()):
+        # Some modules have other names as well, or are created by other modules.
+        if getattr(names_in(module).get("__spec__"), "name", None) != name or name in ("__main__", "__mp_main__"):
+            continue
+        if name.partition(".")[0] == "shared_rpc" or is_installed(file_of(module)):
+            installed.append(name)
+        elif file_of(module):
+            own.append(name)
+    return installed, own
+
+
 @dataclass
 class Preloaded:
     """The outcome of imports.
@@ -81,16 +98,14 @@ class Preloaded:
     module: str = ""
 
 
-def preload(names: Sequence[str], folders: Iterable[str], check: Callable[[], str]) -> Preloaded:
-    """Import modules.
+def preload(names: Sequence[str], check: Callable[[], str]) -> Preloaded:
+    """Import modules, none from the user's directories, whose files change at any time.
 
-    :param folders: directories whose modules are not imported.
     :param check: called after each import, returns the reason why the process can no longer be forked, or an empty text.
     """
     done = Preloaded()
     path = sys.path[:]
-    left_out = {os.path.realpath(folder) for folder in folders}
-    sys.path[:] = safe = [entry for entry in path if os.path.realpath(entry) not in left_out]
+    sys.path[:] = safe = [entry for entry in path if is_installed(entry)]
     try:
         for name in names:
             if name in sys.modules:

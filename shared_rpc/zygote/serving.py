@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import itertools
 import os
 import select
 import signal
@@ -18,9 +19,8 @@ from typing import Any, NoReturn, TypedDict
 from shared_rpc.lifecycle import collector
 from shared_rpc.protocol.peers import is_own, peer_of
 from shared_rpc.settings import change_environment, environment
-from shared_rpc.zygote import child
 from shared_rpc.zygote.child import become, open_descriptors, own_path, run_program
-from shared_rpc.zygote.imports import Files, changeable, changes_since, preload, shadowed
+from shared_rpc.zygote.imports import Files, changeable, changes_since, is_installed, preload, shadowed
 from shared_rpc.zygote.process import fork, fork_watched, refuse, resident_bytes
 from shared_rpc.zygote.safety import try_fork, unsafe
 from shared_rpc.zygote.wire import GO, GREETING, Lost, framed, receive, receive_fds, send
@@ -85,6 +85,8 @@ class Zygote:
     def __init__(self) -> None:
         #: The ``sys.path`` of forks, without that of their program.
         self._path = sys.path[:]
+        #: The user's directories before those of the interpreter.
+        self._first = list(itertools.takewhile(lambda entry: not is_installed(entry), self._path))
         #: Descriptors opened by imports. Libffi 3.5 maps its own file whenever it needs trampolines.
         names = {fd: os.path.basename(os.readlink(f"/proc/self/fd/{fd}")) for fd in open_descriptors()}
         self._kept = [fd for fd, name in names.items() if ".so." in name or name.endswith(".so")]
@@ -97,14 +99,13 @@ class Zygote:
     def prepare(self, request: dict[str, Any]) -> dict[str, Any]:
         """Import the ``modules`` of a Preload, and check that this process can be forked then; return the answer.
 
-        ``own`` are names of modules that it must not have: those of the user's own code. ``folders`` are directories whose
-        modules it must not import: files of a user change at any time, and come first on Python's module path.
-        ``needed`` are modules without which the zygote is useless.
+        ``own`` are names of modules that it must not have: those of the user's own code. ``needed`` are modules without which
+        the zygote is useless.
         """
         change_environment(_ASK_NVML)
         before, begin = environment(), sys.path[:]
         with collector.paused():
-            done = preload(request["modules"], request.get("folders", ()), lambda: unsafe(self._fds))
+            done = preload(request["modules"], lambda: unsafe(self._fds))
         if done.spoiled:
             why = f"importing {done.module} makes the process unfit for forks: {done.spoiled}"
             return {"type": "Unfit", "why": why, "module": done.module}
@@ -179,7 +180,7 @@ class Zygote:
         if name := self._files.changed():
             door.end()
             raise _Refusal(f"{name} has changed", stale=True)
-        if name := shadowed([*request.get("folders", ()), *own_path(request["options"], request["words"])]):
+        if name := shadowed([*request.get("folders", ()), *own_path(request["options"], request["words"]), *self._first]):
             raise _Refusal(f"the program's path has another {name} than the zygote has imported")
 
     def _begin(self, request: Fork, fds: list[int], client: socket.socket) -> NoReturn:
@@ -191,7 +192,6 @@ class Zygote:
         with socket.socket(fileno=moved) as connection:
             client.detach()  # closed with all others
             try:
-                child.inherited.update(request["variables"])
                 become(
                     wanted,
                     argv=["-m", *words[2:]] if words[0] == "-m" else words,

@@ -3,7 +3,7 @@
 They stay on this host and in this version of the package. A message is an object, and ``type`` says which one:
 
 =================  ======================================================================================================
-``Preload``        to a broker's zygote, first: ``modules``, ``own``, ``folders``, ``needed``, see
+``Preload``        to a broker's zygote, first: ``modules`` and ``own``, see
                    :meth:`~shared_rpc.zygote.serving.Zygote.prepare`; answered with ``Ready`` (the number of
                    ``modules``, ``dropped``, and the ``variables`` that the imports have set) or ``Unfit`` (``why``, and the
                    ``module`` whose import was the reason)

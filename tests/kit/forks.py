@@ -29,7 +29,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from shared_rpc.zygote import child
 from shared_rpc.zygote.child import become, close_all_but, finish, new_main, own_path, set_title
 from shared_rpc.zygote.process import die_with_parent, fork, is_readable
 from shared_rpc.zygote.wire import PADDING, Lost, framed, receive, send
@@ -312,7 +311,6 @@ def _begin(request: dict[str, Any], fds: list[int]) -> NoReturn:
         mask=(),
         kept=[_nest(variables)] if request.get("nested") else [],
     )
-    child.inherited.update(variables)
     _run(words)
 
 

@@ -64,11 +64,12 @@ class Fork:
 class Zygote:
     """``python -m shared_rpc.zygote`` for this process.
 
-    :param folder: where :meth:`write` puts modules; Python looks there first.
+    :param folder: has the directory of installed modules in which :meth:`write` puts them; Python looks there first.
     """
 
     def __init__(self, folder: Path, environ: dict[str, str] | None = None, options: Sequence[str] = ()) -> None:
-        self.folder = folder
+        self.folder = folder = folder / "site-packages"
+        folder.mkdir()
         self.environ = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{PYTHONPATH}", **(environ or {})}
         self.options = list(options)
         self.write("tell", TELL)

@@ -17,7 +17,6 @@ import torch
 from shared_rpc.provider import app
 from shared_rpc.provider.provider import Provider
 from shared_rpc.provider.spawn import target_of
-from shared_rpc.worker.beginning import Beginning
 from shared_rpc.zygote import imports
 from shared_rpc.zygote.imports import Files, is_installed, shadowed
 
@@ -56,9 +55,9 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.mark.usefixtures("own")
 def test_imports_of_an_app_are_reported() -> None:
     """The user's own modules, and installed ones."""
-    imports = Beginning().imports()
-    assert "lazy_app" in imports.own
-    assert "numpy" in imports.installed
+    installed, own = imports.imported()
+    assert "lazy_app" in own
+    assert "numpy" in installed
 
 
 def test_only_providers_are_found(own: ModuleType) -> None:
