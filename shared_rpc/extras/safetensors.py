@@ -183,7 +183,9 @@ def _checked(path: Path, name: str, entry: _Entry, start: int) -> StoredTensor:
         raise CheckpointError(f"{path}: tensor {name!r} has the dtype {entry.dtype}, which torch lacks")
     dtype, itemsize = _DTYPES[entry.dtype]
     begin, end = entry.data_offsets
-    if min(entry.shape, default=0) < 0 or not 0 <= begin <= end or end - begin != math.prod(entry.shape) * itemsize:
+    # torch computes strides of empty tensors too, in 64 bits.
+    fits = min(entry.shape, default=0) >= 0 and math.prod(max(size, 1) for size in entry.shape) < 1 << 63
+    if not fits or not 0 <= begin <= end or end - begin != math.prod(entry.shape) * itemsize:
         raise CheckpointError(
             f"{path}: tensor {name!r} of shape {list(entry.shape)} and dtype {entry.dtype} cannot be the bytes {begin} to {end}"
         )

@@ -114,6 +114,7 @@ def test_only_selected_tensors_are_read(file: Path) -> None:
         ({"w": entry(0, 8)}, b"1234", "is truncated"),
         ({"w": entry(0, 8)}, b"123456789", "and its header describes"),
         ({"w": entry(0, 8, shape=(3,))}, b"12345678", r"tensor 'w' of shape \[3\] and dtype F32 cannot be"),
+        ({"w": entry(0, 0, shape=(0, 1 << 40, 1 << 40))}, b"", "tensor 'w' of shape .* cannot be"),
         ({"w": entry(0, 8), "v": entry(4, 12)}, b"123456789012", "tensor 'v' begins at byte"),
         ({"w": entry(0, 8, dtype="Q4")}, b"12345678", "tensor 'w' has the dtype Q4"),
     ],
