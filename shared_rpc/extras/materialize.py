@@ -12,7 +12,7 @@ import re
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -98,8 +98,13 @@ def materialize(
         ) from error
     finally:
         _block.reset(token)
+    roots: list[nn.Module] = []
     with torch.inference_mode(False):
-        roots = _fill(block, tensors, own)
+        with suppress(StateMismatchError):
+            roots = _fill(block, tensors, own)
+        if not roots:
+            gc.collect()  # a discarded model that is part of a cycle does not count
+            roots = _fill(block, tensors, own)
     block.check_left()
     if isinstance(source, Lease):
         _kept.update(dict.fromkeys(roots, source))

@@ -380,7 +380,7 @@ def test_own_parameters_with_unknown_values_are_refused(write: Callable[[nn.Line
 
 
 def test_several_models_use_one_source() -> None:
-    """Only names that none of them uses are unexpected. Discarded models do not count."""
+    """Only names that none of them uses are unexpected. Discarded models do not count, even as parts of cycles."""
     source = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
 
     class Part(nn.Module):
@@ -389,7 +389,9 @@ def test_several_models_use_one_source() -> None:
             self.add_module(name, nn.Linear(2, 2))
 
     with materialize(source):
-        nn.Linear(5, 5)
+        discarded = nn.Linear(5, 5)
+        discarded.itself = [discarded]
+        del discarded
         first, second, again = Part("a"), Part("b"), Part("a")
         loss = nn.CrossEntropyLoss()
     assert same_memory(first.a.weight, source["a"].weight)
