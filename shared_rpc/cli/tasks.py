@@ -15,16 +15,14 @@ from shared_rpc import Client
 from shared_rpc.cli.discovery import live_servers, the_owner, the_server
 from shared_rpc.cli.options import Arguments, BasePath, Json, Socket, Timeout, as_misuse, is_list, keywords
 from shared_rpc.cli.rendering import ago, as_json, bars, listing, percent, size, status_of, steps, task_object, took
-from shared_rpc.errors import SharedRPCError, StaleHandleError, TaskCancelled, one_line
-from shared_rpc.operations.tasks import fetch_claimed, watched
+from shared_rpc.errors import SharedRPCError, StaleHandleError, TaskCancelled, TaskError, one_line
+from shared_rpc.operations.tasks import fetched
 from shared_rpc.protocol.infos import ObjectInfo
 from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-#: Seconds for a server to answer with timeout 0.
-_PATIENCE = 10.0
 #: 30 years in seconds: the limit of the clocks that measure a wait.
 _LONGEST = 1e9
 #: Maximum characters of an error in the table.
@@ -149,14 +147,14 @@ def _await_task(client: Client, task_id: str, timeout: float | None, display: Li
         # The reply that follows would be rebuilt with the exception's class, whose module would be imported here.
         _check(info)
 
-    poll = timeout == 0
-    seconds = _PATIENCE if poll else timeout if timeout is not None and timeout < _LONGEST else None
+    seconds = timeout if timeout is None or timeout < _LONGEST else None
     with display:
-        info = client._run(watched(task_id, changed, poll, claim=fetch), timeout=seconds)
+        info = client.watch_task(task_id, seconds, changed)
         _check(info)
         facts = _facts(client, info)
         if fetch:
-            client._run(fetch_claimed(info), timeout=seconds).close()
+            with suppress(TaskError):  # another client has fetched it
+                client._run(fetched(task_id)).close()
     display.end(facts)
 
 

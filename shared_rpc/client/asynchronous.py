@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 import threading
 from collections.abc import Callable
@@ -22,7 +21,6 @@ from shared_rpc.client.steps import (
     Ask,
     CoroutineMethods,
     Lend,
-    Notify,
     Open,
     Operation,
     Pause,
@@ -107,9 +105,6 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
                 return await _worked(step)
             case Lend():
                 return self._lend(step, turn)
-            case Notify():
-                result = step.callback(step.info)
-                return await result if inspect.isawaitable(result) else None
             case Reach():
                 return await self._connected(turn, turn.deadline)
             case Open():

@@ -16,7 +16,6 @@ from shared_rpc.client.steps import (
     Ask,
     BlockingMethods,
     Lend,
-    Notify,
     Open,
     Operation,
     Pause,
@@ -102,8 +101,6 @@ class BlockingDriver(BaseClient, BlockingMethods):
                 return step.function()
             case Lend():
                 return self._lend(step, turn)
-            case Notify():
-                return step.callback(step.info)
             case Reach():
                 return self._connected(turn, turn.deadline)
             case Open():

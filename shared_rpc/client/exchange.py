@@ -312,7 +312,4 @@ def release_for(message: m.Message, request: Request | None) -> m.Release | m.Fr
         return m.Release([message.object_id])
     if isinstance(message, x.Candidate):
         return m.Release([message.generation.object_id])
-    claimed = request is not None and isinstance(request.message, m.WaitTask) and request.message.claim
-    if claimed and isinstance(message, m.TaskIs) and message.info.object_id is not None:
-        return m.Release([message.info.object_id])
     return None

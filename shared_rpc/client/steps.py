@@ -1,7 +1,7 @@
 """Steps of operations, and the rule that drives them.
 
 An operation is a generator. It yields a :class:`Request` and is sent the :class:`Reply`, a :class:`Work` and is sent its
-result, a :class:`Notify`, a :class:`Tell` or a :class:`Within` and is sent None, a :class:`Reach` and is sent the
+result, a :class:`Tell` or a :class:`Within` and is sent None, a :class:`Reach` and is sent the
 :class:`Known` server, a :class:`Lend` and is sent a handle; it returns the caller's result. Connecting is an operation too, of
 :class:`Open`, :class:`Ask` and :class:`Pause`. Operations do no I/O, so that blocking and asynchronous clients drive the same
 code. An error of the library is thrown into the operation; an endpoint's own exception is raised by the driver, see
@@ -126,13 +126,6 @@ class Work(msgspec.Struct):
     waits: bool = False
 
 
-class Notify(msgspec.Struct):
-    """A call of the caller's callback, whose error is thrown into the operation."""
-
-    callback: Callable[[TaskInfo], object]
-    info: TaskInfo
-
-
 class Tell(msgspec.Struct):
     """A message sent in the session of the operation's latest reply, without waiting for an answer."""
 
@@ -195,13 +188,13 @@ class Lend(msgspec.Struct):
     value: Any
 
 
-Step = Request | Work | Notify | Tell | Reach | Open | Ask | Pause | Within | Lend
+Step = Request | Work | Tell | Reach | Open | Ask | Pause | Within | Lend
 Operation = Generator[Step, Any, T]
 
 
 def goes_to_operation(step: Step | None, error: BaseException) -> bool:
     """Return True if a step's error is thrown into the operation, which may have resources to release."""
-    return isinstance(step, Work | Notify | Lend) or isinstance(error, SharedRPCError | TransferClosed)
+    return isinstance(step, Work | Lend) or isinstance(error, SharedRPCError | TransferClosed)
 
 
 def drive(operation: Operation[T], perform: Callable[[Any], Any]) -> T:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from shared_rpc.client.results import ReceivedResult, result_of
-from shared_rpc.client.steps import Notify, Operation, Reply, Request, Within, ask, message_of, query
+from shared_rpc.client.steps import Operation, Reply, Request, Within, ask, message_of, query
 from shared_rpc.client.suspension import Context
 from shared_rpc.operations.binding import Steps, operation, taken
 from shared_rpc.protocol import messages as m
@@ -16,59 +16,33 @@ from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
 Callback = Callable[[TaskInfo], object]
 
 
-def fetch_claimed(info: TaskInfo) -> Operation[ReceivedResult]:
-    """Take the record of a task that this session has claimed by :func:`watched`, without rebuilding the value."""
-    what = _waiting(info.task_id)
-    return result_of(what, (yield _claimed(info, what)))
+def fetched(task_id: str) -> Operation[ReceivedResult]:
+    """Take the record of an ended task, without rebuilding the value."""
+    what = f"get_task_result({task_id!r})"
+    return result_of(what, (yield Request(m.FetchTask(task_id), what)))
 
 
-def _claimed(info: TaskInfo, what: str) -> Request:
-    return Request(m.FetchTask(info.task_id, info.object_id or ""), what, at_once=True)
+def _ended(
+    task_id: str, what: str, timeout: float | None, callback: Callback | None, *, look: bool = False
+) -> Operation[Reply]:
+    """Wait for a task to end; return the answer, with ``look`` the state of the task instead of its result."""
+    poll = timeout is not None and timeout <= 0
+    if not poll:  # else the answer has the client's own timeout
+        yield Within(timeout)
+    message = m.WaitTask(task_id, events=callback is not None, poll=poll, look=look)
+    return cast(Reply, (yield Request(message, what, on_event=callback)))
 
 
-def _waiting(task_id: str) -> str:
-    return f"wait_for_task({task_id!r})"
-
-
-def _ended(task_id: str, callback: Callback | None, poll: bool) -> Operation[Reply]:
-    what = _waiting(task_id)
-    if callback is None:
-        return cast(Reply, (yield Request(m.WaitTask(task_id, poll=poll), what)))
-    info = yield from watched(task_id, callback, poll, what=what, claim=True)
-    return cast(Reply, (yield _claimed(info, what)))
-
-
-def watched(task_id: str, callback: Callback | None, poll: bool, *, what: str = "", claim: bool = False) -> Operation[TaskInfo]:
-    """Wait for a task to end, without fetching its result.
-
-    :param callback: called with every change.
-    :param poll: do not wait.
-    :param claim: have the session hold the result, so that it can be fetched then.
-    """
-    callback = callback or _unheard
-    message = m.WaitTask(task_id, events=True, poll=poll, look=True, claim=claim)
-    reply = yield from ask(Request(message, what or f"the wait for task {task_id}", on_event=callback), m.TaskIs)
-    info: TaskInfo = reply.info
-    yield Notify(callback, info)
-    return info
-
-
-def _unheard(_: TaskInfo) -> None:
-    """Ignore a change, for a waiter without a callback."""
+def _awaited(ctx: Context, task_id: str, timeout: float | None, callback: Callback | None) -> Operation[Any]:
+    """Wait for a task to end; return its result."""
+    what = f"wait_for_task({task_id!r})"
+    return (yield from taken(ctx, what, (yield from _ended(task_id, what, timeout, callback))))
 
 
 def _submitted(ctx: Context, endpoint: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Operation[str]:
     what = f"submit({endpoint!r})"
     reply, _ = yield from ctx._sent(m.Submit, endpoint, args, kwargs, what)
     return message_of(reply, what, m.TaskIs).info.task_id
-
-
-def _polls(timeout: float | None) -> Operation[bool]:
-    """Set the timeout of a wait; return True if it is 0, so that the answer has the client's own timeout."""
-    poll = timeout is not None and timeout <= 0
-    if not poll:
-        yield Within(timeout)
-    return poll
 
 
 class TaskOperations:
@@ -97,10 +71,7 @@ class TaskOperations:
     ) -> Steps[Any]:
         """Submit a task, and with ``wait`` :meth:`wait_for_task`; return its result, or without ``wait`` its id."""
         task_id = yield from _submitted(ctx, endpoint, args, kwargs)
-        if not wait:
-            return task_id
-        poll = yield from _polls(timeout)
-        return (yield from taken(ctx, _waiting(task_id), (yield from _ended(task_id, callback, poll))))
+        return (yield from _awaited(ctx, task_id, timeout, callback)) if wait else task_id
 
     @operation
     def get_task_status(ctx: Context, task_id: str) -> Steps[TaskInfo]:
@@ -128,15 +99,14 @@ class TaskOperations:
 
         :param timeout: maximum seconds to wait; 0 does not wait, None waits without limit.
         :param callback: called, in this thread, with the present state of the task and with every change of its status or
-            progress. Its exception ends the wait, not the task. For an :class:`AsyncClient` it may be a coroutine
-            function, and is called on the loop.
+            progress. Its exception ends the wait, not the task; at the end, a result that can be fetched once is lost. For an
+            :class:`AsyncClient` it may be a coroutine function, and is called on the loop.
         :raises DeadlineExceeded: if the task has not ended after ``timeout`` seconds; it continues, and a later wait gets its
             result.
         :raises TaskCancelled: if it was cancelled.
         :raises TaskError: if it is unknown or has expired.
         """
-        poll = yield from _polls(timeout)
-        return (yield from taken(ctx, _waiting(task_id), (yield from _ended(task_id, callback, poll))))
+        return (yield from _awaited(ctx, task_id, timeout, callback))
 
     @operation
     def watch_task(
@@ -150,8 +120,8 @@ class TaskOperations:
         :raises DeadlineExceeded: if it has not ended after ``timeout`` seconds.
         :raises TaskError: if it is unknown or has expired.
         """
-        poll = yield from _polls(timeout)
-        return (yield from watched(task_id, callback, poll))
+        what = f"the wait for task {task_id}"
+        return message_of((yield from _ended(task_id, what, timeout, callback, look=True)), what, m.TaskIs).info
 
     @operation
     def cancel_task(ctx: Context, task_id: str) -> Steps[bool]:

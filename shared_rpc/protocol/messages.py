@@ -254,26 +254,20 @@ class TaskUpdate(Message):
 class WaitTask(Message):
     """Request for the :class:`Result` of a task once it has finished.
 
-    ``events``: report every change before that. ``poll``: do not wait; an unfinished task is an error. ``look``: answer with
-    :class:`TaskIs`, the last event, and leave the result; with ``claim`` the session then holds the result for a
-    :class:`FetchTask` with ``claimed``.
+    ``events``: report every change before that, including the end. ``poll``: do not wait; an unfinished task is an error.
+    ``look``: answer with :class:`TaskIs`, and leave the result.
     """
 
     task_id: str
     events: bool = False
     poll: bool = False
     look: bool = False
-    claim: bool = False
 
 
 class FetchTask(Message):
-    """Request for the :class:`Result` of a finished task; an unfinished one is an error.
-
-    ``claimed`` is the id of the object that the session claimed with :class:`WaitTask`; the claim ends.
-    """
+    """Request for the :class:`Result` of a finished task; an unfinished one is an error."""
 
     task_id: str
-    claimed: str = ""
 
 
 class CancelTask(Message):

@@ -111,34 +111,26 @@ class Tasks:
             raise DeadlineExceeded(f"task {message.task_id} of {task.info.endpoint!r} is still {task.info.status}")
 
         def changed(info: TaskInfo) -> None:
-            if not (message.look and info.status.finished):  # that is the answer
-                caller.notify(m.TaskUpdate(info))
+            caller.notify(m.TaskUpdate(info))
 
         if message.events:
             changed(self.info(task))
-        holds = message.claim or not message.look
-        watcher = self._watch(task, caller.session, changed if message.events else None, holds=holds)
+        watcher = self._watch(task, caller.session, changed if message.events else None, holds=not message.look)
         try:
             await watcher.ended
             if message.look:
-                if caller.reply(m.TaskIs(task.info)):
-                    watcher.held = ""  # the session owns the claimed lease now
-            elif task.failure is not None:
-                caller.fail(task.failure)
-            elif (fetching := self._fetch(caller, self._result(task), message.task_id, "")) is not None:
-                await fetching
+                caller.reply(m.TaskIs(task.info))
+            elif (answering := self._answer(caller, task)) is not None:
+                await answering
         finally:
             self._leave(task, watcher)
 
     @handles(m.FetchTask)
     def fetch(self, caller: Caller, message: m.FetchTask) -> Answer:
-        """Answer with a task's result; a result claimed by the session outlives the task.
+        """Answer with a task's result.
 
         :raises TaskError: if the task is unknown, or has not ended.
         """
-        claimed = self._state.objects.get(message.claimed)
-        if claimed is not None and caller.session in self._state.leases.holders(message.claimed):
-            return self._fetch(caller, claimed, message.task_id, message.claimed)
         task = self.table.get(message.task_id)
         if not task.finished:
             raise TaskError(
@@ -146,21 +138,21 @@ class Tasks:
                 f"wait_for_task()",
                 reason="unfinished",
             )
+        return self._answer(caller, task)
+
+    def _answer(self, caller: Caller, task: Task[Waiter]) -> Coroutine[Any, Any, None] | None:
+        """Answer with the result of an ended task, or with its error."""
         if task.failure is not None:
             caller.fail(task.failure)
             return None
-        return self._fetch(caller, self._result(task), message.task_id, "")
-
-    def _fetch(self, caller: Caller, stored: StoredObject, task_id: str, claimed: str) -> Coroutine[Any, Any, None] | None:
+        stored = self._result(task)
         if stored.cold:
-            return self._fetch_cold(caller, stored, task_id, claimed)
-        self._give(caller, stored, task_id)
-        self._state.release(caller.session, [claimed] if claimed else [])
+            return self._restore(caller, stored, task.info.task_id)
+        self._give(caller, stored, task.info.task_id)
         return None
 
-    async def _fetch_cold(self, caller: Caller, stored: StoredObject, task_id: str, claimed: str) -> None:
-        if not claimed:  # another taker ends the task's lease
-            self._state.leases.grant(caller.session, stored.object_id)
+    async def _restore(self, caller: Caller, stored: StoredObject, task_id: str) -> None:
+        self._state.leases.grant(caller.session, stored.object_id)  # another taker ends the task's lease
         try:
             async with self._tiers.warm(caller.waiter, stored):
                 self._give(caller, stored, task_id)

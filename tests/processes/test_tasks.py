@@ -26,7 +26,6 @@ from shared_rpc.errors import (
     TaskCancelled,
     TaskError,
 )
-from shared_rpc.operations.tasks import fetch_claimed, watched
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.tasks import Progress, TaskInfo, TaskStatus
 from shared_rpc.server.core import Core
@@ -417,18 +416,6 @@ def test_submits_beyond_max_tasks_are_refused(client: Client, go: threading.Even
     for task_id in tasks:
         client.wait_for_task(task_id, 10).release()
     assert client.call("held", 3).value.tolist() == [3] * 4
-
-
-def test_claimed_results_outlive_their_task(provider: Provider, serve: Serve, connect: Connect) -> None:
-    """The session that waited for it fetches the result after the task has expired."""
-    provider.share("ones", cache=False)(lambda: torch.ones(4))
-    serve(result_ttl=0.1)
-    client = connect()
-    info = client._run(watched(client.submit("ones"), None, False, claim=True))
-    eventually(lambda: not client.list_tasks())
-    assert kept(client) == (1, 1)
-    client._run(fetch_claimed(info)).close()
-    eventually(lambda: kept(client) == (0, 0))
 
 
 def test_slow_readers_miss_progress_only(provider: Provider, serve: Serve, connect: Connect, begun: threading.Event) -> None:
