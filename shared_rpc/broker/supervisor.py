@@ -55,9 +55,9 @@ class Spawner:
 
     def __call__(self, function: Callable[..., Coroutine[Any, Any, Any]], *arguments: object) -> None:
         """Start a task."""
-        self._context.copy().run(lambda: self._tasks.start_soon(_guarded, function, arguments))
+        self.vital(_guarded, function, arguments)
 
-    def vital(self, function: Callable[..., Coroutine[Any, Any, Any]], *arguments: object) -> None:
+    def vital(self, function: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any) -> None:
         """Start a task that the broker depends on: its error ends the broker."""
         self._context.copy().run(lambda: self._tasks.start_soon(function, *arguments))
 
@@ -104,9 +104,9 @@ class Supervisor:
         self._next: list[Worker] = []
         #: Replaced workers, which only finish their runs.
         self._old: list[Worker] = []
-        #: The worker without the app, if any; and the pauses before the next one, if it crashed.
+        #: The worker without the app, if any, and the pauses before the next one.
         self._bare: Worker | None = None
-        self._bare_pauses: Backoff | None = None
+        self._bare_pauses = Backoff(_FIRST_PAUSE, _LONGEST_PAUSE, _SHORT)
         self._starting_bare = anyio.Lock()
         #: Restarts after crashes, by the worker's number.
         self.restarts: Counter[int] = Counter()
@@ -116,8 +116,6 @@ class Supervisor:
         self._last: WorkerCrashed | None = None
         self._pauses = Backoff(_FIRST_PAUSE, _LONGEST_PAUSE, _SHORT)
         self._stopped_until = 0.0
-        #: Workers whose loading of the app is awaited.
-        self._loaded: dict[Worker, asyncio.Future[None]] = {}
         #: True once any worker has loaded the app.
         self._serves = False
         self._reloading = anyio.Lock()
@@ -137,19 +135,26 @@ class Supervisor:
 
         :param spawn: runs delayed restarts.
         :param wait: False to return at once: a worker that fails to import the app then counts as crashed.
-        :raises WorkerCrashed: if a worker ends before any has loaded the app.
+        :raises WorkerCrashed: if a worker ends before any has loaded the app, or the system refuses a first process.
         :raises ConfigurationError: if a worker refuses to serve the app.
         """
         self._spawn = spawn
         async with self._reloading:
-            loaded = []
+            started = []
             for number in range(self._count):
-                self.workers.append(await self._new(number))
-                loaded.append(self._loaded[self.workers[-1]])
+                try:
+                    started.append(await self._new(number))
+                except WorkerCrashed as crash:
+                    if wait and not started:
+                        raise
+                    self._not_started(crash)
+                    self._spawn(self._restart, number)
+                else:
+                    self.workers.append(started[-1])
             if wait:
-                await _all_done(loaded)
-            for worker in self.workers:
-                self._resolve(worker, None)  # no reload waits for this worker
+                await _all_loaded(started)
+            for worker in started:
+                worker.settle()  # from now on its end is a crash
 
     async def _new(self, number: int) -> Worker:
         """Start a worker.
@@ -160,10 +165,7 @@ class Supervisor:
             begun = await self._zygote.begin(number)
         except (OSError, RuntimeError) as error:
             raise WorkerCrashed(f"cannot start a worker: {error}") from error
-        worker = self._started(self._command, number, begun)
-        self._loaded[worker] = asyncio.get_running_loop().create_future()
-        self._loaded[worker].add_done_callback(_seen)
-        return worker
+        return self._started(self._command, number, begun)
 
     def _started(self, command: WorkerCommand, number: int, begun: ForkedWorker | None = None) -> Worker:
         callbacks = (self._handlers, self._end_if_idle, self._ended, self._on_change)
@@ -181,8 +183,7 @@ class Supervisor:
         """
         async with self._starting_bare:
             if self._bare is None or self._bare.condemned:
-                if self._bare_pauses is not None:
-                    await anyio.sleep(self._bare_pauses.pause)
+                await anyio.sleep(self._bare_pauses.pause)
                 if self._stopping:
                     raise WorkerCrashed("the broker is stopping")
                 self._bare = self._started(self._command.bare, self._count)
@@ -196,7 +197,7 @@ class Supervisor:
             if len(worker.requests) or worker.keeps_memory or left > 0:
                 await anyio.sleep(max(left, _UNUSED / 10))
             else:
-                self._bare = self._bare_pauses = None
+                self._bare = None
                 self._old.append(worker)
                 self.retire_old()
 
@@ -228,20 +229,12 @@ class Supervisor:
             if HOOKS.registered:
                 lived = time.monotonic() - worker.started
                 HOOKS.emit(WorkerStarted(number=worker.number, pid=worker.pid, seconds=lived))
-        self._resolve(worker, None)
+        worker.settle()
         if worker in self.workers:
             self._on_change()
 
     def _refuses(self, worker: Worker, message: Error, frame: Frame) -> None:
         worker.refusal = from_wire(message.code, message.text, message.detail)
-
-    def _resolve(self, worker: Worker, crash: Exception | None) -> None:
-        future = self._loaded.pop(worker, None)
-        if future is not None and not future.done():
-            if crash is None:
-                future.set_result(None)
-            else:
-                future.set_exception(crash)
 
     def _end_if_idle(self, worker: Worker) -> None:
         """End a draining worker that has no request left."""
@@ -249,21 +242,20 @@ class Supervisor:
             worker.hang_up()
 
     def _ended(self, worker: Worker) -> None:
-        if not self._stopping:
-            self._spawn(self._clean_up, worker)
-
-    async def _clean_up(self, worker: Worker) -> None:
-        crash = worker.crash()
+        if self._stopping:
+            return
+        crash, lived = worker.crash(), time.monotonic() - worker.started
         if worker.forked and worker.condemned != _OVERTAKEN:
             self._zygote.ended(worker.loaded, crash.signal is not None and not worker.condemned)
-        # A start or reload that awaits the worker raises the reason itself.
-        crashed = worker in self.workers and (worker not in self._loaded or self._does_without(worker))
-        if worker.bare and worker not in self._old:
-            _log.error("%s", crash)
+        # A start or reload that waits for the worker raises the reason itself. A start does without the worker if another one
+        # has loaded the app and may be in use, but reports configuration errors.
+        does_without = self._serves and not isinstance(worker.refusal, ConfigurationError)
+        crashed = worker in self.workers and (worker.loading.done() or does_without)
+        if worker.bare:
+            self._bare_pauses.note(lived)
             if worker is self._bare:
+                _log.error("%s", crash)
                 self._bare = None
-            self._bare_pauses = self._bare_pauses or Backoff(_FIRST_PAUSE, _LONGEST_PAUSE, _SHORT)
-            self._bare_pauses.note(time.monotonic() - worker.started)
         for group in (self.workers, self._next, self._old):
             if worker in group:
                 group.remove(worker)
@@ -272,7 +264,7 @@ class Supervisor:
                 WorkerEnded(
                     number=worker.number,
                     pid=worker.pid,
-                    seconds=time.monotonic() - worker.started,
+                    seconds=lived,
                     crashed=crashed,
                     signal=crash.signal,
                     exit_code=crash.exit_code,
@@ -281,18 +273,11 @@ class Supervisor:
         if crashed:
             _log.error("%s", crash)
             self.crashes += 1
-            self._count_crash(crash, time.monotonic() - worker.started)
+            self._count_crash(crash, lived)
+            self._spawn(self._restart, worker.number)
         self._on_lost(worker, crash)
-        self._resolve(worker, None if crashed else worker.refusal or crash)
+        worker.settle(None if crashed else worker.refusal or crash)
         self._on_change()
-        if crashed:
-            await self._restart(worker.number)
-
-    def _does_without(self, worker: Worker) -> bool:
-        """Return True if the broker starts without an ended worker, because another one has loaded the app and may be in use.
-        Configuration errors are still reported at once.
-        """
-        return self._serves and not isinstance(worker.refusal, ConfigurationError)
 
     def _not_started(self, crash: WorkerCrashed) -> None:
         """Handle a refused new process, which is retried."""
@@ -322,7 +307,7 @@ class Supervisor:
             except WorkerCrashed as crash:
                 self._not_started(crash)
             else:
-                self._resolve(new, None)  # no reload waits for this worker
+                new.settle()  # no start or reload waits for it
                 if number in {worker.number for worker in self.workers}:  # a reload was faster
                     new.kill(_OVERTAKEN)
                 else:
@@ -355,18 +340,15 @@ class Supervisor:
             if self._stopping:
                 raise ConfigurationError("the broker is stopping")
             mine: list[Worker] = []
-            loaded: list[asyncio.Future[None]] = []
             self._next = []
             try:
                 for number in range(self._count):
                     mine.append(await self._new(number))
                     self._next.append(mine[-1])
-                    loaded.append(self._loaded[mine[-1]])  # now: it may have loaded the app before the next worker is started
-                await _all_done(loaded)
+                await _all_loaded(mine)
             except BaseException as error:
                 later = isinstance(error, asyncio.CancelledError)
                 for worker in mine:
-                    self._loaded.pop(worker, None)
                     worker.kill(_OVERTAKEN if later else "another worker of the same reload failed")
                 raise
             self._old += self.workers
@@ -426,9 +408,9 @@ WORKERS: Sequence[Read[Supervisor]] = (
 )
 
 
-async def _all_done(loaded: list[asyncio.Future[None]]) -> None:
+async def _all_loaded(workers: list[Worker]) -> None:
     """Wait until all have loaded the app, or raise the first failure."""
-    done, _ = await asyncio.wait(loaded, return_when=asyncio.FIRST_EXCEPTION)
+    done, _ = await asyncio.wait([worker.loading for worker in workers], return_when=asyncio.FIRST_EXCEPTION)
     for one in done:
         one.result()
 

@@ -137,6 +137,9 @@ class Worker:
         self.forked = begun is not None
         #: True once the worker has reported that the app is loaded.
         self.loaded = False
+        #: Done with the outcome of loading the app, or once no start or reload waits for that any more.
+        self.loading: asyncio.Future[None] = self._loop.create_future()
+        self.loading.add_done_callback(lambda loading: loading.exception())  # of several failures only one is reported
         process: Process
         errors: IO[bytes] | None
         if begun is not None:
@@ -199,6 +202,15 @@ class Worker:
             "restarts": self.restarts,
             "uptime": time.monotonic() - self.started,
         }
+
+    def settle(self, error: Exception | None = None) -> None:
+        """End the wait for the worker to load the app."""
+        if self.loading.done():
+            return
+        if error is None:
+            self.loading.set_result(None)
+        else:
+            self.loading.set_exception(error)
 
     def kill(self, why: str) -> None:
         """Kill it now; callers of its runs get ``why`` as the reason."""

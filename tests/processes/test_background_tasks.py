@@ -6,7 +6,7 @@ import asyncio
 import errno
 from collections.abc import Callable
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import anyio
 import anyio.lowlevel
@@ -103,3 +103,24 @@ def test_a_crash_loop_is_refused_until_its_period_is_over(monkeypatch: pytest.Mo
     workers.workers.clear()
     now[0] += 0.4
     assert workers.refusal() is None
+
+
+def test_a_starting_broker_continues_without_a_refused_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is started later; a broker ends only if it has no worker at all."""
+    monkeypatch.setattr(supervisor, "_FIRST_PAUSE", 0.0)
+    refused = WorkerCrashed("cannot start a worker: no process is left")
+
+    async def started(*processes: int | Exception) -> list[int]:
+        workers = supervisor.Supervisor(Mock(), 2, Mock(), Mock(), Mock(), Mock())
+        loading = asyncio.get_running_loop().create_future()
+        loading.set_result(None)
+        made = [one if isinstance(one, Exception) else Mock(number=one, loading=loading) for one in processes]
+        monkeypatch.setattr(workers, "_new", AsyncMock(side_effect=made))
+        async with anyio.create_task_group() as tasks:
+            await workers.start(Spawner(tasks))
+        return [worker.number for worker in workers.workers]
+
+    assert anyio.run(started, 0, refused, refused, 1) == [0, 1]
+    with pytest.raises(ExceptionGroup) as ended:
+        anyio.run(started, refused)
+    assert ended.value.exceptions == (refused,)
