@@ -24,7 +24,6 @@ from shared_rpc.broker.memory import RelayedMemory
 from shared_rpc.broker.supervisor import WORKERS, Spawner, Supervisor
 from shared_rpc.broker.systemd import Inherited
 from shared_rpc.broker.worker import Worker, WorkerCommand
-from shared_rpc.broker.zygote import WorkerZygote
 from shared_rpc.errors import ConfigurationError, ConnectionClosed, ServerBusy, SharedRPCError, WorkerCrashed
 from shared_rpc.execution.coroutines import run_loop
 from shared_rpc.execution.endpoints import Registry
@@ -58,7 +57,6 @@ class Service:
     core: Core
     acceptor: Acceptor
     executor: WorkerExecutor
-    memory: RelayedMemory
     #: Cancels this service alone, once it has begun.
     scope: anyio.CancelScope | None = None
     #: True if an earlier broker stored this service, and no worker has loaded the app yet.
@@ -103,7 +101,6 @@ class Broker:
         self._scope: anyio.CancelScope
         self._spawn: Spawner
         self._supervisor: Supervisor
-        self._zygote: WorkerZygote
 
     def start(self, wait: Callable[[Future[None]], object] | None = None) -> None:
         """Start the workers, and listen. Returns when the app has been imported, or at once if an earlier broker's objects
@@ -171,14 +168,8 @@ class Broker:
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._zygote = WorkerZygote(self._command)
         self._supervisor = Supervisor(
-            self._command,
-            self._options.workers,
-            self._zygote,
-            on_endpoints=self._serve_endpoints,
-            on_change=self._take_change,
-            on_lost=self._clean_up,
+            self._command, on_endpoints=self._serve_endpoints, on_change=self._take_change, on_lost=self._clean_up
         )
         with anyio.CancelScope() as self._scope:
             if self._asked_to_stop:
@@ -188,7 +179,7 @@ class Broker:
                     self._exporter.start(self._loop, self._measures)
                 async with anyio.create_task_group() as tasks:
                     self._spawn = Spawner(tasks)
-                    self._spawn(self._zygote.run)
+                    self._spawn(self._supervisor.zygote.run)
                     self._store.recover(self._inherited.stored, self._recover_service)
                     await self._supervisor.start(self._spawn, wait=not self._services)
                     if not self._recovered and (problem := self._unserved()):
@@ -221,23 +212,14 @@ class Broker:
 
         :param server_id: the id of an earlier broker's server.
         """
-        supervisor = self._supervisor
-        executor = WorkerExecutor(
-            message.key,
-            lambda: supervisor.workers,
-            supervisor.refusal,
-            self._options.build_timeout,
-            self._zygote.info,
-            self._queued,
-        )
-        memory = RelayedMemory(message.devices, lambda: supervisor.workers, supervisor.bare)
+        executor = WorkerExecutor(message.key, self._supervisor, self._options.build_timeout, self._queued)
         core = Core(
             Registry(message.endpoints),
             executor,
             message.device,
             options=self._options,
             quotas=message.quotas,
-            memory=memory,
+            memory=RelayedMemory(message.devices, self._supervisor),
             spill=self._spill,
             mechanism=message.mechanism,
             socket_path=message.socket_path,
@@ -247,12 +229,12 @@ class Broker:
         )
         core.on_reload = self._reload_for_client
         core.on_stop = self._stop_for_client
-        core.own_processes = lambda: {worker.pid for worker in supervisor.all}
+        core.own_processes = lambda: {worker.pid for worker in self._supervisor.all}
         listener = self._inherited.listeners.pop(message.socket_path, None)
         acceptor = Acceptor(core, message.socket_path, self._options.max_connections, listener)
         if self._exporter is not None:
             self._exporter.watch(core.server_id)
-        service = self._services[message.key] = Service(message, core, acceptor, executor, memory)
+        service = self._services[message.key] = Service(message, core, acceptor, executor)
         self._store.keep_service(message, core)
         self._spawn.vital(self._serve, service)
         return service
@@ -309,7 +291,6 @@ class Broker:
         worker.requests.fail(crash)
         for service in self._services.values():
             service.executor.lost(worker)
-            service.memory.lost(worker)
             service.core.drop_bound(worker.pid)
 
     # Recovery of an earlier broker's services and objects, until the app is loaded.

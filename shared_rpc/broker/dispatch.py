@@ -6,11 +6,12 @@ import asyncio
 import functools
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
+from shared_rpc.broker.supervisor import Supervisor
 from shared_rpc.broker.transfer import ForwardedTransfer
 from shared_rpc.broker.worker import Worker
 from shared_rpc.errors import CapabilityError, ConnectionClosed, EndpointNotFound, ProtocolError, ServerBusy, SharedRPCError
@@ -21,7 +22,7 @@ from shared_rpc.memory.records import Arguments, Record
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import Frame
-from shared_rpc.protocol.infos import ExecutorInfo, ZygoteInfo
+from shared_rpc.protocol.infos import ExecutorInfo
 from shared_rpc.protocol.messages import Message
 from shared_rpc.server.state.descriptors import open_limit
 
@@ -101,28 +102,22 @@ class WorkerExecutor:
     """Runs the endpoints of one provider in the broker's workers. On its loop only.
 
     :param key: the provider's key.
-    :param workers: returns the workers that get new runs.
-    :param refusal: returns the reason why no worker will come, None if there is or may be one.
+    :param supervisor: of the workers.
     :param build_timeout: seconds after which the worker of a run that has begun is killed; None for never.
-    :param zygote: describes the workers' zygote.
     :param queued: the units that queued runs of all providers hold.
     """
 
     def __init__(
         self,
         key: str,
-        workers: Callable[[], list[Worker]],
-        refusal: Callable[[], SharedRPCError | None],
+        supervisor: Supervisor,
         build_timeout: float | None,
-        zygote: Callable[[], ZygoteInfo],
         queued: Counter[str],
     ) -> None:
         self.key = key
         self.transfers: Transfers[ForwardedTransfer] = Transfers(lambda session: ForwardedTransfer(key, session))
-        self._workers = workers
-        self._refusal = refusal
+        self._supervisor = supervisor
         self._build_timeout = build_timeout
-        self._zygote = zygote
         self._waiting = Backlog(queued)
         #: Runs that workers have, without the withdrawn and abandoned ones.
         self._sent: set[Run[Any]] = set()
@@ -148,7 +143,7 @@ class WorkerExecutor:
 
     def _able(self, run: Run[Any]) -> list[Worker]:
         """Return the workers that can execute a run."""
-        return [worker for worker in self._workers() if worker.serves(self.key, run.spec.name)]
+        return [worker for worker in self._supervisor.workers if worker.serves(self.key, run.spec.name)]
 
     def _send_or_end(self, run: Run[Any]) -> bool:
         """Send a run, or end it if no worker will ever execute it; return False if it must wait.
@@ -164,7 +159,7 @@ class WorkerExecutor:
             return True
         if able:
             return False
-        workers, refusal = self._workers(), self._refusal()
+        workers, refusal = self._supervisor.workers, self._supervisor.refusal()
         if refusal is None and workers and all(worker.state == "ready" for worker in workers):
             refusal = EndpointNotFound(f"no worker has the endpoint {run.spec.name!r}: the app does not share it any more")
         if refusal is None:
@@ -317,7 +312,10 @@ class WorkerExecutor:
 
     def info(self) -> ExecutorInfo:
         """Describe the workers and their zygote."""
-        return {"workers": [worker.info() for worker in self._workers()], "zygote": self._zygote()}
+        return {
+            "workers": [worker.info() for worker in self._supervisor.workers],
+            "zygote": self._supervisor.zygote.info(),
+        }
 
     def lost(self, worker: Worker) -> None:
         """Release the sessions' memory in an ended worker."""
@@ -326,7 +324,7 @@ class WorkerExecutor:
 
     def reclaim(self) -> None:
         """Notify the workers that an object was dropped."""
-        for worker in self._workers():
+        for worker in self._supervisor.workers:
             worker.reclaim()
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 
+from shared_rpc.broker.supervisor import Supervisor
 from shared_rpc.broker.worker import Worker
 from shared_rpc.errors import CapabilityError, ProtocolError, WorkerCrashed
 from shared_rpc.execution.device_memory import DeviceMemory
@@ -33,20 +33,14 @@ class RelayedMemory(DeviceMemory):
     is repeated once with another one.
 
     :param devices: as reported by the workers.
-    :param workers: returns the candidate workers.
-    :param bare: returns a worker without the app, as a fallback.
+    :param supervisor: its workers are asked, and one without the app as a fallback.
     """
 
-    def __init__(
-        self, devices: Sequence[DeviceSpec], workers: Callable[[], list[Worker]], bare: Callable[[], Awaitable[Worker]]
-    ) -> None:
+    def __init__(self, devices: Sequence[DeviceSpec], supervisor: Supervisor) -> None:
         super().__init__("cpu")
         self._specs = list(devices)
-        self._workers = workers
-        self._bare = bare
+        self._supervisor = supervisor
         self._loop = asyncio.get_running_loop()
-        #: The workers that have a copy's host memory mapped, by the copy's id.
-        self._mapped: dict[str, set[Worker]] = {}
 
     async def _devices(self) -> list[DeviceSpec]:
         return self._specs
@@ -72,29 +66,22 @@ class RelayedMemory(DeviceMemory):
         """Send a request to a worker; return its answer, and the descriptors of the answer's frame.
 
         :raises CapabilityError: if the worker refuses.
-        :raises WorkerCrashed: if none can start, the second one ends too, or none answers in time; for a mere query, also if
+        :raises WorkerCrashed: if none can start, or the second one ends or does not answer either; for a mere query, also if
             none is running.
         """
-        asked: list[Worker] = []
         try:
-            async with asyncio.timeout(_PATIENCE):
-                try:
-                    return await self._ask_one(message, asked)
-                except WorkerCrashed:
-                    return await self._ask_one(message, asked)
-        except TimeoutError:
-            for worker in asked[-1:]:
-                _replace_bare(worker)
-            raise WorkerCrashed(f"no worker answered a request for memory within {_PATIENCE:g} s") from None
+            return await self._ask_one(message)
+        except WorkerCrashed:
+            return await self._ask_one(message)
 
-    async def _ask_one(self, message: Message, asked: list[Worker]) -> tuple[w.Allocated, list[int]]:
+    async def _ask_one(self, message: Message) -> tuple[w.Allocated, list[int]]:
         worker = min(self._serving(), key=lambda worker: worker.congested, default=None)
         if worker is None:
             if isinstance(message, w.FreeBytes):
                 raise WorkerCrashed("no worker runs that could be asked for free memory")
-            worker = await self._bare()
-        asked.append(worker)
-        answer, fds = await worker.requests.request(message)
+            worker = await self._supervisor.bare()
+        async with _patience(worker, _PATIENCE, "has not answered a request for memory"):
+            answer, fds = await worker.requests.request(message)
         worker.keeps_memory |= answer.segment is not None and answer.segment.mechanism in EXPORTER_OWNED
         return answer, fds
 
@@ -124,10 +111,10 @@ class RelayedMemory(DeviceMemory):
             [order.wanted for order in orders],
             list(targets),
         )
-        worker = attempts.worker = self._choose(message, attempts.worker) or await self._bare()
+        worker = attempts.worker = self._choose(message, attempts.worker) or await self._supervisor.bare()
         segments = [*sources, *targets.values()]
         try:
-            async with asyncio.timeout(_STEP_PATIENCE) as patience:
+            async with _patience(worker, _STEP_PATIENCE, "has copied nothing") as patience:
 
                 def report(news: w.CopyProgress) -> None:
                     if not patience.expired():
@@ -140,34 +127,30 @@ class RelayedMemory(DeviceMemory):
                     tuple([segment.owner for segment in segments]),
                     progressed=report,
                     stop=w.Stop(),
-                    unused=functools.partial(self._discard, worker),
+                    unused=lambda answer: self._forget([info.id for info in answer.segments]),
                 )
-        except TimeoutError:
-            _replace_bare(worker)
-            raise WorkerCrashed(f"{_named(worker)} has copied nothing for {_STEP_PATIENCE:g} s") from None
         except ProtocolError as error:
-            raise CapabilityError(f"cannot send {len(segments)} descriptors to {_named(worker)}: {error}") from error
-        return self._written(orders, answer, received, worker)
+            raise CapabilityError(
+                f"cannot send {len(segments)} descriptors to the worker (pid {worker.pid}): {error}"
+            ) from error
+        return self._written(orders, answer, received, worker.pid)
 
     def _serving(self) -> list[Worker]:
-        return [worker for worker in self._workers() if worker.served]
+        return [worker for worker in self._supervisor.workers if worker.served]
 
     def _choose(self, message: w.CopySegments, failed: Worker | None) -> Worker | None:
-        """Choose a worker that sees the GPUs, preferably one that reads and has the host memory mapped.
+        """Choose the first worker that sees the GPUs and reads: it probably has the host memory mapped.
 
         :param failed: the worker of an earlier attempt, which is excluded.
         """
         devices = {info.device for info in (*message.sources, *message.wanted)} - {"cpu"}
-        mapping = {worker for info in message.sources for worker in self._mapped.get(info.id, ())}
         serving = [worker for worker in self._serving() if worker is not failed]
         able = [
             worker for worker in serving if devices <= {each.id for serve in worker.served.values() for each in serve.devices}
         ]
-        return min(able or serving, key=lambda worker: (worker.congested, worker not in mapping), default=None)
+        return min(able or serving, key=lambda worker: worker.congested, default=None)
 
-    def _written(
-        self, orders: Sequence[CopyOrder], answer: w.SegmentsCopied, received: list[int], worker: Worker
-    ) -> list[Written]:
+    def _written(self, orders: Sequence[CopyOrder], answer: w.SegmentsCopied, received: list[int], pid: int) -> list[Written]:
         """Return the segments made by a worker.
 
         :raises WorkerCrashed: if they differ from the order.
@@ -176,26 +159,14 @@ class RelayedMemory(DeviceMemory):
         if not len(orders) == len(answer.segments) == len(answer.digests) or len(received) != new:
             close_all(received)
             raise WorkerCrashed(
-                f"{_named(worker)} did not make the copies that were ordered: {len(answer.segments)} segments and "
+                f"the worker (pid {pid}) did not make the copies that were ordered: {len(answer.segments)} segments and "
                 f"{len(received)} descriptors in place of {len(orders)} and {new}"
             )
         left = iter(received)
-        made = [
+        return [
             Written(order.target.duplicate() if order.target is not None else Segment.owning(info, next(left)), digest)
             for order, info, digest in zip(orders, answer.segments, answer.digests, strict=True)
         ]
-        for order, one in zip(orders, made, strict=True):
-            if "file" not in (order.source.info.mechanism, one.segment.info.mechanism):
-                for info in (order.source.info, one.segment.info):
-                    if info.mechanism in ("host_vmm", "memfd"):
-                        self._mapped.setdefault(info.id, set()).add(worker)
-        return made
-
-    def _discard(self, worker: Worker, answer: w.SegmentsCopied) -> None:
-        """Have a worker unmap copies that it made for a cancelled request."""
-        copies = [info.id for info in answer.segments]
-        if copies:
-            worker.send(w.ForgetCopies(copies))
 
     def forget(self, copies: Sequence[str]) -> None:
         """Have the workers unmap host memory whose copies were closed; from any thread, without blocking."""
@@ -203,14 +174,8 @@ class RelayedMemory(DeviceMemory):
             self._loop.call_soon_threadsafe(self._forget, copies)
 
     def _forget(self, copies: Sequence[str]) -> None:
-        for copy_id in copies:
-            for worker in self._mapped.pop(copy_id, ()):
-                worker.send(w.ForgetCopies([copy_id]))
-
-    def lost(self, worker: Worker) -> None:
-        """Handle the end of a worker, and of its mappings."""
-        for workers in tuple(self._mapped.values()):
-            workers.discard(worker)
+        for worker in self._supervisor.all:
+            worker.send(w.ForgetCopies([*copies]))
 
 
 class _Attempts:
@@ -235,11 +200,17 @@ def _for_retry(order: CopyOrder) -> CopyOrder:
     return CopyOrder(order.source, on_host(order.source.info))
 
 
-def _replace_bare(worker: Worker) -> None:
-    """Kill a stuck worker if it has no app, so that the next request gets a new one. A worker of the app may have runs."""
-    if worker.bare:
-        worker.kill("it made no progress")
+@asynccontextmanager
+async def _patience(worker: Worker, seconds: float, problem: str) -> AsyncIterator[asyncio.Timeout]:
+    """Limit the wait for a worker. A stuck one without the app is killed, so that the next request gets a new one; a worker of
+    the app may have runs.
 
-
-def _named(worker: Worker) -> str:
-    return f"the worker (pid {worker.pid})"
+    :raises WorkerCrashed: with the problem after ``seconds``.
+    """
+    try:
+        async with asyncio.timeout(seconds) as timeout:
+            yield timeout
+    except TimeoutError:
+        if worker.bare:
+            worker.kill("it made no progress")
+        raise WorkerCrashed(f"the worker (pid {worker.pid}) {problem} for {seconds:g} s") from None

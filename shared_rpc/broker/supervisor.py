@@ -72,8 +72,6 @@ async def _guarded(function: Callable[..., Coroutine[Any, Any, Any]], arguments:
 class Supervisor:
     """The workers of a broker. On its loop only.
 
-    :param count: the number of workers.
-    :param zygote: starts workers as forks.
     :param on_endpoints: called with a message about a provider from a worker of the current generation, and with the worker's
         previous message about it.
     :param on_change: called when a worker is new, has ended, or reads again after congestion, or when none will come any more.
@@ -83,8 +81,6 @@ class Supervisor:
     def __init__(
         self,
         command: WorkerCommand,
-        count: int,
-        zygote: WorkerZygote,
         on_endpoints: Callable[[w.Serve, w.Serve | None], None],
         on_change: Callable[[], None],
         on_lost: Callable[[Worker, WorkerCrashed], None],
@@ -95,8 +91,9 @@ class Supervisor:
             Error: self._refuses,
         }
         self._command = command
-        self._zygote = zygote
-        self._count = count
+        self._count = command.options.workers
+        #: Starts workers as forks.
+        self.zygote = WorkerZygote(command)
         self._on_endpoints, self._on_change, self._on_lost = on_endpoints, on_change, on_lost
         #: Workers that get new runs.
         self.workers: list[Worker] = []
@@ -126,7 +123,7 @@ class Supervisor:
     @property
     def all(self) -> list[Worker]:
         """All running workers."""
-        return [*self.workers, *self._next, *self._old]
+        return [*self.workers, *self._next, *self._old, *([self._bare] if self._bare is not None else [])]
 
     async def start(self, spawn: Spawner, *, wait: bool = True) -> None:
         """Start the workers; return when all of them have imported the app.
@@ -162,7 +159,7 @@ class Supervisor:
         :raises WorkerCrashed: if the system refuses a new process.
         """
         try:
-            begun = await self._zygote.begin(number)
+            begun = await self.zygote.begin(number)
         except (OSError, RuntimeError) as error:
             raise WorkerCrashed(f"cannot start a worker: {error}") from error
         return self._started(self._command, number, begun)
@@ -223,7 +220,7 @@ class Supervisor:
 
     def _has_loaded(self, worker: Worker, message: w.Loaded, frame: Frame) -> None:
         worker.loaded = self._serves = True
-        self._zygote.learn(message.imports, worker.forked)
+        self.zygote.learn(message.imports, worker.forked)
         if worker.state == "starting":  # otherwise it was replaced
             worker.state = "ready"
             if HOOKS.registered:
@@ -246,7 +243,7 @@ class Supervisor:
             return
         crash, lived = worker.crash(), time.monotonic() - worker.started
         if worker.forked and worker.condemned != _OVERTAKEN:
-            self._zygote.ended(worker.loaded, crash.signal is not None and not worker.condemned)
+            self.zygote.ended(worker.loaded, crash.signal is not None and not worker.condemned)
         # A start or reload that waits for the worker raises the reason itself. A start does without the worker if another one
         # has loaded the app and may be in use, but reports configuration errors.
         does_without = self._serves and not isinstance(worker.refusal, ConfigurationError)
@@ -372,7 +369,7 @@ class Supervisor:
         self._stopping = True
         if self._reload is not None:
             self._reload.cancel()
-        workers = [*self.all, *([self._bare] if self._bare is not None else [])]
+        workers = self.all
         for worker in workers:
             worker.hang_up()
         until = time.monotonic() + _GRACE
@@ -389,7 +386,7 @@ def _runs(supervisor: Supervisor) -> Numbers:
 
 
 def _states(supervisor: Supervisor) -> Numbers:
-    return Counter((worker.state,) for worker in supervisor.all)
+    return Counter((worker.state,) for worker in supervisor.all if not worker.bare)
 
 
 _STATES = ("starting", "ready", "draining")

@@ -15,8 +15,10 @@ import pytest
 
 from shared_rpc.broker import supervisor
 from shared_rpc.broker.supervisor import Spawner
+from shared_rpc.broker.worker import WorkerCommand
 from shared_rpc.errors import WorkerCrashed
 from shared_rpc.server import sweeper
+from shared_rpc.settings import ServeOptions
 
 
 async def turns(condition: Callable[[], bool]) -> None:
@@ -83,7 +85,7 @@ def test_a_crash_loop_is_refused_until_its_period_is_over(monkeypatch: pytest.Mo
     """After five ends within 30 s, unless a worker runs; slower ones are no loop. The error has the last end."""
     now = [100.0]
     monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    workers = supervisor.Supervisor(Mock(), 1, Mock(), Mock(), Mock(), Mock())
+    workers = supervisor.Supervisor(WorkerCommand("app.py"), Mock(), Mock(), Mock())
     crash = WorkerCrashed("the worker was killed", signal="SIGKILL", stderr="its last words")
 
     def refused(seconds: float) -> list[bool]:
@@ -111,7 +113,7 @@ def test_a_starting_broker_continues_without_a_refused_process(monkeypatch: pyte
     refused = WorkerCrashed("cannot start a worker: no process is left")
 
     async def started(*processes: int | Exception) -> list[int]:
-        workers = supervisor.Supervisor(Mock(), 2, Mock(), Mock(), Mock(), Mock())
+        workers = supervisor.Supervisor(WorkerCommand("app.py", ServeOptions(workers=2)), Mock(), Mock(), Mock())
         loading = asyncio.get_running_loop().create_future()
         loading.set_result(None)
         made = [one if isinstance(one, Exception) else Mock(number=one, loading=loading) for one in processes]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -66,14 +67,11 @@ class Setting:
 
     def __init__(self) -> None:
         self.peers = [Peer()]
-        self.executor = WorkerExecutor(KEY, self.workers, lambda: None, None, dict, Counter())
+        supervisor: Any = SimpleNamespace(workers=self.peers, refusal=lambda: None)
+        self.executor = WorkerExecutor(KEY, supervisor, None, Counter())
         self.transfer = self.executor.transfers.of(SESSION)
         self.outcomes: list[Completed | Failure] = []
         self.begun = 0
-
-    def workers(self) -> list[Worker]:
-        """All workers."""
-        return cast("list[Worker]", self.peers)
 
     def start(self, *chunks: int) -> Run[Any]:
         """Start a run with chunks of the client's in its arguments."""

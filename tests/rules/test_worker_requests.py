@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -125,8 +126,10 @@ async def no_bare_worker() -> Any:
 def answered(workers: list[Any], *then: Any) -> Any:
     """Return the result of :meth:`RelayedMemory.ask`, or raise; each of ``then`` gets a worker and its message's number."""
 
+    supervisor: Any = SimpleNamespace(workers=workers, bare=no_bare_worker)
+
     async def play() -> Any:
-        memory = RelayedMemory((), lambda: workers, no_bare_worker)
+        memory = RelayedMemory((), supervisor)
         asked = asyncio.create_task(memory.ask(w.FreeBytes("gpu")))
         for worker, step in zip(everybody, then, strict=False):
             step(worker, await asyncio.wait_for(worker.sent.get(), 5))

@@ -68,8 +68,7 @@ class Copier:
     def __init__(self, broker: Broker) -> None:
         self.broker = broker
         [service] = broker._services.values()
-        self._memory = service.memory
-        self.memory = BlockingMemory(self._memory, broker._loop)
+        self.memory = BlockingMemory(service.core.state.memory, broker._loop)
 
     @property
     def workers(self) -> list[int]:
@@ -85,15 +84,7 @@ class Copier:
     @property
     def asked(self) -> list[int]:
         """The process ids of the workers with unanswered requests."""
-        supervisor = self.broker._supervisor
-        workers = [*supervisor.workers, *([supervisor._bare] if supervisor._bare is not None else [])]
-        return [worker.pid for worker in workers if len(worker.requests)]
-
-    @property
-    def mapped(self) -> dict[str, list[int]]:
-        """The workers that have host memory of copies mapped."""
-        mapped = self._memory._mapped
-        return {copy: [worker.pid for worker in workers] for copy, workers in mapped.items() if workers}
+        return [worker.pid for worker in self.broker._supervisor.all if len(worker.requests)]
 
 
 @pytest.fixture(params=["fake", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -218,14 +209,11 @@ def test_a_copy_outlives_its_worker(copier: Copier, filled: Filled) -> None:
     segment = filled()
     [copy] = copier.memory.lower([segment], "host")
     [first] = copier.workers
-    assert copier.mapped == {copy.segment.info.id: [first]}
     os.kill(first, signal.SIGKILL)
     eventually(lambda: copier.workers not in ([], [first]), 60.0, "another worker")
-    assert copier.mapped == {}
     [again] = copier.memory.raise_([copy], [segment.info.incarnation(1)])
     with closing(again):
         assert bytes_of(again) == bytes_of(segment)
-    assert copier.mapped == {copy.segment.info.id: copier.workers}
     copy.close()
 
 
@@ -286,7 +274,6 @@ def test_a_cancelled_copy_stops_its_worker(copier: Copier, filled: Filled, held:
     held.unlink()
     eventually(lambda: copier.asked == [], what="the worker's answer")
     settled(before)
-    assert copier.mapped == {}
     for copy in copier.memory.lower(segments, "host"):
         copy.close()
 
@@ -297,7 +284,7 @@ def test_a_cancelled_copy_stops_its_worker(copier: Copier, filled: Filled, held:
 @pytest.fixture
 def bare(copier: Copier, monkeypatch: pytest.MonkeyPatch) -> Copier:
     """A broker without any worker that accepts requests."""
-    monkeypatch.setattr(copier._memory, "_workers", list)
+    monkeypatch.setattr(copier.memory.memory, "_serving", list)
     return copier
 
 
