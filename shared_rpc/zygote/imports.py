@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import pkgutil
 import site
 import sys
 import sysconfig
@@ -127,12 +128,14 @@ def preload(names: Sequence[str], check: Callable[[], str]) -> Preloaded:
 def shadowed(folders: Iterable[str]) -> str:
     """Return a file that a new process would import in place of an imported module; empty for none.
 
-    :param folders: directories in search order.
+    :param folders: directories and archives in search order.
     """
     found: set[str] = set()
     for folder in folders:
         try:
             entries = os.listdir(folder or ".")
+        except NotADirectoryError:  # an archive
+            entries = [f"{module.name}.py" for module in pkgutil.iter_modules([folder])]
         except OSError:
             continue
         for entry in entries:

@@ -9,6 +9,7 @@ import sysconfig
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from zipfile import ZipFile
 
 import numpy
 import pytest
@@ -72,10 +73,13 @@ def test_modules_of_a_provider_are_found_by_identity(own: ModuleType) -> None:
 
 @pytest.mark.usefixtures("own")
 def test_files_of_imports_are_those_of_loaded_modules(tmp_path: Path) -> None:
-    """As a zygote checks them."""
+    """As a zygote checks them, in directories and archives."""
     (tmp_path / "later.py").write_text("")
     assert not Files().changed()
     assert shadowed([str(tmp_path)]) == str(tmp_path / "later.py")
+    with ZipFile(tmp_path / "app.pyz", "w") as archive:
+        archive.writestr("later/__init__.py", "")
+    assert shadowed([str(tmp_path / "app.pyz")]) == str(tmp_path / "app.pyz" / "later.py")
 
 
 # Installed code.
