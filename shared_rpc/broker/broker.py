@@ -10,7 +10,7 @@ import resource
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -227,7 +227,7 @@ class Broker:
             descriptors=self._descriptors,
             cluster=message.cluster,
         )
-        core.on_reload = self._reload_for_client
+        core.on_reload = lambda objects: asyncio.shield(self._reload(objects))  # it continues if its caller leaves
         core.on_stop = self._stop_for_client
         core.own_processes = lambda: {worker.pid for worker in self._supervisor.all}
         listener = self._inherited.listeners.pop(message.socket_path, None)
@@ -373,12 +373,6 @@ class Broker:
 
     # Reloading.
 
-    def _reload_for_client(self, objects: str) -> Awaitable[ReloadInfo]:
-        """Begin a reload, which continues if its caller leaves."""
-        reload = asyncio.create_task(self._reload(objects))
-        reload.add_done_callback(_log_failure)
-        return asyncio.shield(reload)
-
     async def _reload(self, objects: str) -> ReloadInfo:
         if objects not in ("changed", "all", "none"):
             raise ConfigurationError(f"objects={objects!r}: use 'changed', 'all' or 'none'")
@@ -409,18 +403,20 @@ class Broker:
         for key in {**worker.served, **self._services}:
             message, service = worker.served.get(key), self._services.get(key)
             specs = message.endpoints if message is not None else []
-            if message is not None and service is not None and not _fits(service, message):
-                self._replace(key, message)
-                service = None
+            if message is not None and service is not None:
+                facts = service.facts
+                if (message.socket_path, message.device) != (facts.socket_path, facts.device):
+                    self._replace(key, message)
+                    service = None
             if service is not None:
-                services[service.acceptor.path] = facts = service.core.replace_endpoints(specs, objects)
+                changes = services[service.acceptor.path] = service.core.replace_endpoints(specs, objects)
                 service.recovered = False
                 if message is not None:
                     service.facts, service.core.mechanism = message, message.mechanism
                     service.core.capacity.set_limits(message.quotas)
                 kept = len(service.core.objects)
                 if key in recovered:
-                    _log.info("recovered %s: %d objects kept, %d dropped", key, kept, facts["dropped"])
+                    _log.info("recovered %s: %d objects kept, %d dropped", key, kept, changes["dropped"])
                     if message is None and not kept:
                         self._discard(key)
             elif message is not None:
@@ -435,17 +431,6 @@ class Broker:
         if problem is not None:
             raise ConfigurationError(f"the new code runs, but a provider of it is not served: {problem}") from problem
         return services
-
-
-def _fits(service: Service, message: w.Serve) -> bool:
-    """Return True if a provider keeps its socket and its device."""
-    return (message.socket_path, message.device) == (service.facts.socket_path, service.facts.device)
-
-
-def _log_failure(reload: asyncio.Task[ReloadInfo]) -> None:
-    error = None if reload.cancelled() else reload.exception()
-    if error is not None and not isinstance(error, SharedRPCError):
-        _log.error("a reload failed", exc_info=error)
 
 
 def _only(error: BaseException) -> BaseException:

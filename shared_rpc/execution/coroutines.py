@@ -7,7 +7,7 @@ import contextvars
 import importlib.util
 import os
 import sys
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import anyio
@@ -31,8 +31,6 @@ class Coroutines:
     def __init__(self) -> None:
         #: Strong references to the tasks: a loop keeps only weak ones.
         self._tasks: dict[object, asyncio.Task[Failure | None]] = {}
-        #: True while a start is in progress: a run that ends at once may start another run.
-        self._starting = False
         #: The context of callbacks after an endpoint's end, without a current run. Only one thread at a time can enter a
         #: context, so each loop needs its own.
         self._outside = contextvars.Context()
@@ -40,35 +38,18 @@ class Coroutines:
     def start(
         self, name: object, endpoint: str, run: RunContext, begin: list[Callable[[], Awaitable[Any]]], ended: Ended
     ) -> None:
-        """Run an endpoint; ``ended`` is called outside its task, perhaps before this returns, also with any error.
+        """Run an endpoint in a task of its own, which it may cancel; ``ended`` is called outside that task, also after errors.
 
         :param begin: a single function to call and await; it is removed from the list.
-
-        From Python 3.12 on the first step runs here, so an endpoint that needs no second one costs no turn of the loop.
         """
         value: list[Any] = []
-        # A task of its own: an endpoint that cancels its task must not cancel the server's.
-        work = _awaited(begin.pop(), endpoint, run, value)
-        loop = asyncio.get_running_loop()
-        if self._starting:
-            self._watch(name, loop.create_task(work), value, ended)
-            return
-        self._starting = True
-        try:
-            task = _eager(work, loop)
-            if task.done():
-                ended(_outcome(task, value))
-            else:
-                self._watch(name, task, value, ended)
-        finally:
-            self._starting = False
 
-    def _watch(self, name: object, task: asyncio.Task[Failure | None], value: list[Any], ended: Ended) -> None:
         def done(task: asyncio.Task[Failure | None]) -> None:
             del self._tasks[name]
-            ended(_outcome(task, value))
+            # One that is cancelled before its first step has no result.
+            ended(Failure.of(TaskCancelled()) if task.cancelled() else task.result() or value)
 
-        self._tasks[name] = task
+        task = self._tasks[name] = asyncio.get_running_loop().create_task(_awaited(begin.pop(), endpoint, run, value))
         task.add_done_callback(done, context=self._outside)
 
     def cancel(self, name: object) -> None:
@@ -83,18 +64,6 @@ class Coroutines:
             for task in self._tasks.values():
                 task.cancel()
             await asyncio.wait(self._tasks.values(), timeout=_AGAIN)
-
-
-def _eager(work: Coroutine[Any, Any, Failure | None], loop: asyncio.AbstractEventLoop) -> asyncio.Task[Failure | None]:
-    if sys.version_info >= (3, 12):
-        return asyncio.Task(work, loop=loop, eager_start=True)
-    return loop.create_task(work)
-
-
-def _outcome(task: asyncio.Task[Failure | None], value: list[Any]) -> Failure | list[Any]:
-    if task.cancelled():
-        return Failure.of(TaskCancelled())  # cancelled before its first step
-    return task.result() or value
 
 
 async def _awaited(begin: Callable[[], Awaitable[Any]], endpoint: str, run: RunContext, value: list[Any]) -> Failure | None:

@@ -46,7 +46,7 @@ class InProcessExecutor:
         *,
         shares: bool = True,
     ) -> None:
-        self._endpoints = endpoints
+        self.endpoints = endpoints
         self.transfers = transfers_of(pool)
         self._publisher = Publisher(device, self.transfers, shares=shares)
         self._device = device
@@ -99,7 +99,7 @@ class InProcessExecutor:
         await self._coroutines.finish()
 
     def start(self, run: Run[Any], owner: Owner) -> None:
-        endpoint = self._endpoints[run.spec.name]
+        endpoint = self.endpoints[run.spec.name]
         reporter = Reporter(asyncio.get_running_loop(), functools.partial(owner.progressed, run))
         context = run.place = RunContext(run.chain, reporter.put, run.request_id)
         begun = functools.partial(self._begun, run, owner)

@@ -101,6 +101,11 @@ class Transfers(Generic[TransferT_co]):
         """Return every transfer."""
         return tuple(self._transfers.values())
 
+    def returned(self, session: str) -> list[int]:
+        """Pop the chunks of a session's client that can be returned now."""
+        transfer = self.find(session)
+        return transfer.returned() if transfer is not None else []
+
     def release_results(self, session: str, chunks: Sequence[int]) -> None:
         """Free chunks of a session's results, if it has a transfer."""
         transfer = self.find(session)

@@ -7,7 +7,7 @@ import os
 import sys
 from typing import NoReturn
 
-from shared_rpc.errors import ConfigurationError, SharedRPCError
+from shared_rpc.errors import ConfigurationError, SharedRPCError, sendable
 from shared_rpc.observability.logs import configure
 from shared_rpc.protocol.worker import Imports
 from shared_rpc.provider.app import load_providers
@@ -34,7 +34,8 @@ def _load(host: WorkerHost, words: argparse.Namespace, options: ServeOptions) ->
         )
     for provider in providers:
         provider.run_in(host)
-    host.loaded(Imports(*imported(), variables) if options.preload else None)
+    sent = {sendable(name): value and sendable(value) for name, value in variables.items()}
+    host.loaded(Imports(*imported(), sent) if options.preload else None)
 
 
 def _begin_again(fd: int, variables: dict[str, str]) -> NoReturn:

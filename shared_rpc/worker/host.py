@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from shared_rpc.errors import CapabilityError, ConfigurationError, EndpointNotFound, ProtocolError, SharedRPCError, to_wire
+from shared_rpc.errors import CapabilityError, ConfigurationError, EndpointNotFound, SharedRPCError, to_wire
 from shared_rpc.execution.arguments import read_arguments
 from shared_rpc.execution.coroutines import run_loop
 from shared_rpc.execution.in_process import InProcessExecutor
@@ -48,22 +48,6 @@ _log = logging.getLogger("shared_rpc.worker")
 _GRACE = 0.5
 
 
-class Hosted:
-    """One provider: its executor, and the memory of the broker's sessions."""
-
-    def __init__(self, key: str, provider: Provider, max_workers: int | None) -> None:
-        self.key = key
-        self.provider = provider
-        self.executor = InProcessExecutor(provider.endpoints, provider.device_id, provider.pool, max_workers)
-        self.transfers = self.executor.transfers
-
-
-def returnable_chunks(hosted: Hosted | None, session: str) -> list[int]:
-    """Return chunks of the client's that can be returned to it."""
-    transfer = hosted.transfers.find(session) if hosted is not None else None
-    return transfer.returned() if transfer is not None else []
-
-
 class WorkerHost:
     """The server of this process's providers through a broker. Its loop runs in its own thread.
 
@@ -76,9 +60,10 @@ class WorkerHost:
         self._socket.set_inheritable(False)
         self._options = options
         self._number = number
-        self._hosted: dict[str, Hosted] = {}
+        #: The executors of providers, by the providers' keys.
+        self._executors: dict[str, InProcessExecutor] = {}
         self._adopting = threading.RLock()
-        self._runs: dict[int, tuple[Hosted, Run[None]]] = {}
+        self._runs: dict[int, tuple[InProcessExecutor, Run[None]]] = {}
         self._memory = OrderedMemory(self._send, self._on_loop)
         self._handlers: dict[type[Message], Callable[[Frame, Any], None]] = {
             w.StartRun: self._run,
@@ -107,21 +92,21 @@ class WorkerHost:
     def adopt(self, provider: Provider) -> Runtime:
         """Serve a provider through the broker, and return its runtime."""
         with self._adopting:
-            for hosted in self._hosted.values():
-                if hosted.provider is provider:
-                    return provider._runtime()
-            if self._options.socket is not None and self._hosted:
+            if any(executor.endpoints is provider.endpoints for executor in self._executors.values()):
+                return provider._runtime()
+            if self._options.socket is not None and self._executors:
                 raise ConfigurationError("the app has several providers for one --socket: name one with app.py:name")
             key = f"{provider.base_path or ''}@{provider.device}"
-            if key in self._hosted:
+            if key in self._executors:
                 raise ConfigurationError(
                     f"two providers of the app have the base path {provider.base_path!r} and the device {provider.device!r}: "
                     f"give each its own base_path"
                 )
             override(provider, self._options, self._number)
-            hosted = self._hosted[key] = Hosted(key, provider, self._options.threads)
+            executor = InProcessExecutor(provider.endpoints, provider.device_id, provider.pool, self._options.threads)
+            self._executors[key] = executor
             path = socket_of(provider, self._options)
-            runtime = WorkerRuntime(provider.client_options, path, hosted.executor.lend_thread, self._here)
+            runtime = WorkerRuntime(provider.client_options, path, executor.lend_thread, self._here)
             MAPPINGS.homes.add(runtime.socket_path)
             message = w.Serve(
                 key,
@@ -146,15 +131,11 @@ class WorkerHost:
     @property
     def hosts(self) -> bool:
         """True if a provider was reported to the broker."""
-        return bool(self._hosted)
+        return bool(self._executors)
 
-    def loaded(self, imports: w.Imports | None = None) -> None:
+    def loaded(self, imports: w.Imports | None) -> None:
         """Report that the app has been imported."""
-        try:
-            self._post(w.Loaded(imports))
-        except ProtocolError as error:  # a file's name may have bytes that are not UTF-8
-            _log.warning("cannot send the app's imports to the broker, so workers are not forked: %s", error)
-            self._post(w.Loaded())
+        self._post(w.Loaded(imports))
 
     def wait(self) -> None:
         """Wait until the broker hangs up."""
@@ -162,7 +143,7 @@ class WorkerHost:
 
     def leave(self, code: int) -> NoReturn:
         """End the process without joining the threads that run endpoints."""
-        if any(hosted.executor.busy for hosted in self._hosted.values()):
+        if any(executor.busy for executor in self._executors.values()):
             end_now(code)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -228,13 +209,13 @@ class WorkerHost:
 
     def _run(self, frame: Frame, message: w.StartRun) -> None:
         number = frame.request_id
-        hosted = self._hosted.get(message.key)
-        endpoint = hosted.provider.endpoints.get(message.endpoint) if hosted is not None else None
+        executor = self._executors.get(message.key)
+        endpoint = executor.endpoints.get(message.endpoint) if executor is not None else None
         arguments: Arguments | None = None
         try:
-            if hosted is not None:  # even if the run fails: a client's arena is sent only once
-                arguments = read_arguments(frame, message, message.session, hosted.transfers, None)
-            if hosted is None or endpoint is None or arguments is None:
+            if executor is not None:  # even if the run fails: a client's arena is sent only once
+                arguments = read_arguments(frame, message, message.session, executor.transfers, None)
+            if executor is None or endpoint is None or arguments is None:
                 raise EndpointNotFound(
                     f"the worker (pid {os.getpid()}) has no endpoint {message.endpoint!r}: an earlier worker shared it after "
                     f"loading the app"
@@ -245,10 +226,10 @@ class WorkerHost:
             known = (
                 error if isinstance(error, SharedRPCError) else CapabilityError(f"the worker cannot accept the call: {error}")
             )
-            self._fail(number, hosted, message.session, Failure.of(known), unused=message.chunks)
+            self._fail(number, executor, message.session, Failure.of(known), unused=message.chunks)
             return
         if message.pooled:
-            hosted.transfers.of(message.session)  # creates the transfer
+            executor.transfers.of(message.session)  # creates the transfer
         run: Run[None] = Run(
             endpoint.spec,
             None,
@@ -262,9 +243,9 @@ class WorkerHost:
             cached=message.cached,
             number=number,
         )
-        self._runs[number] = hosted, run
+        self._runs[number] = executor, run
         try:
-            hosted.executor.start(run, self)
+            executor.start(run, self)
         except Exception as error:  # for example, there is no thread
             arguments.close()
             self.ended(run, Failure.unexpected(error, f"a run of {endpoint.spec.name}() cannot be started"))
@@ -280,34 +261,30 @@ class WorkerHost:
         self._stream.send(w.RunProgress(progress), run.number)
 
     def ended(self, run: Run[None], outcome: Completed | Failure) -> None:
-        hosted, _ = self._runs.pop(run.number)
-        failure = outcome if isinstance(outcome, Failure) else self._hand_over(hosted, run, outcome)
+        executor, _ = self._runs.pop(run.number)
+        failure = outcome if isinstance(outcome, Failure) else self._hand_over(executor, run, outcome)
         if failure is not None:
-            self._fail(run.number, hosted, run.session, failure)
-        if run.begun_at:
-            self._emit_finish(run, failure.code if failure is not None else "")
-
-    def _emit_finish(self, run: Run[None], error: str = "") -> None:
-        """Report the end of a run to the app's hooks that received its start."""
-        HOOKS.emit(
-            BuildFinished(
-                endpoint=run.spec.name,
-                request_id=run.request_id,
-                cached=run.cached,
-                seconds=time.monotonic() - run.begun_at,
-                error=error,
+            self._fail(run.number, executor, run.session, failure)
+        if run.begun_at:  # for the hooks that received its start
+            HOOKS.emit(
+                BuildFinished(
+                    endpoint=run.spec.name,
+                    request_id=run.request_id,
+                    cached=run.cached,
+                    seconds=time.monotonic() - run.begun_at,
+                    error=failure.code if failure is not None else "",
+                )
             )
-        )
 
-    def _hand_over(self, hosted: Hosted, run: Run[None], produced: Completed) -> Failure | None:
+    def _hand_over(self, executor: InProcessExecutor, run: Run[None], produced: Completed) -> Failure | None:
         """Send a result to the broker; return the failure if that is not possible."""
         record = produced.record
         assert record is not None, "a result for a broker is published"
-        transfer = hosted.transfers.find(run.session)
+        transfer = executor.transfers.find(run.session)
         sent = transfer.sent if transfer is not None else set()
         message = w.RunFinished(
             **record.body(sent),
-            freed=returnable_chunks(hosted, run.session),
+            freed=executor.transfers.returned(run.session),
             nbytes=record.nbytes,
             device=record.device,
             private_nbytes=record.private_nbytes,
@@ -325,38 +302,36 @@ class WorkerHost:
             record.close()
         return None
 
-    def _fail(self, number: int, hosted: Hosted | None, session: str, failure: Failure, unused: Sequence[int] = ()) -> None:
-        freed = [*returnable_chunks(hosted, session), *unused]
+    def _fail(
+        self, number: int, executor: InProcessExecutor | None, session: str, failure: Failure, unused: Sequence[int] = ()
+    ) -> None:
+        freed = [*(executor.transfers.returned(session) if executor is not None else ()), *unused]
         self._stream.send(w.RunFailed(failure.code, failure.text, failure.detail, freed), number, failure.pickled)
 
     def _stop(self, frame: Frame, message: w.Stop) -> None:
-        hosted, run = self._runs.get(frame.request_id, (None, None))
-        if hosted is not None and run is not None:
-            hosted.executor.cancel(run)
+        if (found := self._runs.get(frame.request_id)) is not None:
+            executor, run = found
+            executor.cancel(run)
         else:
             self._memory.stop(frame.request_id)
 
     def _withdraw(self, frame: Frame, message: w.Withdraw) -> None:
-        hosted, run = self._runs.get(frame.request_id, (None, None))
-        if hosted is not None and run is not None and hosted.executor.withdraw(run):
+        executor, run = self._runs.get(frame.request_id, (None, None))
+        if executor is not None and run is not None and executor.withdraw(run):
             del self._runs[run.number]
-            self._stream.send(w.RunWithdrawn(returnable_chunks(hosted, run.session)), run.number)
-            if run.begun_at:
-                self._emit_finish(run)
+            self._stream.send(w.RunWithdrawn(executor.transfers.returned(run.session)), run.number)
 
     def _give(self, frame: Frame, message: w.ReleaseChunks) -> None:
-        hosted = self._hosted.get(message.key)
-        if hosted is not None:
-            hosted.transfers.release_results(message.session, message.chunks)
+        if (executor := self._executors.get(message.key)) is not None:
+            executor.transfers.release_results(message.session, message.chunks)
 
     def _end_session(self, frame: Frame, message: w.SessionEnded) -> None:
-        hosted = self._hosted.get(message.key)
-        if hosted is not None:
-            hosted.transfers.end(message.session)
+        if (executor := self._executors.get(message.key)) is not None:
+            executor.transfers.end(message.session)
 
     def _reclaim(self, frame: Frame, message: w.Reclaim) -> None:
-        for hosted in self._hosted.values():
-            hosted.executor.reclaim()
+        for executor in self._executors.values():
+            executor.reclaim()
 
     def _send(self, message: Message, number: int = 0, payload: bytes = b"", owners: tuple[FdOwner, ...] = ()) -> None:
         self._stream.send(message, number, payload, owners)

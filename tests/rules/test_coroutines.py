@@ -44,26 +44,6 @@ async def test_a_cancelled_coroutine_fails_with_task_cancelled(ended: list[Any])
 
 
 @pytest.mark.asyncio
-async def test_chained_runs_do_not_grow_the_stack(ended: list[Any]) -> None:
-    """Thousands in a row need the same stack as two."""
-
-    async def nothing() -> None:
-        return
-
-    coroutines = Coroutines()
-
-    def next_one(outcome: Failure | list[Any]) -> None:
-        ended.append(outcome)
-        if len(ended) < 5000:
-            coroutines.start(len(ended), "endpoint", run_of_nobody(), [nothing], next_one)
-
-    coroutines.start(0, "endpoint", run_of_nobody(), [nothing], next_one)
-    for _ in range(10_000):  # turns of the loop
-        await asyncio.sleep(0)
-    assert ended == [[None]] * 5000
-
-
-@pytest.mark.asyncio
 async def test_coroutines_are_cancelled_until_they_end(ended: list[Any]) -> None:
     """It is cancelled until it gives in."""
     asked = 0
