@@ -13,7 +13,7 @@ from typing import Any
 import anyio
 import anyio.abc
 
-from shared_rpc.broker.worker import ForkedWorker, Handler, Worker, WorkerCommand
+from shared_rpc.broker.worker import Handler, Worker, WorkerCommand
 from shared_rpc.broker.zygote import WorkerZygote
 from shared_rpc.errors import ConfigurationError, SharedRPCError, WorkerCrashed, from_wire
 from shared_rpc.execution.child import Backoff
@@ -153,22 +153,16 @@ class Supervisor:
             for worker in started:
                 worker.settle()  # from now on its end is a crash
 
-    async def _new(self, number: int) -> Worker:
+    async def _new(self, number: int, bare: bool = False) -> Worker:
         """Start a worker.
 
-        :raises WorkerCrashed: if the system refuses a new process.
+        :raises WorkerCrashed: if the system refuses a new process, a descriptor or a thread; or without Python.
         """
+        command = self._command.bare if bare else self._command
         try:
-            begun = await self.zygote.begin(number)
+            begun = None if bare else await self.zygote.begin(number)
+            return Worker(command, number, self._handlers, self._ended, self._on_change, self.restarts[number], begun)
         except (OSError, RuntimeError) as error:
-            raise WorkerCrashed(f"cannot start a worker: {error}") from error
-        return self._started(self._command, number, begun)
-
-    def _started(self, command: WorkerCommand, number: int, begun: ForkedWorker | None = None) -> Worker:
-        callbacks = (self._handlers, self._end_if_idle, self._ended, self._on_change)
-        try:
-            return Worker(command, number, *callbacks, self.restarts[number], begun)
-        except (OSError, RuntimeError) as error:  # no process, descriptor or thread left; or no Python
             raise WorkerCrashed(f"cannot start a worker: {error}") from error
 
     async def bare(self) -> Worker:
@@ -183,7 +177,7 @@ class Supervisor:
                 await anyio.sleep(self._bare_pauses.pause)
                 if self._stopping:
                     raise WorkerCrashed("the broker is stopping")
-                self._bare = self._started(self._command.bare, self._count)
+                self._bare = await self._new(self._count, bare=True)
                 self._spawn(self._end_unused, self._bare)
             return self._bare
 
@@ -196,7 +190,7 @@ class Supervisor:
             else:
                 self._bare = None
                 self._old.append(worker)
-                self.retire_old()
+                worker.retire()
 
     def refusal(self) -> SharedRPCError | None:
         """Return the reason why no worker will come soon; None if there is or may be one."""
@@ -232,11 +226,6 @@ class Supervisor:
 
     def _refuses(self, worker: Worker, message: Error, frame: Frame) -> None:
         worker.refusal = from_wire(message.code, message.text, message.detail)
-
-    def _end_if_idle(self, worker: Worker) -> None:
-        """End a draining worker that has no request left."""
-        if worker.state == "draining" and not len(worker.requests):
-            worker.hang_up()
 
     def _ended(self, worker: Worker) -> None:
         if self._stopping:
@@ -359,10 +348,8 @@ class Supervisor:
 
     def retire_old(self) -> None:
         """End each replaced worker as soon as it is idle."""
-        for worker in tuple(self._old):
-            if worker.state != "ended":
-                worker.state = "draining"
-                self._end_if_idle(worker)
+        for worker in self._old:
+            worker.retire()
 
     def stop(self) -> None:
         """End all workers."""

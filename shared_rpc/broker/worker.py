@@ -93,7 +93,6 @@ class Worker:
     :param begun: its process if it is a fork; otherwise a new one is started.
     :param restarts: number of earlier restarts of this worker number after crashes.
     :param handlers: handlers of its messages outside of requests.
-    :param rest: called after each message of a draining worker.
     :param ended: called once, when the process has ended and all its messages are processed.
     :param caught_up: called when a congested worker reads again.
     """
@@ -103,7 +102,6 @@ class Worker:
         command: WorkerCommand,
         number: int,
         handlers: Mapping[type[Message], Handler],
-        rest: Callable[[Worker], None],
         ended: Callable[[Worker], None],
         caught_up: Callable[[], None],
         restarts: int = 0,
@@ -130,7 +128,6 @@ class Worker:
         #: The worker's reason for refusing the app.
         self.refusal: Exception | None = None
         self._handlers = handlers
-        self._rest = rest
         self._ended = ended
         self._caught_up = caught_up
         self._loop = asyncio.get_running_loop()
@@ -218,6 +215,13 @@ class Worker:
             self.condemned = self.condemned or why
             self.child.kill()
 
+    def retire(self) -> None:
+        """End it as soon as it has no request left."""
+        if self.state != "ended":
+            self.state = "draining"
+            if not len(self.requests):
+                self.hang_up()
+
     def hang_up(self) -> None:
         """Close the connection, so that it exits soon."""
         self.state = "draining"
@@ -242,7 +246,7 @@ class Worker:
             _log.error("worker %d sent an unexpected %s", self.pid, type(message).__name__)
             return
         if self.state == "draining":
-            self._rest(self)
+            self.retire()
 
     def _hung_up(self, error: Exception | None) -> None:
         if error is not None:
