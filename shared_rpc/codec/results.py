@@ -1,4 +1,4 @@
-"""Results: published by the process that made them, rebuilt by the one that asked."""
+"""Results: published by the process that built them, rebuilt by the requesting process."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from shared_rpc.protocol.records import EMPTY_TABLE, ONE_TENSOR, Access, Tensors
 #: The skeleton of None.
 _NONE = pickle.dumps(None, pickle.HIGHEST_PROTOCOL)
 
-#: The largest tensor, in bytes, that is copied at once.
+#: The largest tensor, in bytes, that :func:`publish_soon` copies.
 _SMALL = 1 << 20
 
-#: Bytes of a table and a skeleton that make too few objects to pause the garbage collector for.
+#: Size, in bytes, of table and skeleton below which the garbage collector is not paused: they rebuild few objects.
 _FEW = 4096
 
 #: Two threads that publish one object must not both move it: clients of the first would keep a copy.
@@ -57,17 +57,17 @@ def publish(
     tensors: Tensors = "all",
     slabs: Slabs | None = None,
 ) -> Record:
-    """Take a result apart and see to it that its memory lies in segments.
+    """Encode a result as a record whose memory is in segments.
 
-    A result for one reader is copied if it is small enough: into the reader's pool, or into segments while that is full. Of
-    any other every reachable tensor that is to be shared is rebound to its new place, so that the endpoint's own object and
-    the clients' mappings are the same memory.
+    A small result for a single reader is copied into the reader's pool, or into segments while the pool is full. In any other
+    result, every tensor to be shared is rebound to its new memory, so that the endpoint's own object and the clients' mappings
+    are the same memory.
 
-    :param device: the id of the server's device; all tensors must be on one of its kind.
-    :param access: how clients are to map it.
-    :param pool: the one reader's; None where there may be more.
+    :param device: the id of the server's device; all tensors must be on a device of its kind.
+    :param access: the access with which clients map the memory.
+    :param pool: the pool of the single reader; None if there may be more readers.
     :param tensors: the tensors to share; the others are unchanged, and each client gets a copy.
-    :param slabs: for a small result, which other results may share a segment with; None for one that has its own.
+    :param slabs: segments that a small result may share with others; None to give it its own.
     :returns: a record that owns its segments' descriptors.
     :raises CapabilityError: if the value, or a part of it, cannot be shared.
     """
@@ -102,7 +102,7 @@ def publish(
 
 @without_modes
 def publish_soon(value: Any, device: str, pool: Pool, seconds: float) -> Record | Copied | None:
-    """Publish into a pool where that is a matter of microseconds, for a thread with little time; else return None.
+    """Publish into a pool if that takes microseconds; return None otherwise. For threads that must not block.
 
     :param seconds: maximum wait for the GPU work of an endpoint that returns None.
     """
@@ -116,8 +116,8 @@ def publish_soon(value: Any, device: str, pool: Pool, seconds: float) -> Record 
 def _is_done(device: str, seconds: float | None = None) -> bool:
     """Wait for the endpoint's work on the current stream, which may write to memory of its caller.
 
-    :param seconds: to wait at most; None for no limit.
-    :returns: whether all of it is done.
+    :param seconds: the timeout; None for no limit.
+    :returns: True if the work completed in time.
     """
     initialized: bool = torch.cuda.is_initialized()
     if device == "cpu" or not initialized or torch.cuda.is_current_stream_capturing():
@@ -127,7 +127,7 @@ def _is_done(device: str, seconds: float | None = None) -> bool:
 
 
 def _record(skeleton: bytes, placed: Placement, device: str) -> Record:
-    # Buffers, and tensors that belong there, are on the host whatever the device is.
+    # Buffers and host tensors are on the host for every device.
     devices = [segment.info.device for segment in placed.segments]
     where = next((name for name in devices if device_kind(name) == device_kind(device)), device)
     private = len(skeleton) + placed.private_nbytes
@@ -152,15 +152,15 @@ def decode_result(
     label: str = "",
     object_id: str = "",
 ) -> Any:
-    """Rebuild a result around its segments, which are mapped here and closed by the caller.
+    """Rebuild a result around its segments. They are mapped here; the caller closes their descriptors.
 
     :param owner: the id of the server that keeps the result, if any: its memory is not sent to that server again.
-    :param pooled: the chunks of the server's pool that it lies in, and to whom they are given back; emptied, but if the memory
-        cannot be mapped.
+    :param pooled: the result's chunks of the server's pool, with the references that release them; emptied unless mapping
+        fails.
     :param label: a description of the result, for messages.
-    :param object_id: the id by which the server keeps the result, so that it can be suspended here; ``""`` if it does not.
-    :raises CapabilityError: if this process cannot map the memory, or is to copy some of it and has none, or captures a graph.
-    :raises CodecError: if the skeleton needs something that is not here, such as a class's module.
+    :param object_id: the id under which the server keeps the result, so that it can be suspended; ``""`` if it is not kept.
+    :raises CapabilityError: if the memory cannot be mapped, memory for a required copy is missing, or a graph is captured.
+    :raises CodecError: if the skeleton needs something that is missing here, such as a class's module.
     """
     if not segments and bytes(table) == EMPTY_TABLE:
         return _load(skeleton, [], [], []) if skeleton != _NONE else None
@@ -184,13 +184,13 @@ def decode_result(
 
 
 def _drain() -> None:
-    """Unmap segments of earlier results; called after a new one, which may lie in the same segments."""
+    """Unmap segments of earlier results. Called after a new result is mapped, which may use the same segments."""
     if MAPPINGS.has_unused:
         MAPPINGS.drain()
 
 
 def _load(skeleton: bytes, tensors: list[torch.Tensor], storages: list[torch.UntypedStorage], buffers: list[memoryview]) -> Any:
-    """Rebuild the object around the contents of the lists, which are emptied."""
+    """Rebuild the object around the contents of the lists; empty them."""
     try:
         return load(skeleton, tensors, storages, buffers)
     except BaseException as error:

@@ -1,6 +1,6 @@
-"""One plain tensor, the most frequent value by far, copied into a pool and rebuilt from it in a few microseconds.
+"""A fast path for the most frequent value: one plain tensor is copied into a pool, and rebuilt, in a few microseconds.
 
-What is not so plain goes the general way, which gives the same record: its reader sees no difference.
+Other values take the general path. Both paths produce the same record.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class Copied(msgspec.Struct):
-    """A tensor in a chunk of a pool. The copy is queued on a stream, to be waited for on ``backend``.
+    """A tensor being copied into a chunk of a pool. The copy is queued on ``stream``; ``backend`` can wait for it.
 
-    ``source`` is kept, because its memory is read until then. ``segment`` is the arena's, with a descriptor of its own that
-    belongs to the object's user.
+    ``source`` is kept, because its memory is read until the copy completes. ``segment`` is the arena's segment with a duplicate
+    descriptor, which the caller owns.
     """
 
     source: torch.Tensor
@@ -46,8 +46,8 @@ class Copied(msgspec.Struct):
     def wait(self, seconds: float | None = None) -> bool:
         """Wait for the copy and all earlier work on its stream; release the chunk on failure.
 
-        :param seconds: to wait at most; None for no limit.
-        :returns: whether it was done in time.
+        :param seconds: the timeout; None for no limit.
+        :returns: True if the copy completed in time.
         """
         try:
             return self.backend.wait(self.stream, seconds)
@@ -63,7 +63,7 @@ class Copied(msgspec.Struct):
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return True if all of a tensor is in its shape, strides, dtype and storage."""
+    """Return True if shape, strides, dtype and storage describe a tensor completely."""
     return not (
         tensor.requires_grad
         or tensor.layout is not torch.strided
@@ -79,10 +79,10 @@ _capturing = torch.cuda.is_current_stream_capturing
 
 
 def copy_single(tensor: torch.Tensor, kind: str, pool: Pool, limit: int | None = None) -> Copied | None:
-    """Copy a tensor into a pool; return None if the general path must handle the tensor, errors and a full pool included.
+    """Copy a tensor into a pool; return None if the general path must handle it, as with errors and full pools.
 
-    :param kind: the type of device that it must be on.
-    :param limit: the most bytes to copy; None for the pool's own limit.
+    :param kind: the type of device that the tensor must be on.
+    :param limit: the maximum number of bytes to copy; None for the pool's own limit.
     """
     nbytes, device = tensor.nbytes, tensor.device
     size = -(-nbytes // ALIGNMENT) * ALIGNMENT
@@ -125,13 +125,13 @@ def rebuild_single(
     label: str = "",
     object_id: str = "",
 ) -> torch.Tensor | None:
-    """Rebuild the tensor in a chunk of an arena, or in a slab, that is mapped already; return None if there is anything else.
+    """Rebuild a single tensor in a mapped arena or slab; return None for any other result.
 
-    For the parameters see :func:`~shared_rpc.codec.tensors.tensors_of`; the entry of ``pooled`` is taken if there is a tensor.
+    For the parameters see :func:`~shared_rpc.codec.tensors.tensors_of`; the entry of ``pooled`` is removed if a tensor is
+    returned.
 
     :param owner: the id of the server that keeps the memory, if one does.
-    :param label: of a slab, see :meth:`MappingTable.attach`.
-
+    :param label: the description of a slab, see :meth:`MappingTable.attach`.
     :raises CodecError: if an entry leaves its segment or its storage, or names a dtype this torch lacks.
     """
     if len(segments) != 1 or len(pooled) > 1:

@@ -3,14 +3,14 @@
 A segment is mapped at most once for each kind of access, except copy-on-write: each attach has its own copy. A segment is
 unmapped after its last object: a finaliser enqueues, and :meth:`MappingTable.drain` synchronises the device and unmaps.
 
-A segment of suspended objects alone is *vacated*: its memory is unmapped and its address stays reserved. The present
+A segment whose objects are all suspended is *vacated*: its memory is unmapped and its address stays reserved. The current
 incarnation of the segment is mapped at that address later::
 
               suspend                          resume, attach
     mapped ─────────────► vacated ──────────────────────────────► mapped
        │   synchronised      │      other memory, if the object
-       │                     │      was evicted meanwhile
-       └── last object gone ─┴──► unmapped, and the address given back
+       │                     │      was evicted since then
+       └── last object gone ─┴──► unmapped, and the address released
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Mapping(msgspec.Struct, eq=False):
     info: SegmentInfo
     address: int
     backend: Backend
-    #: The open segment, where this process may publish the memory again; the mapping itself needs no descriptor.
+    #: The open segment, if this process may publish the memory again; the mapping itself needs no descriptor.
     descriptor: Segment | None = None
-    #: Distinguishes the mappings of one segment with one access: copy-on-write, or of two addresses that were kept.
+    #: Distinguishes mappings of one segment with one access: copy-on-write ones, or two at addresses kept by suspension.
     number: int = 0
     #: True while the address is reserved and nothing is mapped there.
     vacated: bool = False
@@ -89,20 +89,20 @@ class Mapping(msgspec.Struct, eq=False):
 
     @property
     def key(self) -> tuple[str, Access, int]:
-        """The key of a :class:`MappingTable`."""
+        """The key in a :class:`MappingTable`."""
         return self.info.id, self.info.access, self.number
 
     @property
     def users(self) -> int:
-        """Blocks that use the mapping now, and uses of it that have not ended."""
+        """The number of running blocks and unended uses of the mapping."""
         return self.pins + len(self.uses)
 
     def users_of(self, object_id: str) -> bool:
-        """Return whether something of an object lives over it."""
+        """Return True if a live tensor or buffer of an object uses the mapping."""
         return any(use.object_id == object_id and use() is not None for use in self.uses)
 
     def publish(self, access: Access) -> None:
-        """Seal a segment that this process made, before it is sent for the first time; see :meth:`Backend.seal`.
+        """Seal a segment made by this process, before it is first sent; see :meth:`Backend.seal`.
 
         The mapping itself stays writable.
         """
@@ -113,16 +113,19 @@ class Mapping(msgspec.Struct, eq=False):
 
     @property
     def may_change(self) -> bool:
-        """True if another process may write to this host memory although no endpoint of this process shared it for writing.
+        """True if another process may write to this host memory without an endpoint of this process having permitted it.
 
-        This is so for the memory of a caller's argument or a buffer, because sealing does not end existing mappings. Memory
+        This applies to the memory of a caller's argument or a buffer, because sealing does not end existing mappings. Memory
         made by this process has the access of its endpoint, and memory that a server published for reading is sealed.
         """
         return self.info.mechanism == "memfd" and not self.made and not (self.sealed and self.owner)
 
 
 class MappingHold:
-    """Owner of a use of a mapping, for a server's object or ``""``. The use ends with the last object that has this one."""
+    """Strong reference to a mapping, kept by tensors and buffers over it. The use ends when the last of them is collected.
+
+    ``object_id`` is the server's object that they belong to, ``""`` for none.
+    """
 
     __slots__ = ("__weakref__", "mapping", "object_id")
 
@@ -132,7 +135,7 @@ class MappingHold:
 
 
 class _Use(weakref.ref[MappingHold]):
-    """Weak reference to a hold, with its attributes."""
+    """Weak reference to a hold, with copies of its attributes: its callback ends the use."""
 
     __slots__ = ("mapping", "object_id")
 
@@ -148,13 +151,13 @@ _LINGER = 0.002
 #: Ended uses of slabs that may wait for a drain.
 _MANY = 1000
 
-#: The attribute by which an object keeps its hold.
+#: The attribute of a tensor's storage, or of a buffer, that keeps its hold.
 _HELD = "_shared_rpc_hold"
 
-#: The access by which private memory is mapped: each process copies it, and none may write to it.
+#: The access with which private memory is mapped: each process copies it, and none may write to it.
 _RIGHTS: dict[Access, Access] = {"private": "read"}
 
-#: Access of mappings that are never vacated: a process may have several of each, or none after reading it.
+#: Accesses whose mappings are never vacated: a process may have several of each segment, or none after copying it.
 _APART: frozenset[Access] = frozenset({"copy", "private"})
 
 
@@ -165,9 +168,9 @@ def _close(mapping: Mapping) -> None:
 
 
 def _synchronize(mappings: Iterable[Mapping], what: str) -> None:
-    """Wait for the devices of mappings that will be unmapped.
+    """Synchronise the devices of mappings that will be unmapped.
 
-    :raises CapabilityError: if one cannot be waited for.
+    :raises CapabilityError: if one cannot be synchronised.
     """
     for backend, mapping in {mapping.backend: mapping for mapping in mappings}.items():
         if not backend.synchronize():
@@ -186,31 +189,32 @@ class MappingTable:
         self._copies = itertools.count(1)
         #: Addresses in order, and the mapping at each. Replaced as a whole, so that readers need no lock.
         self._by_address: tuple[list[int], list[Mapping]] = ([], [])
-        #: Uses whose objects are collected; and whether a mapping may be without users by that.
+        #: Uses whose holds were collected. ``_ended``: True if a mapping may have lost its last user.
         self._gone: deque[_Use] = deque()
         self._ended = False
         #: Held while mappings are vacated or mapped again: no memory is unmapped during that time.
         self.changing = fork_safe_lock()
         #: The monotonic time after which a job of the finaliser thread drains the table.
         self._lingers_until = 0.0
-        #: Mappings without users, to be unmapped when the device can be waited for.
+        #: Mappings without users, to be unmapped when the device can be synchronised.
         self._unused: dict[Mapping, None] = {}
         #: True if this process may publish every attached segment again: in a worker, an endpoint may return the result of
         #: another.
         self.keeps = False
-        #: The slabs of the latest results, which stay mapped without a user, see :meth:`keep_slab`.
+        #: The slabs of the latest results, which stay mapped without users, see :meth:`keep_slab`.
         self._slabs: dict[Mapping, None] = {}
         #: The ids of suspended objects with living tensors in this process.
         self.suspended: frozenset[str] = frozenset()
-        #: How many mappings are vacated.
+        #: The number of vacated mappings.
         self._vacated = 0
-        #: The socket of each server that keeps memory which is mapped here, by its id, and of those that this process serves.
+        #: The socket, by server id, of each server whose memory is mapped here.
         self.servers: dict[str, str] = {}
+        #: The sockets of this process's own servers.
         self.homes: set[str] = set()
 
     @contextmanager
     def create(self, nbytes: int, device: str, *, slab: bool = False, arena: bool = False) -> Iterator[Mapping]:
-        """Make memory that is mapped for writing; it stays mapped while the block runs and then while it is in use.
+        """Allocate memory mapped for writing. It stays mapped during the block, and afterwards until its last user ends.
 
         :param slab: True if unrelated results share the segment. ``arena``: True if it belongs to a pool.
         """
@@ -241,13 +245,13 @@ class MappingTable:
         hidden: Collection[int] = (),
         label: str = "",
     ) -> Iterator[list[Mapping]]:
-        """Map segments with the access their infos name; they stay mapped while the block runs and then while in use.
+        """Map segments with the access in their infos. They stay mapped during the block, and then until their last user ends.
 
         The segments are borrowed.
 
         :param keep: keep a descriptor, so that this process can publish the memory again.
         :param owner: the id of the server that keeps the segments.
-        :param hidden: the numbers of segments not found by :meth:`find`, as copy-on-write ones are not.
+        :param hidden: the numbers of segments that :meth:`find` skips, as it skips copy-on-write mappings.
         :param label: a description of the contents, for messages.
         """
         mappings: list[Mapping] = []
@@ -267,9 +271,7 @@ class MappingTable:
             self._unpin(mappings)
 
     def keep_slab(self, info: SegmentInfo) -> None:
-        """Keep a slab mapped that a result came in, for the next one in it: until :meth:`release_slabs`, or until a few other
-        slabs have come.
-        """
+        """Keep a result's slab mapped for later results in it, until :meth:`release_slabs` or until newer slabs replace it."""
         with self._lock:
             mapping = self._mappings.get((info.id, info.access, 0))
             if mapping is None or mapping in self._slabs:
@@ -292,12 +294,12 @@ class MappingTable:
             self.drain()
 
     def knows(self, info: SegmentInfo) -> bool:
-        """Return whether a segment is mapped, with the access that its info names."""
+        """Return True if a segment is mapped with the access in its info."""
         mapping = self._mappings.get((info.id, info.access, 0))
         return mapping is not None and not mapping.vacated
 
     def outdated(self, infos: Iterable[SegmentInfo]) -> bool:
-        """Return whether an earlier incarnation of one of these segments is mapped, and this one is not."""
+        """Return True if one of these segments is mapped in an earlier incarnation only."""
         for info in infos:
             if "." not in info.id or info.access in _APART:  # the first incarnation
                 continue
@@ -312,7 +314,7 @@ class MappingTable:
         return False
 
     def of_objects(self, object_ids: Set[str]) -> dict[str, list[Mapping]]:
-        """Return the mappings of objects, by object, except those that :meth:`resume` never replaces."""
+        """Return the mappings of objects, by object id, except those that :meth:`resume` never replaces."""
         found: dict[str, list[Mapping]] = {}
         with self._lock:
             for mapping in self._mappings.values():
@@ -322,7 +324,7 @@ class MappingTable:
         return found
 
     def disown(self, segment_ids: Iterable[str]) -> int:
-        """Note that these segments' server no longer keeps them; return how many of them it did, as far as known here."""
+        """Clear the owner of segments that their server dropped; return how many had one."""
         gone = set(segment_ids)
         with self._lock:
             owned = [mapping for mapping in self._mappings.values() if mapping.owner and mapping.info.id in gone]
@@ -331,7 +333,7 @@ class MappingTable:
             return len(owned)
 
     def _attached(self, segment: Segment, *, hidden: bool) -> Mapping:
-        """Return the mapping of a segment, mapped if it was not."""
+        """Return the mapping of a segment; create it if necessary."""
         info = segment.info
         known = self._mappings.get((info.id, info.access, 0))
         if self._vacated and (known is None or known.vacated):
@@ -355,11 +357,11 @@ class MappingTable:
         return mapping
 
     def keep_for(self, users: Iterable[tuple[Mapping, object]], object_id: str = "") -> None:
-        """Keep each mapping while the object that is paired with it lives. To be called while it is created or attached.
+        """Keep each mapping until the paired object is collected. Call it while the mapping is being created or attached.
 
-        The objects take an attribute: that costs a tenth of a weak reference to each.
+        The reference is an attribute of the object, at a tenth of the cost of a weak reference to the object.
 
-        :param object_id: the server's object that they are, see :meth:`suspend`; ``""`` for none.
+        :param object_id: the server's object that they belong to, see :meth:`suspend`; ``""`` for none.
         """
         FINALIZER.start()
         holds: dict[Mapping, MappingHold] = {}
@@ -371,7 +373,7 @@ class MappingTable:
             user.__dict__[_HELD] = hold
 
     def hold(self, mapping: Mapping) -> MappingHold:
-        """Return an object that keeps the mapping. To be called while it is created or attached."""
+        """Return a strong reference to a mapping. Call it while the mapping is being created or attached."""
         FINALIZER.start()
         with self._lock:
             return self._hold(mapping, "")
@@ -386,9 +388,9 @@ class MappingTable:
     def make_in_slab(
         self, info: SegmentInfo, make: Callable[[Mapping], T], object_id: str, owner: str = "", label: str = ""
     ) -> T | None:
-        """Return the object that ``make`` makes over a slab of :meth:`keep_slab`, which it keeps; None without such a slab.
+        """Create an object over a kept slab with ``make``; return None if the slab is not kept. The object keeps the slab.
 
-        For the other parameters see :meth:`attach` and :meth:`keep_for`.
+        Slabs are kept by :meth:`keep_slab`. For the other parameters see :meth:`attach` and :meth:`keep_for`.
         """
         with self._lock:
             mapping = self._mappings.get((info.id, info.access, 0))
@@ -404,7 +406,7 @@ class MappingTable:
         return made
 
     def object_of(self, user: object) -> str:
-        """Return the id of the server's object that something over a mapping is of, ``""`` where this process does not know."""
+        """Return the id of the server's object that a storage or buffer belongs to, ``""`` if unknown."""
         hold: MappingHold | None = user.__dict__.get(_HELD)
         return hold.object_id if hold is not None else ""
 
@@ -412,7 +414,7 @@ class MappingTable:
         # Runs in a finaliser: it may only enqueue.
         self._gone.append(use)
         if use.mapping in self._slabs and len(self._gone) < _MANY:
-            return  # it stays mapped: the next drain, or that of another slab's turn, ends the use
+            return  # the slab stays mapped: the next drain ends the use
         self._ended = True
         now = time.monotonic()
         if use.mapping.backend.unmaps_in_background and now >= self._lingers_until:
@@ -422,15 +424,15 @@ class MappingTable:
     # Suspended objects.
 
     def suspend(self, object_id: str, in_use: Callable[[], bool] = lambda: False) -> bool:
-        """Suspend an object: unmap the segments of suspended objects alone, and reserve their addresses.
+        """Suspend an object: unmap segments whose objects are all suspended, and reserve their addresses.
 
-        A segment with other objects, or attached by a block, stays mapped until that ends. Copy-on-write mappings stay, because
+        A segment used by other objects, or by a block, stays mapped until these uses end. Copy-on-write mappings stay, because
         pages written by this process exist only there.
 
-        :param in_use: called when the object is in :attr:`suspended`; if it returns True, the object is not suspended.
+        :param in_use: called once the object is in :attr:`suspended`; if it returns True, the object is not suspended.
         :returns: True if it is suspended now.
-        :raises CapabilityError: if its memory cannot be mapped again at its address, or its device cannot be waited for, as
-            while a CUDA graph is captured. Then nothing has changed.
+        :raises CapabilityError: if its memory cannot be mapped again at its address, or its device cannot be synchronised, as
+            during the capture of a CUDA graph. Nothing has changed then.
         """
         with self.changing:
             self._end_uses()
@@ -456,14 +458,14 @@ class MappingTable:
         owner: str = "",
         activate: Callable[[], object] = lambda: None,
     ) -> None:
-        """Map the memory of an object again, at its addresses, and let no other thread suspend it until ``activate()`` returns.
+        """Map the memory of an object again, at its addresses. No other thread can suspend it before ``activate()`` returns.
 
-        Where an earlier incarnation of a segment is still mapped, because something else lies in it too, the new one takes its
-        place. The segments are borrowed.
+        If an earlier incarnation of a segment is still mapped, because other objects use it too, the new one replaces it. The
+        segments are borrowed.
 
-        :param segments: those of the object, as they are now.
+        :param segments: the object's current segments.
         :param owner: see :meth:`attach`.
-        :raises CapabilityError: if this process cannot map the memory, or cannot wait for the device; all is as before then.
+        :raises CapabilityError: if the memory cannot be mapped, or the device not be synchronised. Nothing has changed then.
         :raises ProtocolError: if there is no segment for some of its memory.
         """
         by_name = {(segment.info.name, segment.info.access): segment for segment in segments}
@@ -506,7 +508,7 @@ class MappingTable:
                 mapping.backend.vacate(mapping.address, mapping.info.nbytes)  # raises the reason
 
     def _is_due(self, mapping: Mapping) -> bool:
-        """Return whether a mapping is to be vacated: only suspended objects live over it, and no block uses it."""
+        """Return True if a mapping can be vacated: all its objects are suspended, and no block uses it."""
         if mapping.vacated or mapping.pins or mapping.pooled or mapping.info.access in _APART or not mapping.backend.vacates:
             return False
         owners = {use.object_id for use in mapping.uses if use() is not None}
@@ -516,7 +518,7 @@ class MappingTable:
         _synchronize(due, "suspend")
         for mapping in due:
             with self._lock:
-                if self._is_due(mapping):  # a block of another thread may have attached it since
+                if self._is_due(mapping):  # another thread's block may have attached it
                     self._vacate_one(mapping)
 
     def _vacate_one(self, mapping: Mapping) -> None:
@@ -529,7 +531,7 @@ class MappingTable:
         _close(mapping)
 
     def _filled(self, segment: Segment) -> Mapping | None:
-        """Map a segment where an incarnation of it was vacated, if one was."""
+        """Map a segment at the address of a vacated incarnation of it; return None if there is none."""
         for mapping in self._mappings.values():
             if mapping.vacated and (mapping.info.name, mapping.info.access) == (segment.info.name, segment.info.access):
                 self._fill(mapping, segment)
@@ -540,7 +542,7 @@ class MappingTable:
         """Map a segment at a mapping's address, under the table's lock."""
         info = segment.info
         if info.nbytes != mapping.info.nbytes:
-            raise ProtocolError(f"segment {info.id} has {info.nbytes} bytes, and what it is to replace is {mapping}")
+            raise ProtocolError(f"segment {info.id} has {info.nbytes} bytes, but replaces {mapping}")
         if not mapping.vacated and not mapping.backend.replaces:
             self._vacate_one(mapping)
         taken = self._mappings.get((info.id, info.access, 0))
@@ -576,7 +578,7 @@ class MappingTable:
     def find(self, address: int) -> tuple[Mapping, int] | None:
         """Return the mapping that holds ``address`` and the offset in it, in bytes.
 
-        :raises HandleSuspended: if that is vacated: the caller is about to use the memory.
+        :raises HandleSuspended: if the mapping is vacated, because the caller is about to use the memory.
         """
         found = self._at(address)
         if found is None or found[0].hidden:
@@ -597,7 +599,7 @@ class MappingTable:
         return mapped[index], address - addresses[index]
 
     def _target(self, address: int) -> Target | None:
-        """Return the memory at an address if it may not be accessed, or not written to; a GPU's driver tells of its own."""
+        """Return the inaccessible or read-only host memory at an address. The driver reports faults of GPU memory."""
         found = self._at(address)
         if found is None or found[0].info.device != "cpu" or not (found[0].vacated or found[0].info.access == "read"):
             return None
@@ -611,7 +613,7 @@ class MappingTable:
     def drain(self) -> None:
         """Unmap unused segments, after waiting for the device: a safe point. Never called in a finaliser.
 
-        Segments of a device that cannot be waited for stay until the next safe point.
+        Segments of a device that cannot be synchronised stay mapped until the next safe point.
         """
         self._drain(lambda backend: backend.synchronize())
 
