@@ -242,24 +242,20 @@ class Capacity:
 
     def drop_stale_copies(self, nbytes: int) -> bool:
         """Drop stale host copies until ``nbytes`` are freed; return True if any was dropped."""
-        return self._drop_copies(nbytes, [one for one in self._droppable_copies() if self._is_stale(one.group)])
-
-    def _droppable_copies(self) -> list[_Candidate]:
-        return [one for one in self._host_copies() if one.copies]
-
-    def _drop_copies(self, nbytes: int, found: Iterable[_Candidate]) -> bool:
-        """Drop host copies until ``nbytes`` are freed; return True if any was dropped."""
         dropped = 0
-        for one in found:
-            if dropped < nbytes:
+        for one in self._host_copies():
+            if self._is_stale_copy(one) and dropped < nbytes:
                 dropped += one.frees[HOST]
-                for name in infos_of(one.group):
-                    self._objects.copies.discard(name, "host")
+                self._drop_copies(one)
         return dropped > 0
 
-    def _is_stale(self, group: Sequence[StoredObject]) -> bool:
-        copies = [self._objects.copies.get(name, "host") for name in infos_of(group)]
-        return all(copy is None or copy.revision == STALE for copy in copies)
+    def _drop_copies(self, one: _Candidate) -> None:
+        for name in infos_of(one.group):
+            self._objects.copies.discard(name, "host")
+
+    def _is_stale_copy(self, one: _Candidate) -> bool:
+        copies = [self._objects.copies.get(name, "host") for name in infos_of(one.group)]
+        return one.copies and all(copy is None or copy.revision == STALE for copy in copies)
 
     def _end(self, sizes: Mapping[str, int]) -> None:
         if sizes:
@@ -447,15 +443,18 @@ class Capacity:
 
     # Evictions.
 
-    def _begin_evictions(self, lack: Mapping[str, int]) -> bool:
-        """Begin evictions from devices, or from the host if the lack is there; return False if all of them do not suffice."""
+    def _begin_evictions(self, lack: Mapping[str, int], *, dropping: bool = False) -> bool:
+        """Begin evictions from devices, or from the host if the lack is there; return False if all of them do not suffice.
+
+        :param dropping: True to drop objects and copies only, which takes effect at once.
+        """
         left, on_host = Counter(lack), HOST in lack
         host = None if on_host else self._obtainable()
         plan: list[tuple[_Candidate, Tier | None]] = []
-        for one in self._requested_last(self._host_copies() if on_host else self._candidates()):
+        for one in self._requested_last(self._host_copies() if on_host else self._candidates(dropping=dropping)):
             if not left:
                 break
-            if not any(one.frees.get(device) for device in left):
+            if (one.below and dropping) or not any(one.frees.get(device) for device in left):
                 continue
             fits = [to for to in one.below if to != "host" or host is None or one.host_bytes <= host]
             if one.below and not fits:
@@ -471,7 +470,7 @@ class Capacity:
             if to is not None:
                 self.mover.begin_eviction(one.group, to)
             elif one.copies:
-                self._drop_copies(one.frees[HOST], [one])
+                self._drop_copies(one)
             else:
                 for stored in one.group:
                     self._objects.unlist(stored)
@@ -486,18 +485,18 @@ class Capacity:
         return self._free(HOST) - waiting + self.mover.frees()[HOST] + copies
 
     def _requested_last(self, found: Iterable[_Candidate]) -> list[_Candidate]:
-        """Return the candidates that can be moved now: droppable copies first, objects with a pending request last."""
+        """Return the candidates that can be moved now: stale copies, other copies, and last objects with a pending request."""
         wanted = {request.stored for request in self._queue}
         movable = [one for one in found if self._failed.keys().isdisjoint(_ids(one.group))]
-        return sorted(movable, key=lambda one: (not one.copies, not wanted.isdisjoint(one.group)))
+        return sorted(movable, key=lambda one: (not self._is_stale_copy(one), not one.copies, not wanted.isdisjoint(one.group)))
 
-    def _candidates(self) -> Iterator[_Candidate]:
+    def _candidates(self, *, dropping: bool) -> Iterator[_Candidate]:
         """Yield the candidates on devices: neither used nor pinned nor being moved."""
         mover = self.mover
         for group in self._groups():
             if group[0].cold or any(mover.is_moving(stored) for stored in group):
                 continue
-            below, infos = mover.below(group), infos_of(group)
+            below, infos = () if dropping else mover.below(group), infos_of(group)
             if below and any(self._leases.users(stored.object_id) or stored.pinned for stored in group):
                 continue
             if below:
@@ -556,19 +555,17 @@ class Capacity:
         excess = self.used(device) + nbytes - limit
         if nbytes == 0 or excess <= 0:
             return
+        if self._begin_evictions({device: excess}, dropping=True):
+            return
         if device == HOST:
-            droppable = self._droppable_copies()
-            if excess > sum(one.frees[HOST] for one in droppable):
-                raise ServerBusy(
-                    f"{nbytes} bytes of host copies do not fit: {what} is {limit}, and {self.used(HOST)} are in use or "
-                    f"reserved. Restore or drop objects that are there, or move them to files"
-                )
-            self._drop_copies(excess, droppable)
-        elif not self._objects.drop_idle(excess, device):
             raise ServerBusy(
-                f"{nbytes} bytes on {device} do not fit: {what} is {limit}, and {self.used(device)} are in use: "
-                f"{self._users(device)}. Release handles, free buffers, or ask for less"
+                f"{nbytes} bytes of host copies do not fit: {what} is {limit}, and {self.used(HOST)} are in use or "
+                f"reserved. Restore or drop objects that are there, or move them to files"
             )
+        raise ServerBusy(
+            f"{nbytes} bytes on {device} do not fit: {what} is {limit}, and {self.used(device)} are in use: "
+            f"{self._users(device)}. Release handles, free buffers, or ask for less"
+        )
 
     def require_descriptors(self, count: int) -> None:
         """Check that objects may have ``count`` more descriptors.

@@ -32,6 +32,7 @@ class Buffers(Shelf):
         super().__init__(max_bytes)
         self.table = BufferTable(self.store, self.leases, self.clock)
         self.capacity = Capacity(self.store, self.leases, self.clock, Mock(), lambda session: ord(session) - 96, limits)
+        self.capacity.mover = Mock(is_moving=Mock(return_value=False))
 
     def make(
         self,
@@ -152,15 +153,17 @@ def test_expiry_does_not_depend_on_the_sweeper(buffers: Buffers, late: str) -> N
 
 
 def test_the_cache_does_not_evict_buffers() -> None:
-    """They count against its budget and evict cached objects."""
-    buffers = Buffers(max_bytes=250)
+    """They count against its budget and evict cached objects, but pinned ones."""
+    buffers = Buffers(max_bytes=350)
+    pinned = buffers.add("f(0)")
+    pinned.pinned = True
     result = buffers.add("f(1)")
     first, second = (buffers.make(name=name) for name in ("one", "two"))
     buffers.store.settle(second.object_id)
     for stored in (first, second):
         buffers.release("a", stored)
     buffers.store.invalidate(endpoint="")
-    assert buffers.dropped == [result] and buffers.store.nbytes == 200
+    assert buffers.dropped == [result] and buffers.store.nbytes == 300
     buffers.store.clear()
 
 
@@ -218,6 +221,7 @@ def test_idle_results_are_evicted(limited: Buffers) -> None:
     """The least recently used first, as many as necessary."""
     first, second = limited.add("f(1)"), limited.add("f(2)")
     limited.add("f(3)", holders="a")
+    limited.clock.time += 1
     limited.store.lookup("f(1)")
     limited.capacity.take({"cpu": 100}, totals={"cpu": TOTAL})
     assert limited.dropped == [second]

@@ -363,6 +363,19 @@ def test_pinned_objects_stay(world: World) -> None:
     assert world.going == [(["y"], "host")] and world.dropped == []
 
 
+def test_a_server_that_refuses_drops_what_is_neither_pinned_nor_held(worlds: Callable[..., World]) -> None:
+    """Least recently used first, if that suffices, although it could be moved."""
+    world = worlds({GPU: 150}, when_full="refuse")
+    world.put("pinned", {GPU: 50}, pinned=True)
+    world.put("held", {GPU: 50}, active="b")
+    idle = world.put("idle", {GPU: 50})
+    with pytest.raises(ServerBusy, match="51 bytes on GPU-1 do not fit"):
+        world.capacity.take({GPU: 51})
+    assert world.dropped == []
+    with world.capacity.take({GPU: 50}):
+        assert world.dropped == [idle] and world.going == []
+
+
 @pytest.mark.parametrize(
     ("nbytes", "kind", "text"),
     [(51, ServerBusy, "51 bytes on GPU-1 do not fit beside what is pinned"), (101, CapabilityError, "more than the quota")],
@@ -485,6 +498,18 @@ def test_copies_of_what_is_on_its_device_give_way_first(worlds: Callable[..., Wo
     world.put("x", {GPU: 50})
     world.ask("a", gpu=50)
     assert world.store.copies.get(warm.record.segments[0].info.id, "host") is None and world.going == [(["x"], "host")]
+
+
+def test_stale_copies_are_dropped_before_good_ones(worlds: Callable[..., World]) -> None:
+    """Although their objects were used later."""
+    world = worlds({}, host_limit=200, when_full="refuse")
+    good, stale = (world.put(name, {GPU: 100}, ready=True) for name in ("good", "stale"))
+    copies = [world.store.copies.get(one.record.segments[0].info.id, "host") for one in (good, stale)]
+    assert copies[0] is not None and copies[1] is not None
+    copies[1].revision = STALE
+    with world.capacity.take({HOST: 100}):
+        left = [world.store.copies.get(one.record.segments[0].info.id, "host") for one in (good, stale)]
+        assert left == [copies[0], None]
 
 
 def test_host_copies_are_spilled_to_files(worlds: Callable[..., World]) -> None:
