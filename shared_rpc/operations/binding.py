@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast, overload
 
-from shared_rpc.client.handle import Lease
+from shared_rpc.client.handle import Lease, closing_scope
 from shared_rpc.client.results import rebuild, result_of
 from shared_rpc.client.steps import (
     BlockingMethods,
@@ -57,24 +57,81 @@ class operation(Unbound[P, R]):
         return self  # a bound class has a method in its place
 
 
-class BlockingPart(BlockingMethods):
-    """A public object of a blocking driver, with its own operations."""
+class Part:
+    """A public object with its own operations, and a context manager.
+
+    :param driver: the driver of a client, which executes them.
+    """
 
     def __init__(self, driver: Any) -> None:
         self._driver = driver
+
+    def _enter(self) -> Operation[None]:
+        """Begin a block."""
+        yield from ()
+
+    def _leave(self) -> Operation[None]:
+        """End a block."""
+        yield from ()
+
+    def _next(self) -> Operation[Any]:
+        """Return the next item of an iterator; None at its end."""
+        yield from ()
+
+
+class BlockingPart(Part, BlockingMethods):
+    """A part of a blocking client."""
 
     def _run(self, operation: Operation[T]) -> T:
         return cast("T", self._driver._run(operation))
 
+    def __enter__(self) -> Self:
+        self._run(self._enter())
+        return self
 
-class CoroutinePart(CoroutineMethods):
-    """A public object of a driver for coroutines, with its own operations."""
+    def __exit__(self, *_: object) -> None:
+        self._run(self._leave())
 
-    def __init__(self, driver: Any) -> None:
-        self._driver = driver
+
+class CoroutinePart(Part, CoroutineMethods):
+    """A part of a client for coroutines."""
 
     async def _run(self, operation: Operation[T]) -> T:
         return cast("T", await self._driver._run(operation))
+
+    async def __aenter__(self) -> Self:
+        await self._run(self._enter())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        with closing_scope():
+            await self._run(self._leave())
+
+
+class BlockingIterator(BlockingPart, Generic[T]):
+    """An iterator whose steps wait."""
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> T:
+        item: T | None = self._run(self._next())
+        if item is None:
+            raise StopIteration
+        return item
+
+
+class CoroutineIterator(CoroutinePart, Generic[T]):
+    """An asynchronous iterator."""
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> T:
+        item: T | None = await self._run(self._next())
+        if item is None:
+            raise StopAsyncIteration
+        return item
 
 
 def bound(kind: type[D]) -> type[D]:

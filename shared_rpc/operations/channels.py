@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from shared_rpc.client.handle import Lease, closing_scope
+from shared_rpc.client.handle import Lease
 from shared_rpc.client.steps import Operation, Request, Work
 from shared_rpc.client.suspension import Context
 from shared_rpc.errors import CapabilityError, ChannelClosed, ConfigurationError, ProtocolError
@@ -31,10 +31,10 @@ from shared_rpc.memory.arena import aligned
 from shared_rpc.memory.devices import device_id
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.ring import MOST_READERS, Ring
-from shared_rpc.operations.binding import BlockingPart, CoroutinePart, Steps, bound, operation, taken
+from shared_rpc.operations.binding import BlockingPart, CoroutinePart, Part, Steps, bound, operation, taken
 from shared_rpc.operations.buffers import created, request_of
 from shared_rpc.operations.generations import GenerationOperations
-from shared_rpc.operations.handles import until_of
+from shared_rpc.operations.handles import HandleOperations, until_of
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.buffers import ITEM_SIZES, Extent
 
@@ -81,6 +81,7 @@ class _Piece(msgspec.Struct, array_like=True, frozen=True):
 
 #: Messages often repeat the same tensors.
 _extent = functools.lru_cache(8192)(Extent.of)
+_NOTHING = msgspec.Raw(b"\xc0")  # None
 
 
 class _Header(msgspec.Struct, array_like=True):
@@ -89,12 +90,11 @@ class _Header(msgspec.Struct, array_like=True):
     first: bool
     last: bool
     pieces: list[_Piece]
-    meta: msgspec.Raw = msgspec.Raw(b"\xc0")  # None
+    meta: msgspec.Raw = _NOTHING
     #: True if the pieces lie behind the header.
     small: bool = False
 
 
-_NOTHING = msgspec.Raw(b"\xc0")
 _headers = msgspec.msgpack.Decoder(_Header)
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -260,9 +260,8 @@ class Parts:
         )
 
 
-def _work(function: Callable[..., Any], *args: Any) -> Work:
-    """Return a step that blocks briefly, or copies."""
-    return Work(functools.partial(function, *args))
+def _work(function: Callable[..., Any], *args: Any, waits: bool = False) -> Work:
+    return Work(functools.partial(function, *args), waits=waits)
 
 
 def _fills(tensors: Mapping[str, torch.Tensor], nbytes: int) -> Iterator[list[tuple[_Piece, torch.Tensor]]]:
@@ -331,66 +330,83 @@ def _put(parts: Parts, slot: _Slot, fill: Sequence[tuple[_Piece, torch.Tensor]])
         parts.synchronize(copied=True)
 
 
-def _sent(parts: Parts, tensors: Mapping[str, torch.Tensor], meta: Any, timeout: float | None) -> Steps[None]:
-    text = _meta_of(meta)
-    _check(tensors)
-    ring, first = parts.ring, True
-    ring.take("sender")
-    ring.check_readers()
-    fills = _fills(tensors, parts.settings.nbytes)
-    fill: list[tuple[_Piece, torch.Tensor]] | None = next(fills)
-    while fill is not None:
-        following, until = next(fills, None), until_of(timeout)
-        while not ring.acknowledged(ring.slots - 1):
-            yield Work(functools.partial(ring.wait_acknowledged, ring.slots - 1, until), waits=True)
-        turn = ring.turn
-        pieces = [piece for piece, _ in fill]
-        small = parts.device.type == "cuda" and (not pieces or pieces[-1].offset + pieces[-1].nbytes <= _SMALL)
-        yield _work(_put, parts, (parts.small_slots if small else parts.slots)[turn], fill)
-        header = _Header(first, following is None, pieces, text if first else _NOTHING, small)
-        _write(parts.headers[turn], _encode(header))
-        ring.advance()
-        fill, first = following, False
+def _new(piece: _Piece, device: torch.device) -> torch.Tensor:
+    import torch
+
+    with _plainly():
+        return torch.empty(piece.shape, dtype=getattr(torch, piece.dtype), device=device)
 
 
-def _flushed(parts: Parts, timeout: float | None) -> Steps[None]:
-    ring, until = parts.ring, until_of(timeout)
-    ring.take("sender")
-    while not ring.acknowledged(0):
-        yield Work(functools.partial(ring.wait_acknowledged, 0, until), waits=True)
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    with _plainly():
+        # It may be a parameter. A target on the host is read without waiting for a stream.
+        target.detach().copy_(source, non_blocking=target.is_cuda)
 
 
-class _Reception:
+class _Message(Part):
     """The reception of one message: its present slot, and the present piece in that."""
 
-    def __init__(self, parts: Parts, timeout: float | None, in_thread: bool) -> None:
+    def __init__(self, driver: Any, parts: Parts, timeout: float | None) -> None:
+        super().__init__(driver)
+        #: The ``meta`` sent with the tensors, None before the block is entered.
+        self.meta: Any = None
         self._parts = parts
         self._timeout = timeout
         self._header: _Header | None = None
-        self._slot: _Slot | None = None
+        self._slot = parts.private
         self._pieces: Iterator[_Piece] = iter(())
         self._over = False
         #: True if the caller was given tensors in a slot, which may be used on any stream.
         self._lent = False
         #: True if a block ends the reception, rather than an iterator.
-        self.in_block = False
-        #: True if steps run in another thread than the caller's, whose streams are others.
-        self.in_thread = in_thread
-        self.meta: Any = None
+        self._in_block = False
 
-    def entered(self) -> Steps[None]:
-        """Begin a block."""
-        self.in_block = True
-        yield from self._begun()
+    @operation
+    def copy_to(self, targets: Mapping[str, torch.Tensor]) -> Steps[list[str]]:
+        """Copy the rest of the tensors to those of the same name and shape, without a temporary; return their names.
 
-    def _begun(self) -> Steps[None]:
+        :raises ConfigurationError: if there is no such target.
+        """
+        names = []
+        yield from self._begin()
+        while (piece := (yield from self._next_piece())) is not None:
+            target = targets.get(piece.name)
+            if target is None or tuple(target.shape) != piece.shape:
+                there = "none of that name" if target is None else f"one of shape {tuple(target.shape)}"
+                raise ConfigurationError(
+                    f"tensor {piece.name[:200]!r} of shape {piece.shape} was received, and the targets have {there}"
+                )
+            if piece.nbytes == piece.extent.nbytes:
+                yield _work(_copy, target, self._slot.place(piece))
+            elif target.is_contiguous():
+                yield from self._assemble(piece, target.detach())
+            else:
+                whole = yield _work(_new, piece, self._parts.device)
+                yield from self._assemble(piece, whole)
+                yield _work(_copy, target, whole)
+            names.append(piece.name)
+        if not self._in_block:
+            yield from self._leave()
+        return names
+
+    def _enter(self) -> Steps[None]:
+        self._in_block = True
+        yield from self._begin()
+
+    def _leave(self) -> Steps[None]:
+        """Acknowledge the slot, from any position."""
+        self._pieces, self._over = iter(()), True
+        if self._header is not None:
+            yield Work(self._acknowledge)
+
+    def _begin(self) -> Steps[None]:
         """Wait for the message, unless that was done before. The rest of an earlier one is skipped."""
         if self._header is not None or self._over:
             return
         self._parts.ring.take("reader")
         while not (header := (yield from self._next_header())).first:
             self._parts.ring.advance()
-        self._enter(header)
+        self._open(header)
         try:
             self.meta = msgspec.msgpack.decode(header.meta)
         except msgspec.DecodeError as error:
@@ -399,13 +415,13 @@ class _Reception:
     def _next_header(self) -> Steps[_Header]:
         ring, until = self._parts.ring, until_of(self._timeout)
         while not ring.given():
-            yield Work(functools.partial(ring.wait_given, until), waits=True)
+            yield _work(ring.wait_given, until, waits=True)
         try:
             return _headers.decode(_read(self._parts.headers[ring.turn], _HEADER))
         except msgspec.DecodeError as error:
             raise ProtocolError(f"a header of channel {self._parts.name!r} cannot be read: {error}") from error
 
-    def _enter(self, header: _Header) -> None:
+    def _open(self, header: _Header) -> None:
         turn, parts = self._parts.ring.turn, self._parts
         if header.small:
             parts.private.read_from(parts.headers[turn] + _HEADER, header)
@@ -415,7 +431,7 @@ class _Reception:
 
     def _next_piece(self) -> Steps[_Piece | None]:
         """Return the next piece, None at the end of the message, whose last slot is not yet acknowledged then."""
-        yield from self._begun()
+        yield from self._begin()
         while (piece := next(self._pieces, None)) is None:
             if self._header is None or self._header.last:
                 return None
@@ -430,7 +446,7 @@ class _Reception:
                     reason="abandoned",
                     pid=pid,
                 )
-            self._enter(following)
+            self._open(following)
         return piece
 
     def _acknowledge(self) -> None:
@@ -445,17 +461,10 @@ class _Reception:
         if header.small:  # the sender need not wait for the copies of the copied content
             self._parts.synchronize(copied=True)
 
-    def left(self) -> Steps[None]:
-        """Acknowledge the slot, from any position."""
-        self._pieces, self._over = iter(()), True
-        if self._header is not None:
-            yield Work(self._acknowledge)
-
-    def next(self) -> Steps[tuple[str, torch.Tensor] | None]:
+    def _next(self) -> Steps[tuple[str, torch.Tensor] | None]:
         piece = yield from self._next_piece()
         if piece is None:
             return None
-        assert self._slot is not None, "a piece has a slot"
         if piece.nbytes == piece.extent.nbytes and self._slot.device == self._parts.device:
             self._lent = True
             return piece.name, self._slot.view(piece)
@@ -463,16 +472,15 @@ class _Reception:
         if piece.nbytes == piece.extent.nbytes:
             yield _work(_copy, whole, self._slot.place(piece))
         else:
-            yield from self._assembled(piece, whole)
-        if self.in_thread:
+            yield from self._assemble(piece, whole)
+        if isinstance(self, CoroutinePart):  # steps run in another thread than the caller's, whose streams are others
             yield Work(functools.partial(self._parts.synchronize, copied=True))
         return piece.name, whole
 
-    def _assembled(self, piece: _Piece, whole: torch.Tensor) -> Steps[None]:
+    def _assemble(self, piece: _Piece, whole: torch.Tensor) -> Steps[None]:
         """Copy a piece, and the following ones of the same tensor, into a contiguous tensor."""
         total = piece.extent.nbytes
         while True:
-            assert self._slot is not None, "a piece has a slot"
             yield _work(_copy, _part(whole, piece), self._slot.place(piece))
             if piece.start + piece.nbytes >= total:
                 return
@@ -480,64 +488,6 @@ class _Reception:
             if following is None or (following.name, following.start) != (piece.name, piece.start + piece.nbytes):
                 raise ProtocolError(f"channel {self._parts.name!r} lacks a piece of tensor {piece.name[:200]!r}")
             piece = following
-
-    def copied(self, targets: Mapping[str, torch.Tensor]) -> Steps[list[str]]:
-        names = []
-        yield from self._begun()
-        while (piece := (yield from self._next_piece())) is not None:
-            assert self._slot is not None, "a piece has a slot"
-            target = targets.get(piece.name)
-            if target is None or tuple(target.shape) != piece.shape:
-                there = "none of that name" if target is None else f"one of shape {tuple(target.shape)}"
-                raise ConfigurationError(
-                    f"tensor {piece.name[:200]!r} of shape {piece.shape} was received, and the targets have {there}"
-                )
-            if piece.nbytes == piece.extent.nbytes:
-                yield _work(_copy, target, self._slot.place(piece))
-            elif target.is_contiguous():
-                yield from self._assembled(piece, target.detach())
-            else:
-                whole = yield _work(_new, piece, self._parts.device)
-                yield from self._assembled(piece, whole)
-                yield _work(_copy, target, whole)
-            names.append(piece.name)
-        if not self.in_block:
-            yield from self.left()
-        return names
-
-
-def _new(piece: _Piece, device: torch.device) -> torch.Tensor:
-    import torch
-
-    with _plainly():
-        return torch.empty(piece.shape, dtype=getattr(torch, piece.dtype), device=device)
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    with _plainly():
-        # It may be a parameter. A target on the host is read without waiting for a stream.
-        target.detach().copy_(source, non_blocking=target.is_cuda)
-
-
-class _Message:
-    """The operations of a message that is being received."""
-
-    def __init__(self, driver: Any, parts: Parts, timeout: float | None) -> None:
-        super().__init__(driver)  # type: ignore[call-arg]
-        self._reception = _Reception(parts, timeout, isinstance(self, CoroutinePart))
-
-    @property
-    def meta(self) -> Any:
-        """The ``meta`` sent with the tensors, None before the block is entered."""
-        return self._reception.meta
-
-    @operation
-    def copy_to(self, targets: Mapping[str, torch.Tensor]) -> Steps[list[str]]:
-        """Copy the rest of the tensors to those of the same name and shape, without a temporary; return their names.
-
-        :raises ConfigurationError: if there is no such target.
-        """
-        return (yield from self._reception.copied(targets))
 
 
 @bound
@@ -551,22 +501,15 @@ class TensorMessage(_Message, BlockingPart):
 
     def close(self) -> None:
         """End the reception, and skip the rest."""
-        self._run(self._reception.left())
-
-    def __enter__(self) -> TensorMessage:
-        self._run(self._reception.entered())
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        self._run(self._leave())
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         try:
-            while (pair := self._run(self._reception.next())) is not None:
+            while (pair := self._run(self._next())) is not None:
                 yield pair
                 del pair
         finally:
-            if not self._reception.in_block:
+            if not self._in_block:
                 self.close()
 
 
@@ -576,33 +519,23 @@ class AsyncTensorMessage(_Message, CoroutinePart):
 
     async def close(self) -> None:
         """Behave like :meth:`TensorMessage.close`, also in a cancelled scope."""
-        with closing_scope():
-            await self._run(self._reception.left())
-
-    async def __aenter__(self) -> AsyncTensorMessage:
-        await self._run(self._reception.entered())
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
+        await self.__aexit__()
 
     async def __aiter__(self) -> AsyncIterator[tuple[str, torch.Tensor]]:
         try:
-            while (pair := await self._run(self._reception.next())) is not None:
+            while (pair := await self._run(self._next())) is not None:
                 yield pair
                 del pair
         finally:
-            if not self._reception.in_block:
+            if not self._in_block:
                 await self.close()
 
 
-class _Channel:
+class _Channel(Part):
     """The operations of a channel in one process."""
 
-    _driver: Any
-
     def __init__(self, driver: Any, parts: Parts) -> None:
-        super().__init__(driver)  # type: ignore[call-arg]
+        super().__init__(driver)
         self._parts = parts
 
     @property
@@ -643,7 +576,25 @@ class _Channel:
         :raises CapabilityError: for a tensor that is not strided; while a CUDA graph is being captured.
         :raises ConfigurationError: if another process is the sender.
         """
-        yield from _sent(self._parts, tensors, meta, timeout)
+        text = _meta_of(meta)
+        _check(tensors)
+        parts, ring, first = self._parts, self._parts.ring, True
+        ring.take("sender")
+        ring.check_readers()
+        fills = _fills(tensors, parts.settings.nbytes)
+        fill: list[tuple[_Piece, torch.Tensor]] | None = next(fills)
+        while fill is not None:
+            following, until = next(fills, None), until_of(timeout)
+            while not ring.acknowledged(ring.slots - 1):
+                yield _work(ring.wait_acknowledged, ring.slots - 1, until, waits=True)
+            turn = ring.turn
+            pieces = [piece for piece, _ in fill]
+            small = parts.device.type == "cuda" and (not pieces or pieces[-1].offset + pieces[-1].nbytes <= _SMALL)
+            yield _work(_put, parts, (parts.small_slots if small else parts.slots)[turn], fill)
+            header = _Header(first, following is None, pieces, text if first else _NOTHING, small)
+            _write(parts.headers[turn], _encode(header))
+            ring.advance()
+            fill, first = following, False
 
     @operation
     def flush(self, timeout: float | None = None) -> Steps[None]:
@@ -651,7 +602,20 @@ class _Channel:
 
         :param timeout: seconds to wait; None for no limit.
         """
-        yield from _flushed(self._parts, timeout)
+        ring, until = self._parts.ring, until_of(timeout)
+        ring.take("sender")
+        while not ring.acknowledged(0):
+            yield _work(ring.wait_acknowledged, 0, until, waits=True)
+
+    @operation
+    def close(self) -> Steps[None]:
+        """Leave the channel, visibly for its peers. The memory is freed when all sides have left it, or have ended."""
+        yield from self._leave()
+
+    def _leave(self) -> Steps[None]:
+        self._parts.ring.leave()
+        for handle in self._parts.handles:
+            yield from HandleOperations.release.body(handle)
 
 
 @bound
@@ -684,18 +648,6 @@ class TensorChannel(_Channel, BlockingPart):
             with message:
                 yield message
 
-    def close(self) -> None:
-        """Leave the channel, visibly for its peers. The memory is freed when all sides have left it, or have ended."""
-        self._parts.ring.leave()
-        for handle in self._parts.handles:
-            handle.release()
-
-    def __enter__(self) -> TensorChannel:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 @bound
 class AsyncTensorChannel(_Channel, CoroutinePart):
@@ -716,16 +668,3 @@ class AsyncTensorChannel(_Channel, CoroutinePart):
                 raise
             async with message:
                 yield message
-
-    async def close(self) -> None:
-        """Behave like :meth:`TensorChannel.close`."""
-        self._parts.ring.leave()
-        for handle in self._parts.handles:
-            await handle.release()
-
-    async def __aenter__(self) -> AsyncTensorChannel:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        with closing_scope():
-            await self.close()

@@ -11,7 +11,7 @@ from shared_rpc.client.suspension import Context
 from shared_rpc.errors import ConnectError, ConnectionClosed, ProtocolError
 from shared_rpc.memory.revisions import Page
 from shared_rpc.memory.segments import Segment
-from shared_rpc.operations.binding import BlockingPart, CoroutinePart, Leased, Steps, operation, taken
+from shared_rpc.operations.binding import BlockingIterator, CoroutineIterator, Leased, Part, Steps, operation, taken
 from shared_rpc.operations.handles import lending
 from shared_rpc.protocol import generations as g
 from shared_rpc.protocol.generations import Generation, Refreshes
@@ -63,16 +63,16 @@ class GenerationOperations:
         return Page(segment, message.memory, object_id)
 
 
-class _News:
+class _News(Part):
     """News of a server not yet returned by the iterator, and the position after them."""
 
     def __init__(self, driver: Any) -> None:
-        super().__init__(driver)  # type: ignore[call-arg]
+        super().__init__(driver)
         self._after = -1
         self._server_id = ""
         self._news: deque[Generation] = deque()
 
-    def _ask(self) -> Operation[None]:
+    def _enter(self) -> Operation[None]:
         """Wait for generations that become current after the position; the first time only get the position."""
         if self._server_id:  # a server that does not answer the first time is subject to the client's timeouts
             yield Within(None)
@@ -91,39 +91,13 @@ class _News:
 
     def _next(self) -> Operation[Generation]:
         while not self._news:
-            yield from self._ask()
+            yield from self._enter()
         return self._news.popleft()
 
 
-class RefreshIterator(_News, BlockingPart):
+class RefreshIterator(_News, BlockingIterator[Generation]):
     """The iterator of :meth:`Client.refreshes`."""
 
-    def __enter__(self) -> RefreshIterator:
-        self._run(self._ask())
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def __iter__(self) -> RefreshIterator:
-        return self
-
-    def __next__(self) -> Generation:
-        return self._run(self._next())
-
-
-class AsyncRefreshIterator(_News, CoroutinePart):
+class AsyncRefreshIterator(_News, CoroutineIterator[Generation]):
     """The iterator of :meth:`AsyncClient.refreshes`."""
-
-    async def __aenter__(self) -> AsyncRefreshIterator:
-        await self._run(self._ask())
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        pass
-
-    def __aiter__(self) -> AsyncRefreshIterator:
-        return self
-
-    async def __anext__(self) -> Generation:
-        return await self._run(self._next())

@@ -8,7 +8,7 @@ from typing import Any, cast
 from shared_rpc.client.exported import ExportedRecord
 from shared_rpc.client.steps import Lend, Operation, Request, Tell, Within, ask, query
 from shared_rpc.errors import ClusterError, ConnectError, ConnectionClosed, ProtocolError, SharedRPCError, to_wire
-from shared_rpc.operations.binding import BlockingPart, CoroutinePart, Leased, Steps, bound, operation
+from shared_rpc.operations.binding import BlockingIterator, CoroutineIterator, Leased, Part, Steps, bound, operation
 from shared_rpc.operations.handles import lending
 from shared_rpc.operations.records import given
 from shared_rpc.protocol import exported as x
@@ -19,13 +19,11 @@ from shared_rpc.protocol.sources import Miss
 from shared_rpc.settings import source_token
 
 
-class _SourceMethods:
+class _SourceMethods(Part):
     """The methods and state of a source: its number, and the misses not yet returned."""
 
-    _driver: Any
-
     def __init__(self, driver: Any) -> None:
-        super().__init__(driver)  # type: ignore[call-arg]
+        super().__init__(driver)
         #: 0 before it was attached.
         self._number = 0
         self._closed = False
@@ -47,7 +45,7 @@ class _SourceMethods:
         self._after = 0
         self._misses.clear()
 
-    def _detach(self) -> Operation[None]:
+    def _leave(self) -> Operation[None]:
         self._closed = True
         number, self._number = self._number, 0
         if number:
@@ -61,7 +59,7 @@ class _SourceMethods:
         if not self._number:
             yield from self._attach()
             if self._closed:  # by a thread that did not know the number
-                yield from self._detach()
+                yield from self._leave()
                 return None
         while not self._misses:
             number = self._number
@@ -135,7 +133,7 @@ class _SourceMethods:
 
         Open misses wait for the next source.
         """
-        yield from self._detach()
+        yield from self._leave()
 
 
 def _leased(message: m.Message, what: str, payload: bytes = b"") -> Operation[Any]:
@@ -150,46 +148,14 @@ def _leased(message: m.Message, what: str, payload: bytes = b"") -> Operation[An
 
 
 @bound
-class Source(_SourceMethods, BlockingPart):
+class Source(_SourceMethods, BlockingIterator[Miss]):
     """The source of records that :meth:`Client.source` returns: an iterator of misses, and a context manager.
 
     It is attached at the beginning of the ``with`` block, or with the first step of the iteration. One thread iterates; the
     answers may be given from any thread, each of which waits for its own.
     """
 
-    def __enter__(self) -> Source:
-        self._run(self._enter())
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __iter__(self) -> Source:
-        return self
-
-    def __next__(self) -> Miss:
-        miss = self._run(self._next())
-        if miss is None:
-            raise StopIteration
-        return miss
-
 
 @bound
-class AsyncSource(_SourceMethods, CoroutinePart):
+class AsyncSource(_SourceMethods, CoroutineIterator[Miss]):
     """The source of records that :meth:`AsyncClient.source` returns: :class:`Source` for coroutines."""
-
-    async def __aenter__(self) -> AsyncSource:
-        await self._run(self._enter())
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    def __aiter__(self) -> AsyncSource:
-        return self
-
-    async def __anext__(self) -> Miss:
-        miss = await self._run(self._next())
-        if miss is None:
-            raise StopAsyncIteration
-        return miss
