@@ -123,7 +123,7 @@ class Broker:
     def stop(self) -> None:
         """Stop: waiters get :class:`ConnectionClosed`, sockets are removed, workers end, clients keep their memory."""
         self._store.close()  # the stored state stays
-        self._notifier.stopping()
+        self._notifier.notify("STOPPING=1")
         for service in tuple(self._services.values()):
             service.acceptor.remove_socket()
         self.ask_to_stop()
@@ -280,7 +280,7 @@ class Broker:
                     self._take_over(ready, "changed")
                 except SharedRPCError as error:
                     _log.error("%s", error)
-                self._notifier.status(self._status())
+                self._notifier.notify(f"STATUS={self._status()}")
             for service in self._services.values():
                 self._store.keep_service(service.facts, service.core)
         for service in self._services.values():
@@ -330,7 +330,14 @@ class Broker:
             service.scope.cancel()
 
     def _unserved(self) -> str:
-        return self._inherited.unserved([service.acceptor.path for service in self._services.values()])
+        """Return an error text for the service manager's sockets that no provider serves; ``""`` if there are none."""
+        if not (listeners := self._inherited.listeners):
+            return ""
+        served = ", ".join(service.acceptor.path for service in self._services.values())
+        return (
+            f"the service manager listens at {', '.join(listeners)}, but the app serves at {served}: make ListenStream= and "
+            f"the base path, the device or --socket agree"
+        )
 
     def _status(self) -> str:
         """Return a one-line status for display."""
@@ -376,7 +383,7 @@ class Broker:
     async def _reload(self, objects: str) -> ReloadInfo:
         if objects not in ("changed", "all", "none"):
             raise ConfigurationError(f"objects={objects!r}: use 'changed', 'all' or 'none'")
-        self._notifier.reloading()
+        self._notifier.notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
         try:
             return await self._load_new_code(objects)
         finally:

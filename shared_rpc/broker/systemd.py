@@ -14,8 +14,7 @@ import os
 import socket
 import stat
 import struct
-import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -67,18 +66,6 @@ class Notifier:
         """Report the completion of the start or of a reload."""
         self.notify("READY=1", f"STATUS={status}")
 
-    def status(self, text: str) -> None:
-        """Report a one-line status for display."""
-        self.notify(f"STATUS={text}")
-
-    def reloading(self) -> None:
-        """Report a reload, in progress until the next :meth:`ready`."""
-        self.notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
-
-    def stopping(self) -> None:
-        """Report that the service is stopping."""
-        self.notify("STOPPING=1")
-
     def store(self, name: str, fd: int) -> None:
         """Store a duplicate of a borrowed descriptor in the manager, for the next process of the service.
 
@@ -106,18 +93,6 @@ class Inherited:
     stored: list[Passed] = field(default_factory=list)
     notifier: Notifier = field(default_factory=Notifier)
     capacity: int | None = None
-
-    def unserved(self, served: Iterable[str]) -> str:
-        """Return an error text for the remaining sockets, which no provider serves; ``""`` if there are none.
-
-        :param served: the paths served by the app.
-        """
-        if not self.listeners:
-            return ""
-        return (
-            f"the service manager listens at {', '.join(self.listeners)}, but the app serves at {', '.join(served)}: make "
-            f"ListenStream= and the base path, the device or --socket agree"
-        )
 
 
 def inherit(variables: Mapping[str, str]) -> Inherited:

@@ -17,7 +17,6 @@ forked, and waits for them to end.
 
 from __future__ import annotations
 
-import atexit
 import os
 import select
 import signal
@@ -154,8 +153,6 @@ def wait_for_signal(
 _earlier: dict[int, Any] = {}
 #: The receiver of signals during a wait.
 _receiver: End | None = None
-#: True while this process is ending.
-_ending = False
 
 
 def _install(numbers: Iterable[int], receiver: End) -> None:
@@ -177,26 +174,9 @@ def _uninstall() -> None:
 
 def _end_undisturbed(code: int) -> None:
     """End the process within some seconds, ignoring Ctrl-C."""
-    global _ending
     for number in _earlier:
-        signal.signal(number, _nothing)
-    _ending = True
+        signal.signal(number, signal.SIG_IGN)  # the interpreter restores the defaults of handlers when it is finalised
     end_within(_GRACE, code, "asked to end" if code == 0 else "failed")
-
-
-def _nothing(*_: object) -> None:
-    """Do nothing. Unlike SIG_IGN, this is not inherited by processes that exit callbacks start."""
-
-
-def _ignore_from_now_on() -> None:
-    """Ignore signals: the interpreter restores the defaults of other handlers when it is finalised."""
-    if _ending:
-        for number in _earlier:
-            signal.signal(number, signal.SIG_IGN)
-
-
-# Callbacks run in the reverse order of their registration.
-atexit.register(_ignore_from_now_on)
 
 
 @after_fork
@@ -204,8 +184,6 @@ def _restore_signals() -> None:
     """Let SIGTERM, such as from the pools of multiprocessing, and Ctrl-C end a child forked by an endpoint. Its signals are not
     its parent's.
     """
-    global _ending
-    _ending = False
     if _receiver is not None:
         signal.set_wakeup_fd(-1)
         _receiver.close()

@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import threading
-import time
 
 from shared_rpc.zygote.child import open_descriptors
 from shared_rpc.zygote.process import fork, is_readable
@@ -25,10 +24,6 @@ _NOT_INITIALIZED = 3
 _EVENTS = ("anon_inode:[eventfd]", "pipe:")
 #: Seconds for the trial fork's computation.
 _PATIENCE = 10.0
-#: Seconds for a new thread to start running.
-_BEGINNING = 0.02
-#: The number of threads at the last check.
-_seen = [1]
 
 
 def unsafe(known: frozenset[int]) -> str:
@@ -40,10 +35,6 @@ def unsafe(known: frozenset[int]) -> str:
 
     :param known: descriptors that are allowed to be open.
     """
-    if _native_threads() != _seen[0]:
-        # A thread of the module _thread is counted once it runs; a thread of a library at once.
-        time.sleep(_BEGINNING)
-        _seen[0] = _native_threads()
     if threading.active_count() > 1 or _thread._count() > 0:
         names = ", ".join(thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
         return f"it has threads ({names or 'without names'})"
@@ -71,10 +62,6 @@ def cuda_is_initialised() -> bool:
     except OSError:  # the library is not loaded
         return False
     return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _NOT_INITIALIZED)
-
-
-def _native_threads() -> int:
-    return len(os.listdir("/proc/self/task"))
 
 
 def try_fork() -> str:

@@ -89,7 +89,7 @@ def test_a_stuck_manager_does_not_block(tmp_path: Path, caplog: pytest.LogCaptur
         notifier = inherit({"NOTIFY_SOCKET": address}).notifier
         notifier._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 10_000))
         for _ in range(5000):
-            notifier.status("again")
+            notifier.notify("STATUS=again")
             if caplog.records:
                 break
         notifier._socket.close()

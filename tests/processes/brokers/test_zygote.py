@@ -117,7 +117,7 @@ def test_failing_imports_are_left_out(zygote: Zygote) -> None:
 @pytest.mark.parametrize(
     ("code", "why"),
     [
-        ("import _thread, time; _thread.start_new_thread(time.sleep, (60,))", "threads"),
+        ("import threading, time; threading.Thread(target=time.sleep, args=(60,), daemon=True).start()", "threads"),
         ("import socket; kept = socket.socketpair()", "socket:"),
         ("import subprocess; kept = subprocess.Popen(['cat'], stdin=subprocess.PIPE)", "child processes"),
     ],
