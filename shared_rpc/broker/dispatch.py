@@ -332,16 +332,17 @@ def _outcome(message: w.RunFinished | w.RunFailed, frame: Frame, transfer: Forwa
     """Return the outcome reported by a worker. Its record owns the frame's descriptors."""
     if isinstance(message, w.RunFailed):
         return Failure(message.code, message.text, message.detail, frame.payload)
-    segments: list[Segment] = []
+    arenas: dict[int, Segment] = {}
     for number in message.kept:
         arena = transfer.result_segment(message.segments[number].id) if transfer is not None else None
         if arena is None:
             return Failure.of(ConnectionClosed("the client's session ended before its call"))
-        segments.append(Segment(arena.info, arena.descriptor))
-    if frame.fds or len(segments) < len(message.segments):
-        sent = [info for number, info in enumerate(message.segments) if number not in message.kept]
-        others = [Segment.owning(info, fd) for info, fd in zip(sent, frame.detach_fds(), strict=True)]
-        segments = [segments.pop(0) if number in message.kept else others.pop(0) for number in range(len(message.segments))]
+        arenas[number] = arena
+    fds = iter(frame.detach_fds())
+    segments = [
+        Segment(arenas[number].info, arenas[number].descriptor) if number in arenas else Segment.owning(info, next(fds))
+        for number, info in enumerate(message.segments)
+    ]
     return Completed(
         Record(
             frame.payload,

@@ -85,8 +85,8 @@ def launch(script: Script) -> NoReturn:
 def _check(script: Script) -> None:
     """Raise an error in cases that only the interpreter itself can handle, or reports better."""
     if not script.module:
-        if script.name == "-":
-            raise ConnectError("a program from standard input has no path")
+        if script.name == "-" or script.name.endswith(".pyc"):
+            raise ConnectError("the program is no file of Python's source code")
         if not os.access(script.name, os.R_OK):
             raise ConnectError("")  # the interpreter has its own message
     if sys.flags.inspect or sys.flags.interactive:

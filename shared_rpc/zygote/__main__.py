@@ -13,6 +13,7 @@ from typing import NoReturn
 from shared_rpc.client.starting import LISTENING, daemonize
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.zygote.child import set_title
+from shared_rpc.zygote.imports import Unfit
 from shared_rpc.zygote.process import die_with_parent
 from shared_rpc.zygote.serving import Control, Listener, Zygote
 from shared_rpc.zygote.wire import framed, receive, send
@@ -37,10 +38,14 @@ def main() -> Callable[[], NoReturn] | None:
     set_title([sys.executable, "-m", "shared_rpc.zygote"])
     control = socket.socket(fileno=options.fd)
     control.set_inheritable(False)
-    zygote = Zygote()
-    answer = zygote.prepare(receive(control)[0])
+    zygote, request = Zygote(), receive(control)[0]
+    try:
+        answer = zygote.prepare(request["modules"], request.get("own", ()))
+    except Unfit as unfit:
+        send(control, framed({"type": "Unfit", "why": str(unfit), "module": unfit.module}))
+        return None
     send(control, framed(answer))
-    return zygote.serve(Control(control)) if answer["type"] == "Ready" else None
+    return zygote.serve(Control(control))
 
 
 def _listen(options: argparse.Namespace) -> Callable[[], NoReturn] | None:
@@ -50,12 +55,12 @@ def _listen(options: argparse.Namespace) -> Callable[[], NoReturn] | None:
     needed, modules = options.preload
     set_title([sys.executable, "-m", "shared_rpc.zygote", options.listen, *needed])
     zygote = Zygote()
-    answer = zygote.prepare({"modules": modules, "needed": needed})
-    if answer["type"] == "Unfit":
-        report(f"a zygote that has imported {', '.join(needed)} cannot be forked: {answer['why']}")
-        return None
     try:
+        zygote.prepare(modules, needed=needed)
         listener = Listener(options.listen, options.detach, needed, options.idle_exit)
+    except Unfit as unfit:
+        report(f"a zygote that has imported {', '.join(needed)} cannot be forked: {unfit}")
+        return None
     except ConfigurationError as error:
         report(str(error))
         return None

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib.machinery import BuiltinImporter, SourceFileLoader, SourcelessFileLoader
+from importlib.machinery import BuiltinImporter, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -176,12 +176,9 @@ def run_program(words: Sequence[str]) -> NoReturn:
 
 def _run_file(path: str) -> None:
     # Not by runpy.run_path(): its main module ends with the script's code, but a server continues after that.
-    main = vars(sys.modules["__main__"])
-    compiled, source = SourcelessFileLoader("__main__", path), SourceFileLoader("__main__", path)
-    is_compiled = path.endswith(".pyc")
-    main.update(__file__=path, __cached__=None, __loader__=compiled if is_compiled else source)
-    code: Any = compiled.get_code("__main__") if is_compiled else None
-    exec(code or compile(source.get_data(path), path, "exec", dont_inherit=True), main)
+    main, loader = vars(sys.modules["__main__"]), SourceFileLoader("__main__", path)
+    main.update(__file__=path, __cached__=None, __loader__=loader)
+    exec(compile(loader.get_data(path), path, "exec", dont_inherit=True), main)
 
 
 def new_main() -> None:

@@ -11,7 +11,6 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 from shared_rpc.settings import environment
@@ -85,26 +84,22 @@ def imported() -> tuple[list[str], list[str]]:
     return installed, own
 
 
-@dataclass
-class Preloaded:
-    """The outcome of imports.
+class Unfit(Exception):
+    """The reason why this process must not be forked any more, and the module whose import was the cause, if any."""
 
-    :param dropped: modules that could not be imported, and the errors.
-    :param spoiled: the reason why the process can no longer be forked; empty if it can.
-    :param module: the module whose import was the cause.
-    """
-
-    dropped: dict[str, str] = field(default_factory=dict)
-    spoiled: str = ""
-    module: str = ""
+    def __init__(self, why: str, module: str = "") -> None:
+        super().__init__(why)
+        self.module = module
 
 
-def preload(names: Sequence[str], check: Callable[[], str]) -> Preloaded:
+def preload(names: Sequence[str], check: Callable[[], str]) -> dict[str, str]:
     """Import modules, none from the user's directories, whose files change at any time.
 
     :param check: called after each import, returns the reason why the process can no longer be forked, or an empty text.
+    :returns: modules that could not be imported, and the errors.
+    :raises Unfit: for such a reason.
     """
-    done = Preloaded()
+    dropped: dict[str, str] = {}
     path = sys.path[:]
     sys.path[:] = safe = [entry for entry in path if is_installed(entry)]
     try:
@@ -114,12 +109,10 @@ def preload(names: Sequence[str], check: Callable[[], str]) -> Preloaded:
             try:
                 importlib.import_module(name)
             except BaseException as error:  # any exception is the module's, including SystemExit
-                done.dropped[name] = f"{type(error).__name__}: {error}"
-            done.spoiled = check()
-            if done.spoiled:
-                done.module = name
-                break
-        return done
+                dropped[name] = f"{type(error).__name__}: {error}"
+            if why := check():
+                raise Unfit(f"importing {name} makes the process unfit for forks: {why}", name)
+        return dropped
     finally:
         # Entries that the imports have added to the path stay.
         sys.path[:] = [*path, *(entry for entry in sys.path if entry not in safe)]

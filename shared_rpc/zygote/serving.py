@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypedDict
@@ -20,7 +20,7 @@ from shared_rpc.lifecycle import collector
 from shared_rpc.protocol.peers import is_own, peer_of
 from shared_rpc.settings import change_environment, environment
 from shared_rpc.zygote.child import become, open_descriptors, own_path, run_program
-from shared_rpc.zygote.imports import Files, changeable, changes_since, is_installed, preload, shadowed
+from shared_rpc.zygote.imports import Files, Unfit, changeable, changes_since, is_installed, preload, shadowed
 from shared_rpc.zygote.process import fork, fork_watched, refuse, resident_bytes
 from shared_rpc.zygote.safety import try_fork, unsafe
 from shared_rpc.zygote.wire import GO, GREETING, Lost, framed, receive, receive_fds, send
@@ -96,39 +96,35 @@ class Zygote:
         self._fds = frozenset(open_descriptors())
         self._files: Files | None = None
 
-    def prepare(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Import the ``modules`` of a Preload, and check that this process can be forked then; return the answer.
+    def prepare(self, modules: Sequence[str], own: Iterable[str] = (), needed: Iterable[str] = ()) -> dict[str, Any]:
+        """Import modules, and check that this process can be forked then; return the answer to a Preload.
 
-        ``own`` are names of modules that it must not have: those of the user's own code. ``needed`` are modules without which
-        the zygote is useless.
+        :param own: names of modules that it must not have: those of the user's own code.
+        :param needed: modules without which the zygote is useless.
+        :raises Unfit: if it cannot be forked.
         """
         change_environment(_ASK_NVML)
         before, begin = environment(), sys.path[:]
         with collector.paused():
-            done = preload(request["modules"], lambda: unsafe(self._fds))
-        if done.spoiled:
-            why = f"importing {done.module} makes the process unfit for forks: {done.spoiled}"
-            return {"type": "Unfit", "why": why, "module": done.module}
+            dropped = preload(modules, lambda: unsafe(self._fds))
         self._changed = changes_since(before)
         self._path += [entry for entry in sys.path if entry not in begin]
-        needed = request.get("needed", ())
-        why = changeable() if needed else ""
-        for name in {*request.get("own", ())} & {*sys.modules}:
-            why = f"the imports have a module {name!r}, and the app has another one"
-        for name in {*needed} & {*done.dropped}:
-            why = f"cannot import {name}: {done.dropped[name]}"
-        if not why:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            gc.collect()
-            # A collection in a fork would touch every object, and so copy its page.
-            gc.freeze()
-            why = unsafe(self._fds) or try_fork() or unsafe(self._fds)
-        if why:
-            return {"type": "Unfit", "why": why, "module": ""}
+        for name in {*own} & {*sys.modules}:
+            raise Unfit(f"the imports have a module {name!r}, and the app has another one")
+        for name in {*needed} & {*dropped}:
+            raise Unfit(f"cannot import {name}: {dropped[name]}")
+        if needed and (why := changeable()):
+            raise Unfit(why)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        gc.collect()
+        # A collection in a fork would touch every object, and so copy its page.
+        gc.freeze()
+        if why := unsafe(self._fds) or try_fork() or unsafe(self._fds):
+            raise Unfit(why)
         self._kept = sorted({*self._kept, *({*open_descriptors()} - self._fds)})
         self._files = Files()
-        return {"type": "Ready", "modules": len(sys.modules), "dropped": done.dropped, "variables": self._changed}
+        return {"type": "Ready", "modules": len(sys.modules), "dropped": dropped, "variables": self._changed}
 
     def serve(self, door: Control) -> Callable[[], NoReturn] | None:
         """Fork for each client until no more can connect. Returns the program in requested processes, None at the end."""
