@@ -48,18 +48,18 @@ class InProcessExecutor:
     ) -> None:
         self.endpoints = endpoints
         self.transfers = transfers_of(pool)
-        self._publisher = Publisher(device, self.transfers, shares=shares)
+        self.publisher = Publisher(device, self.transfers, shares=shares)
         self._device = device
         self._kind = device_kind(device)
         limit = max_workers if max_workers is not None else min(32, (os.cpu_count() or 1) + 4)
-        self._threads = WorkerThreads(limit, self._prepare)
+        self.threads = WorkerThreads(limit, self.prepare)
         #: A second set of threads for tasks, so that a few long ones do not hold up all calls.
-        self._background = WorkerThreads(limit, self._prepare, next_turn=True)
+        self.background = WorkerThreads(limit, self.prepare, next_turn=True)
         #: Runs whose work has not begun, with their jobs.
-        self._queued: dict[Run[Any], tuple[WorkerThreads, Job]] = {}
-        self._coroutines = Coroutines()
+        self.queued: dict[Run[Any], tuple[WorkerThreads, Job]] = {}
+        self.coroutines = Coroutines()
 
-    def _prepare(self) -> None:
+    def prepare(self) -> None:
         """Make the provider's GPU current in this thread: endpoints mean it by ``"cuda"``, and cuBLAS warns without a current
         context.
         """
@@ -73,12 +73,12 @@ class InProcessExecutor:
     @property
     def busy(self) -> int:
         """The number of threads that run an endpoint now."""
-        return self._threads.busy + self._background.busy
+        return self.threads.busy + self.background.busy
 
     @contextmanager
     def lend_thread(self) -> Iterator[None]:
         """Allow one more thread while an endpoint waits for another one, so that waiting does not exhaust ``max_workers``."""
-        with self._threads.lend(), self._background.lend():
+        with self.threads.lend(), self.background.lend():
             yield
 
     def reclaim(self) -> None:
@@ -90,57 +90,19 @@ class InProcessExecutor:
 
     def close(self) -> None:
         """End idle threads, after the loop has ended. Other threads end with their endpoint or with the process."""
-        self._threads.close()
-        self._background.close()
-        self._publisher.slabs.close()
+        self.threads.close()
+        self.background.close()
+        self.publisher.slabs.close()
 
     async def finish(self) -> None:
         """End the runs on the loop, just before the loop ends."""
-        await self._coroutines.finish()
+        await self.coroutines.finish()
 
     def start(self, run: Run[Any], owner: Owner) -> None:
-        endpoint = self.endpoints[run.spec.name]
-        reporter = Reporter(asyncio.get_running_loop(), functools.partial(owner.progressed, run))
-        context = run.place = RunContext(run.chain, reporter.put, run.request_id)
-        begun = functools.partial(self._begun, run, owner)
-        ended = functools.partial(self._ended, run, owner, reporter)
-        threads = self._background if run.background else self._threads
-        if not endpoint.spec.is_async:
-            job = self._job(run, functools.partial(self._call, endpoint, run, context), ended, begun)
-        elif not run.background and loads_soon(run):
-            begun()
-            loaded = guarded(lambda: Completed(None, load(run)))
-            if isinstance(loaded, Failure):
-                asyncio.get_running_loop().call_soon(ended, loaded)  # soon: it may start the next queued run
-            else:
-                self._await(endpoint, run, context, loaded, ended)
-            return
-        else:
-            # Mapping large arguments and publishing the result take time, so threads do that in either case.
-            job = Job(
-                lambda: guarded(lambda: Completed(None, load(run))),
-                lambda loaded: self._await(endpoint, run, context, loaded, ended),
-                begun,
-            )
-        self._queued[run] = threads, job
-        try:
-            threads.start(job)
-        except RuntimeError:
-            self._queued.pop(run, None)
-            raise
-
-    def _begun(self, run: Run[Any], owner: Owner) -> None:
-        self._queued.pop(run, None)
-        run.running = True
-        owner.began(run)
-
-    def _ended(self, run: Run[Any], owner: Owner, reporter: Reporter, outcome: Completed | Failure) -> None:
-        run.place = None
-        reporter.close()
-        owner.ended(run, outcome)
+        _Execution(self, run, owner).start()
 
     def withdraw(self, run: Run[Any]) -> bool:
-        queued = self._queued.pop(run, None)
+        queued = self.queued.pop(run, None)
         if queued is None:
             return False
         threads, job = queued
@@ -153,100 +115,125 @@ class InProcessExecutor:
         """Ask a run to stop. An ``async def`` endpoint is cancelled at its current await; any other must poll."""
         if run.running and run.place is not None:
             run.place.cancelled = True
-            self._coroutines.cancel(run)
+            self.coroutines.cancel(run)
 
-    def _await(
-        self,
-        endpoint: Endpoint,
-        run: Run[Any],
-        context: RunContext,
-        loaded: Completed | Failure,
-        ended: Callable[[Completed | Failure], None],
-    ) -> None:
+
+class _Execution:
+    """The execution of one run. On the loop, except for what its threads do."""
+
+    def __init__(self, executor: InProcessExecutor, run: Run[Any], owner: Owner) -> None:
+        self._executor, self._run, self._owner = executor, run, owner
+        self._endpoint = executor.endpoints[run.spec.name]
+        self._reporter = Reporter(asyncio.get_running_loop(), functools.partial(owner.progressed, run))
+        self._context = run.place = RunContext(run.chain, self._reporter.put, run.request_id)
+        self._threads = executor.background if run.background else executor.threads
+
+    def start(self) -> None:
+        run, queued = self._run, self._executor.queued
+        if not self._endpoint.spec.is_async:
+            job = self._job(self._call, self._begun)
+        elif not run.background and loads_soon(run):
+            self._begun()
+            loaded = self._load()
+            if isinstance(loaded, Failure):
+                asyncio.get_running_loop().call_soon(self._ended, loaded)  # soon: it may start the next queued run
+            else:
+                self._await(loaded)
+            return
+        else:
+            # Mapping large arguments and publishing the result take time, so threads do that in either case.
+            job = Job(self._load, self._await, self._begun)
+        queued[run] = self._threads, job
+        try:
+            self._threads.start(job)
+        except RuntimeError:
+            queued.pop(run, None)
+            raise
+
+    def _begun(self) -> None:
+        self._executor.queued.pop(self._run, None)
+        self._run.running = True
+        self._owner.began(self._run)
+
+    def _ended(self, outcome: Completed | Failure) -> None:
+        self._run.place = None
+        self._reporter.close()
+        self._owner.ended(self._run, outcome)
+
+    def _load(self) -> Completed | Failure:
+        return guarded(lambda: Completed(None, load(self._run)))
+
+    def _await(self, loaded: Completed | Failure) -> None:
         """Run an ``async def`` endpoint with its loaded arguments."""
         if isinstance(loaded, Failure):
-            ended(loaded)
+            self._ended(loaded)
             return
-        if context.cancelled:  # cancelled while its arguments were loaded
-            ended(Failure.of(TaskCancelled()))
+        if self._context.cancelled:  # while its arguments were loaded
+            self._ended(Failure.of(TaskCancelled()))
             return
-
-        def returned(outcome: Failure | list[Any]) -> None:
-            if isinstance(outcome, Failure):
-                release_arguments(run, outcome)
-                ended(outcome)
-            else:
-                self._deliver(endpoint, run, outcome, ended)
-
         args, kwargs = loaded.live
-        begin: list[Callable[[], Awaitable[Any]]] = [functools.partial(endpoint.function, *args, **kwargs)]
+        begin: list[Callable[[], Awaitable[Any]]] = [functools.partial(self._endpoint.function, *args, **kwargs)]
         # The result can reuse the memory of the arguments only if there are no other references to them.
         loaded.live = None
         del args, kwargs
+        name = self._run.spec.name
         try:
-            self._prepare()
+            self._executor.prepare()
         except Exception as error:
-            ended(Failure.unexpected(error, f"{run.spec.name}() cannot begin"))
+            self._ended(Failure.unexpected(error, f"{name}() cannot begin"))
             return
-        self._coroutines.start(run, endpoint.spec.name, context, begin, returned)
+        self._executor.coroutines.start(self._run, name, self._context, begin, self._returned)
 
-    def _deliver(
-        self,
-        endpoint: Endpoint,
-        run: Run[Any],
-        value: list[Any],
-        ended: Callable[[Completed | Failure], None],
-    ) -> None:
-        """End a run with its coroutine's result: here if publishing takes microseconds, otherwise in a thread."""
-        outcome = self._publisher.publish_soon(endpoint, run, value)
+    def _returned(self, value: Failure | list[Any]) -> None:
+        """End the run with its coroutine's result: here if publishing takes microseconds, otherwise in a thread."""
+        if isinstance(value, Failure):
+            release_arguments(self._run, value)
+            self._ended(value)
+            return
+        publisher = self._executor.publisher
+        outcome = publisher.publish_soon(self._endpoint, self._run, value)
         if isinstance(outcome, (Completed, Failure)):
             value.clear()
-            release_arguments(run, outcome)
-            ended(outcome)
-            self._settle(run)
+            release_arguments(self._run, outcome)
+            self._ended(outcome)
+            self._settle()
             return
 
         def publish() -> Completed:
             if outcome is not None:
                 outcome.wait()
                 return Completed(outcome.record(), None)
-            return self._publisher.publish(endpoint, run, value)
+            return publisher.publish(self._endpoint, self._run, value)
 
-        threads = self._background if run.background else self._threads
         try:
-            threads.start(self._job(run, self._publisher.elsewhere(publish), ended))
+            self._threads.start(self._job(publisher.elsewhere(publish)))
         except Exception as error:  # no thread, or a failing driver
             value.clear()
-            ended(Failure.unexpected(error, f"the result of {run.spec.name}() cannot be published"))
+            self._ended(Failure.unexpected(error, f"the result of {self._run.spec.name}() cannot be published"))
 
-    def _job(
-        self,
-        run: Run[Any],
-        work: Callable[[], Completed],
-        ended: Callable[[Completed | Failure], None],
-        begun: Callable[[], None] | None = None,
-    ) -> Job:
+    def _job(self, work: Callable[[], Completed], begun: Callable[[], None] | None = None) -> Job:
         """Return a job whose end is the end of the run."""
-        return Job(functools.partial(_outcome, run, work), ended, begun, functools.partial(self._settle, run))
+        return Job(functools.partial(_outcome, self._run, work), self._ended, begun, self._settle)
 
-    def _settle(self, run: Run[Any]) -> None:
+    def _settle(self) -> None:
         """Poll the chunks used by the endpoint, after the reply to its caller."""
-        transfer = self.transfers.find(run.session)
+        transfer = self._executor.transfers.find(self._run.session)
         if transfer is not None:
             transfer.poll()
 
-    def _call(self, endpoint: Endpoint, run: Run[Any], context: RunContext) -> Completed:
+    def _call(self) -> Completed:
+        run = self._run
         args, kwargs = load(run)
-        token = CURRENT_RUN.set(context)
+        token = CURRENT_RUN.set(self._context)
         pid = os.getpid()
         try:
-            value = [endpoint.function(*args, **kwargs)]
+            value = [self._endpoint.function(*args, **kwargs)]
         finally:
             end_if_forked(pid, run.spec.name)
             CURRENT_RUN.reset(token)
         # Unused arguments are freed before the result is copied.
         del args, kwargs
-        return self._publisher.publish(endpoint, run, value)
+        return self._executor.publisher.publish(self._endpoint, run, value)
 
 
 def _outcome(run: Run[Any], work: Callable[[], Completed]) -> Completed | Failure:
