@@ -100,20 +100,20 @@ class Exchanges:
         reply = self.reply(greeting)
         reply.frame.close()
         if not isinstance(reply.message, m.Welcome):
-            raise ProtocolError(
-                f"the server at {self.path} answered Hello with {type(reply.message).__name__}, not with Welcome"
-            )
+            raise ProtocolError(f"it answered Hello with {type(reply.message).__name__}, not with Welcome")
         return reply.message
 
     @contextmanager
     def greeting(self) -> Iterator[None]:
-        """Turn errors during the handshake into :class:`ConnectError`."""
+        """Name the server in errors during the handshake, and turn its silence and its end into :class:`ConnectError`."""
         try:
             yield
         except TooLate as error:
             raise ConnectError(f"the server at {self.path} did not answer the handshake in time") from error
         except ConnectionClosed as error:
             raise ConnectError(f"the server at {self.path} hung up during the handshake: {error}") from error
+        except ProtocolError as error:
+            raise ProtocolError(f"the handshake with the server at {self.path} failed: {error}") from error
 
     # Requests.
 

@@ -235,7 +235,7 @@ def test_the_first_frame_answers_the_handshake(connection: Connection) -> None:
 
 @pytest.mark.parametrize(
     ("answer", "text"),
-    [(m.Pong(), r"/run/server\.sock answered Hello with Pong"), (m.Error("protocol", "too many"), "too many")],
+    [(m.Pong(), "it answered Hello with Pong"), (m.Error("protocol", "too many"), "too many")],
 )
 def test_other_answers_to_the_handshake_are_errors(connection: Connection, answer: m.Message, text: str) -> None:
     """The descriptors of the answer are closed."""
@@ -247,12 +247,17 @@ def test_other_answers_to_the_handshake_are_errors(connection: Connection, answe
 
 @pytest.mark.parametrize(
     ("error", "text"),
-    [(TooLate(), "did not answer"), (ConnectionClosed("reset"), "hung up during the handshake: reset")],
-    ids=["silence", "end"],
+    [
+        (TooLate(), "did not answer"),
+        (ConnectionClosed("reset"), "hung up during the handshake: reset"),
+        (ProtocolError("another release"), "failed: another release"),
+    ],
+    ids=["silence", "end", "release"],
 )
 def test_a_missing_greeting_is_an_error(connection: Connection, error: Exception, text: str) -> None:
-    """No connection is made."""
-    with pytest.raises(ConnectError, match=text), connection.exchanges.greeting():
+    """It names the server."""
+    expected = ProtocolError if isinstance(error, ProtocolError) else ConnectError
+    with pytest.raises(expected, match=rf"server at /run/server\.sock .*{text}"), connection.exchanges.greeting():
         raise error
 
 
