@@ -176,8 +176,10 @@ class Search:
             self._until = min(self._deadline, time.monotonic() + self._patience)
             return 0.0
         if time.monotonic() + RETRY > self._until:
-            raise ConnectError(
-                f"{error} (waited {time.monotonic() - self._begin:.1f} s). Start a server with: shared-rpc serve app.py, or "
-                f"SHARED_TENSOR_ROLE=server python app.py, with the same SHARED_TENSOR_BASE_PATH and device"
-            ) from error
+            advice = (
+                ". Start a server with: shared-rpc serve app.py, or SHARED_TENSOR_ROLE=server python app.py, with the same "
+                "SHARED_TENSOR_BASE_PATH and device"
+            )
+            waited = f"{error} (waited {time.monotonic() - self._begin:.1f} s)"
+            raise ConnectError(waited + advice if no_listener(error) else waited) from error
         return RETRY

@@ -5,6 +5,7 @@ Descriptors are real: each received one is returned or closed.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 
 from shared_rpc.client.exchange import Exchange, Exchanges, TooLate
 from shared_rpc.client.results import result_of
+from shared_rpc.client.session import Search
 from shared_rpc.client.steps import Reply, Request
 from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, ProtocolError
 from shared_rpc.memory.backends.host import HOST
@@ -259,6 +261,16 @@ def test_a_missing_greeting_is_an_error(connection: Connection, error: Exception
     expected = ProtocolError if isinstance(error, ProtocolError) else ConnectError
     with pytest.raises(expected, match=rf"server at /run/server\.sock .*{text}"), connection.exchanges.greeting():
         raise error
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_only_a_missing_server_is_to_be_started(listens: bool) -> None:
+    """One that does not answer is there already."""
+    error = ConnectError("no answer")
+    error.__cause__ = None if listens else ConnectionRefusedError(errno.ECONNREFUSED, "")
+    with pytest.raises(ConnectError, match=r"no answer \(waited") as caught:
+        Search("/run/server.sock", 0).failed(error)
+    assert ("Start a server" in str(caught.value)) is not listens
 
 
 # Giving up.
