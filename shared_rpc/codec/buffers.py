@@ -86,19 +86,10 @@ def buffers_of(table: TensorTable, mappings: Sequence[Mapping], object_id: str =
 
 
 def _view(entry: BufferEntry, mappings: Sequence[Mapping], object_id: str) -> memoryview:
-    fits = 0 <= entry.segment < len(mappings)
-    mapping = mappings[entry.segment] if fits else None
-    if (
-        mapping is None
-        or mapping.info.mechanism != "memfd"
-        or entry.offset < 0
-        or entry.nbytes < 0
-        or entry.offset + entry.nbytes > mapping.info.nbytes
-    ):
-        raise CodecError(
-            f"a buffer of {entry.nbytes} bytes at {entry.offset} is not within its segment, number {entry.segment}"
-        )
-    view = HOST.view(mapping.address + entry.offset, entry.nbytes)
+    mapping = mappings[entry.segment] if 0 <= entry.segment < len(mappings) else None
+    if mapping is None or mapping.info.mechanism != "memfd":
+        raise CodecError(f"a buffer of {entry.nbytes} bytes is not within its segment, number {entry.segment}")
+    view = HOST.view(mapping.address_of(entry.offset, entry.nbytes, "buffer"), entry.nbytes)
     # All views of the buffer, including arrays, refer to this object.
     MAPPINGS.keep_for([(mapping, view.obj)], object_id)
     return view.toreadonly() if mapping.info.access == "read" else view

@@ -24,7 +24,7 @@ from torch.multiprocessing import reductions
 
 from shared_rpc.codec.modes import without_modes
 from shared_rpc.codec.recurrent import keep_in_place
-from shared_rpc.errors import CapabilityError, CodecError, HandleSuspended
+from shared_rpc.errors import CapabilityError, HandleSuspended
 from shared_rpc.forks import fork_safe_lock
 from shared_rpc.memory.devices import torch_device
 from shared_rpc.memory.mapping import MAPPINGS, Mapping
@@ -49,8 +49,12 @@ _lock = fork_safe_lock()
 
 
 def make_storage(mapping: Mapping, offset: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
-    """Return a storage over mapped bytes, which must keep the mapping: see :meth:`MappingTable.keep_for`."""
-    return cast("torch.UntypedStorage", torch._C._construct_storage_from_data_pointer(mapping.address + offset, device, nbytes))
+    """Return a storage over mapped bytes, which must keep the mapping: see :meth:`MappingTable.keep_for`.
+
+    :raises CodecError: if they are not within the segment.
+    """
+    address = mapping.address_of(offset, nbytes)
+    return cast("torch.UntypedStorage", torch._C._construct_storage_from_data_pointer(address, device, nbytes))
 
 
 def _find(storage: torch.UntypedStorage) -> tuple[Mapping, int] | None:
@@ -69,9 +73,9 @@ def _find(storage: torch.UntypedStorage) -> tuple[Mapping, int] | None:
 
 
 def name_of(storage: torch.UntypedStorage) -> StorageName | None:
-    """Return the name of a storage, None if no server keeps its memory.
+    """Return the name of a storage, None if no server keeps its memory. Work queued on it is complete then.
 
-    :raises CapabilityError: if the socket of its server is unknown in this process.
+    :raises CapabilityError: if it is unknown which server does, or while a CUDA graph is being captured.
     :raises HandleSuspended: if its object is suspended.
     """
     found = _find(storage)
@@ -81,6 +85,8 @@ def name_of(storage: torch.UntypedStorage) -> StorageName | None:
     path = _server_of(mapping)
     if path is None:
         return None
+    if not mapping.backend.synchronize():
+        raise CapabilityError("a CUDA graph is being captured, and sending a tensor waits for the GPU: send it before or after")
     name = StorageName(path, MAPPINGS.object_of(storage), mapping.info.name, offset, storage.nbytes())
     with _lock:
         _storages.setdefault(name[1:], storage)
@@ -114,7 +120,6 @@ def reduce_tensor(tensor: torch.Tensor) -> tuple[Callable[..., torch.Tensor], tu
     name = name_of(tensor.untyped_storage())
     if name is None:
         return None
-    _synchronize(tensor.untyped_storage())
     torch.utils.hooks.warn_if_has_hooks(tensor)
     kind = torch.nn.Parameter if isinstance(tensor, torch.nn.Parameter) else torch.Tensor
     device = tensor.device.index if tensor.is_cuda else "cpu"
@@ -125,17 +130,7 @@ def reduce_tensor(tensor: torch.Tensor) -> tuple[Callable[..., torch.Tensor], tu
 def reduce_storage(storage: torch.UntypedStorage) -> tuple[Callable[..., torch.UntypedStorage], tuple[Any, ...]] | None:
     """Return the function and the arguments that rebuild a storage, see :func:`reduce_tensor`."""
     name = name_of(storage)
-    if name is None:
-        return None
-    _synchronize(storage)
-    return rebuild_storage, tuple(name)
-
-
-def _synchronize(storage: torch.UntypedStorage) -> None:
-    """Wait for queued work: another process is about to read."""
-    found = _find(storage)
-    if found is not None and not found[0].backend.synchronize():
-        raise CapabilityError("a CUDA graph is being captured, and sending a tensor waits for the GPU: send it before or after")
+    return (rebuild_storage, tuple(name)) if name is not None else None
 
 
 # Receiving. Pickles name these functions: allow-lists of receivers must include this module.
@@ -179,8 +174,6 @@ def rebuild_storage(socket_path: str, object_id: str, segment: str, offset: int,
     # By name: the client is in a layer above this one.
     hold, handle = importlib.import_module("shared_rpc.operations.tensors").taken_from(socket_path, object_id, segment)
     mapping: Mapping = hold.mapping
-    if offset < 0 or nbytes < 0 or offset + nbytes > mapping.info.nbytes:
-        raise CodecError(f"a storage of {nbytes} bytes at {offset} is not within its segment of {mapping.info.nbytes} bytes")
     with _lock:
         storage = _known(key)
         if storage is None:
@@ -255,17 +248,6 @@ def _replace_code(name: str, instead: Callable[[Any], Any]) -> None:
     function.__code__ = cast("types.FunctionType", instead).__code__
 
 
-def _share_memory(before: Callable[..., torch.UntypedStorage], storage: torch.UntypedStorage, *args: Any) -> Any:
-    return storage if _is_kept(storage) else before(storage, *args)
-
-
-def _is_shared(before: Callable[[torch.UntypedStorage], bool], storage: torch.UntypedStorage) -> bool:
-    try:
-        return before(storage) or _is_kept(storage)
-    except HandleSuspended:
-        return True  # the question is not about the bytes
-
-
 def _is_kept(storage: torch.UntypedStorage) -> bool:
     """Return True if other processes have a storage's memory, except that of a pool, whose bytes are reused."""
     found = _find(storage)
@@ -280,14 +262,21 @@ def _install() -> None:
     """
     _replace_code("reduce_tensor", _tensor)
     _replace_code("reduce_storage", _storage)
-    methods: tuple[tuple[str, Callable[..., Any]], ...] = (("share_memory_", _share_memory), ("is_shared", _is_shared))
-    for name, instead in methods:
-        before = getattr(torch.UntypedStorage, name)
-        setattr(torch.UntypedStorage, name, functools.wraps(before)(_method(instead, before)))
+    storage: Any = torch.UntypedStorage
+    share_memory, is_shared = storage.share_memory_, storage.is_shared
 
+    @functools.wraps(share_memory)
+    def share_memory_(self: torch.UntypedStorage, *args: Any) -> torch.UntypedStorage:
+        return self if _is_kept(self) else share_memory(self, *args)
 
-def _method(instead: Callable[..., Any], before: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda storage, *args: instead(before, storage, *args)
+    @functools.wraps(is_shared)
+    def is_shared_or_kept(self: torch.UntypedStorage) -> bool:
+        try:
+            return is_shared(self) or _is_kept(self)
+        except HandleSuspended:
+            return True  # the question is not about the bytes
+
+    storage.share_memory_, storage.is_shared = share_memory_, is_shared_or_kept
 
 
 # All must be in place before the first storage over a mapping, which is made in this module.

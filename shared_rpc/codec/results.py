@@ -16,9 +16,9 @@ from shared_rpc.codec.buffers import buffers_of
 from shared_rpc.codec.modes import keep_untraced, without_modes
 from shared_rpc.codec.payload import dump_result
 from shared_rpc.codec.placement import Placement, copy, move
-from shared_rpc.codec.private import refuse_capture
 from shared_rpc.codec.single import Copied, copy_single, rebuild_single
 from shared_rpc.codec.skeleton import Scan, load
+from shared_rpc.codec.storages import refuse_capture
 from shared_rpc.codec.tensors import read_table, tensors_of
 from shared_rpc.errors import CodecError, raised_by_handler
 from shared_rpc.forks import fork_safe_lock

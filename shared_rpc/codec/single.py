@@ -141,7 +141,7 @@ def rebuild_single(
         return None
     place, entry = found.storages[0], found.tensors[0]
     info = segments[0].info
-    if place.segment != 0 or entry.storage != 0 or place.offset < 0 or not 0 <= place.nbytes <= info.nbytes - place.offset:
+    if place.segment != 0 or entry.storage != 0:
         return None
     device = torch_device(info.device)
 
@@ -151,7 +151,7 @@ def rebuild_single(
     if pooled:
         references = pooled.get(place.chunk)
         hold = references.holds.get(info.id) if references is not None else None
-        if references is None or hold is None or info.nbytes > hold.mapping.info.nbytes:
+        if references is None or hold is None:
             return None
         storage = storage_over(hold.mapping)
         del pooled[place.chunk]

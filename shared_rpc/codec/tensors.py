@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import torch
 
-from shared_rpc.codec.private import copied_storages
 from shared_rpc.codec.reducers import make_storage
+from shared_rpc.codec.storages import private_storages
 from shared_rpc.errors import CodecError
 from shared_rpc.memory.chunk_references import ChunkReferences
 from shared_rpc.memory.devices import torch_device
@@ -102,20 +102,16 @@ def tensors_of(
     devices = {info.device: torch_device(info.device) for info in (mapping.info for mapping in mappings)}
     make = make_trusted if trusted else make_tensor
     try:
-        if any(mapping.info.access == "private" for mapping in mappings):
-            copies = copied_storages(table.storages, mappings)
-            storages = [
-                copies[number] if number in copies else _storage(entry, mappings, devices, table)
-                for number, entry in enumerate(table.storages)
-            ]
-            placed = [
-                (entry, storages[number])
-                for number, entry in enumerate(table.storages)
-                if entry.segment >= 0 and number not in copies
-            ]
-        else:
-            storages = [_storage(entry, mappings, devices, table) for entry in table.storages]
-            placed = [(entry, storage) for entry, storage in zip(table.storages, storages, strict=True) if entry.segment >= 0]
+        copies = private_storages(table.storages, mappings)
+        storages = [
+            copies[number] if number in copies else _storage(entry, mappings, devices, table)
+            for number, entry in enumerate(table.storages)
+        ]
+        placed = [
+            (entry, storage)
+            for number, (entry, storage) in enumerate(zip(table.storages, storages, strict=True))
+            if entry.segment >= 0 and number not in copies
+        ]
         own = ((mappings[entry.segment], storage) for entry, storage in placed if entry.chunk not in pooled)
         MAPPINGS.keep_for(own, object_id)
         _keep_chunks([(entry, storage) for entry, storage in placed if entry.chunk in pooled], mappings, pooled)
@@ -147,8 +143,4 @@ def _storage(
     if entry.segment < 0:
         return torch.UntypedStorage(0, device=torch_device(table.devices[entry.device]))
     mapping = mappings[entry.segment]
-    if entry.offset < 0 or entry.nbytes < 0 or entry.offset + entry.nbytes > mapping.info.nbytes:
-        raise CodecError(
-            f"a storage of {entry.nbytes} bytes at {entry.offset} is not within its segment of {mapping.info.nbytes} bytes"
-        )
     return make_storage(mapping, entry.offset, entry.nbytes, devices[mapping.info.device])

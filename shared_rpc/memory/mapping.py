@@ -27,7 +27,7 @@ from typing import TypeVar
 
 import msgspec
 
-from shared_rpc.errors import CapabilityError, HandleSuspended, ProtocolError
+from shared_rpc.errors import CapabilityError, CodecError, HandleSuspended, ProtocolError
 from shared_rpc.forks import after_fork, fork_safe_lock
 from shared_rpc.lifecycle.finalizer import FINALIZER
 from shared_rpc.memory.backends.choice import backend_for
@@ -96,6 +96,15 @@ class Mapping(msgspec.Struct, eq=False):
     def users(self) -> int:
         """The number of running blocks and unended uses of the mapping."""
         return self.pins + len(self.uses)
+
+    def address_of(self, offset: int, nbytes: int, what: str = "storage") -> int:
+        """Return the address of bytes.
+
+        :raises CodecError: if they are not within the segment.
+        """
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.info.nbytes:
+            raise CodecError(f"a {what} of {nbytes} bytes at {offset} is not within its segment of {self.info.nbytes} bytes")
+        return self.address + offset
 
     def users_of(self, object_id: str) -> bool:
         """Return True if a live tensor or buffer of an object uses the mapping."""

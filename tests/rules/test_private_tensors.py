@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from shared_rpc.codec import private
+from shared_rpc.codec import storages
 from shared_rpc.codec.payload import check_result
 from shared_rpc.codec.results import decode_result, publish
 from shared_rpc.codec.tensors import read_table
@@ -164,7 +164,7 @@ def test_a_lack_of_memory_for_private_tensors_is_reported(
     def full(nbytes: int, device: torch.device) -> Any:
         raise RuntimeError("the allocator has no more")
 
-    monkeypatch.setattr(private.torch, "UntypedStorage", full)
+    monkeypatch.setattr(storages.torch, "UntypedStorage", full)
     with pytest.raises(CapabilityError, match=r"cannot allocate 4000 bytes on .* for private tensors of pid \d+.*has no more"):
         attach(record)
 
