@@ -240,22 +240,12 @@ class Page:
             )
         if thread is not None:
             self._refuse_own_update("update")
-        lock = _Lock(self._descriptor.number, thread) if self._own is None else _Turn(self._inode, thread)
-        if not lock.taken:
-            return None
-        if thread is not None:
-            _updating[self._inode] = lock
-        revision = self.revision
-        update = Update(self, lock, revision + 1 if revision % 2 == 0 else revision + 2)
-        self._pid.value = os.getpid()
-        self._left.value = 0
-        self._revision.value = update.revision
-        futex.fence()
-        return update
+        update = Update(self, thread)
+        return update if update.begin() else None
 
     def _refuse_own_update(self, what: str) -> None:
-        lock = _updating.get(self._inode)
-        if lock is not None and lock.thread == threading.get_ident():
+        update = _updating.get(self._inode)
+        if update is not None and update.thread == threading.get_ident():
             raise ConfigurationError(
                 f"this thread updates object {self.object_id} and would wait for itself: {what} it after the update"
             )
@@ -270,13 +260,45 @@ class Page:
 
 
 class Update:
-    """An active update. ``revision`` is its odd number."""
+    """An update of an object by one thread, or by a coroutine. ``revision`` is its odd number.
 
-    def __init__(self, page: Page, lock: _Lock | _Turn, revision: int) -> None:
-        self.revision = revision
+    It excludes others by a lock of its own description of the page: locks are between descriptions, and end with the last copy
+    of one. Updates of a page that other processes can only read exclude each other by the register. An update without
+    references has ended, for example if a signal handler raised before its block.
+
+    :param thread: None for a coroutine.
+    """
+
+    def __init__(self, page: Page, thread: int | None) -> None:
+        self.thread = thread
+        self.revision = -1
         self._page = page
-        self._lock = lock
+        self._lock = Descriptor(-1)
         self._process = os.getpid()
+
+    def begin(self) -> bool:
+        """Begin the update; return False if there is another one."""
+        page = self._page
+        if page._own is None and not self._take_lock():
+            return False
+        with _registering:
+            if _updating.setdefault(page._inode, self) is not self:
+                return False
+        before = page.revision
+        self.revision = before + 1 if before % 2 == 0 else before + 2
+        page._pid.value = os.getpid()
+        page._left.value = 0
+        page._revision.value = self.revision
+        futex.fence()
+        return True
+
+    def _take_lock(self) -> bool:
+        try:
+            self._lock = Descriptor(os.open(f"/proc/self/fd/{self._page.fileno()}", os.O_RDWR | os.O_CLOEXEC))
+        except OSError as error:
+            raise CapabilityError(f"cannot open a second descriptor of the object's revision page in /proc: {error}") from error
+        after_fork(self._lock.close)  # a child's copy would keep the lock of a killed parent
+        return lock(self._lock.number)
 
     def commit(self) -> None:
         """Wait for the GPU, and publish the writes as the next revision.
@@ -301,55 +323,12 @@ class Update:
         """
         if os.getpid() == self._process and self._page._revision.value == self.revision:
             self._page._left.value = 1
-        _updating.pop(self._page._inode, None)
-        self._lock.release()
+        if _updating.get(self._page._inode) is self:
+            del _updating[self._page._inode]
+        if self._lock.number >= 0:
+            lock(self._lock.number, kind=fcntl.F_UNLCK)  # also of copies that a process just being started may have
+            self._lock.close()
         futex.wake(self._page._address)
-
-
-class _Lock:
-    """The lock of a page, by its own description: locks are between descriptions, and end with the last copy of one.
-
-    A lock without references is released, for example if a signal handler raised before there was an update.
-
-    :param thread: the thread of its update.
-    """
-
-    def __init__(self, page: int, thread: int | None) -> None:
-        self.thread = thread
-        try:
-            self._descriptor = Descriptor(os.open(f"/proc/self/fd/{page}", os.O_RDWR | os.O_CLOEXEC))
-        except OSError as error:
-            raise CapabilityError(f"cannot open a second descriptor of the object's revision page in /proc: {error}") from error
-        # A child's copy would keep the lock of a killed parent.
-        after_fork(self.close)
-        self.taken = lock(self._descriptor.number)
-        if not self.taken:
-            self.close()
-
-    def release(self) -> None:
-        """Unlock, including copies that a process just being started may have."""
-        if self._descriptor.number >= 0:
-            lock(self._descriptor.number, kind=fcntl.F_UNLCK)
-        self.close()
-
-    def close(self) -> None:
-        """Close only this process's copy."""
-        self._descriptor.close()
-
-
-class _Turn:
-    """The turn to update a page of :class:`_OwnPage`: such turns are between threads and coroutines of one process.
-
-    A turn without references has ended.
-    """
-
-    def __init__(self, inode: int, thread: int | None) -> None:
-        self.thread = thread
-        with _turns:
-            self.taken = _updating.setdefault(inode, self) is self
-
-    def release(self) -> None:
-        """Do nothing: the register has forgotten it."""
 
 
 class _OwnPage:
@@ -361,9 +340,9 @@ class _OwnPage:
         lock(page.fileno())
 
 
-#: Updates by this process, by the inode of the page: those by its threads, and all of its own pages.
-_updating: weakref.WeakValueDictionary[int, _Lock | _Turn] = weakref.WeakValueDictionary()
-_turns = fork_safe_lock()
+#: Updates by this process, by the inode of the page.
+_updating: weakref.WeakValueDictionary[int, Update] = weakref.WeakValueDictionary()
+_registering = fork_safe_lock()
 #: By the descriptor while that is open, and by the inode for holders of another one of the page.
 _mappings: weakref.WeakKeyDictionary[Descriptor, _OwnPage] = weakref.WeakKeyDictionary()
 _own: weakref.WeakValueDictionary[int, _OwnPage] = weakref.WeakValueDictionary()
