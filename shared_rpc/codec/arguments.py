@@ -49,8 +49,6 @@ def encode_arguments(
     skeletons: list[bytes] = []
 
     def leaf(value: Any, path: str) -> Any:
-        if isinstance(value, torch.dtype):
-            return DtypeRef(str(value).removeprefix("torch."))
         if type(value) is torch.Tensor:
             # A dump reports the path of a refused tensor, and distinguishes plain tensors from others.
             dump(value, scan, path)
@@ -60,7 +58,7 @@ def encode_arguments(
         if isinstance(value, (torch.Tensor, torch.nn.Module)):
             skeletons.append(dump(value, scan, path))
             return SkeletonRef(len(skeletons) - 1)
-        refuse(value, path)
+        return _plain(value, path)
 
     lowered = lower_call(args, kwargs, leaf)
     if bare or (not scan.storages and not skeletons):
@@ -103,14 +101,18 @@ def lower_arguments(args: Sequence[Any], kwargs: dict[str, Any], kind: str) -> t
     """
 
     def leaf(value: Any, path: str) -> Any:
-        if isinstance(value, torch.dtype):
-            return DtypeRef(str(value).removeprefix("torch."))
         if isinstance(value, (torch.Tensor, torch.nn.Module)):
             check_devices(value, path, kind)
             return value
-        refuse(value, path)
+        return _plain(value, path)
 
     return lower_call(args, kwargs, leaf)
+
+
+def _plain(value: Any, path: str) -> DtypeRef:
+    if isinstance(value, torch.dtype):
+        return DtypeRef(str(value).removeprefix("torch."))
+    refuse(value, path)
 
 
 @without_modes

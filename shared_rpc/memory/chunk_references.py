@@ -13,8 +13,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 
-import msgspec
-
 from shared_rpc.errors import CodecError
 from shared_rpc.lifecycle.finalizer import FINALIZER
 from shared_rpc.memory.mapping import MAPPINGS, Mapping, MappingHold
@@ -25,11 +23,13 @@ from shared_rpc.memory.segments import Backend
 _BATCH, _BATCH_BYTES, _BATCH_SECONDS = 32, 16 << 20, 1.0
 
 
-class _ChunkPin(msgspec.Struct, eq=False, weakref=True):
+class _ChunkPin:
     """The object held by the tensors over one chunk."""
 
-    hold: MappingHold
-    number: int
+    __slots__ = ("__weakref__", "hold")
+
+    def __init__(self, hold: MappingHold) -> None:
+        self.hold = hold
 
 
 #: The attribute of an object that holds its pin.
@@ -48,16 +48,6 @@ class ChunkReference(weakref.ref[_ChunkPin]):
     # A weak reference gets its attributes after construction; see ChunkReferences.acquire().
 
 
-def _enqueuer(chunks: deque[ChunkReference], dropped: Callable[[], object]) -> Callable[[ChunkReference], None]:
-    """Return the callback for the end of a pin, in a finaliser: it only enqueues."""
-
-    def enqueue(reference: ChunkReference) -> None:
-        chunks.append(reference)
-        dropped()
-
-    return enqueue
-
-
 class ChunkReferences:
     """References of one session. Thread-safe.
 
@@ -73,7 +63,13 @@ class ChunkReferences:
         self._references: set[ChunkReference] = set()
         #: References without a pin, until :meth:`poll` processes them.
         self.dropped: deque[ChunkReference] = deque()
-        self._enqueue = _enqueuer(self.dropped, dropped)
+        ended = self.dropped
+
+        def enqueue(reference: ChunkReference) -> None:  # without a reference to this object, which has those of its chunks
+            ended.append(reference)
+            dropped()
+
+        self._enqueue = enqueue
         #: The time at which GPU work was last marked (time.monotonic()).
         self._marked = time.monotonic()
         #: True if no chunk is on a GPU, so that there is no GPU work to wait for.
@@ -96,8 +92,10 @@ class ChunkReferences:
             raise CodecError(f"chunk {number} is announced in segment {mapping.info.id}, which belongs to no pool")
         hold = self.holds.get(mapping.info.id)
         if hold is None or hold.mapping is not mapping:
-            hold = self._hold(mapping)
-        pin = _ChunkPin(hold, number)
+            hold = MAPPINGS.hold(mapping)
+            if not self._closed:
+                self.holds[mapping.info.id] = hold
+        pin = _ChunkPin(hold)
         reference = ChunkReference(pin, self._enqueue)
         reference.number, reference.nbytes, reference.backend = number, nbytes, mapping.backend
         self._references.add(reference)
@@ -105,12 +103,6 @@ class ChunkReferences:
             self._cheap = mapping.backend.unmaps_in_background
         for user in users:
             setattr(user, _HELD, pin)
-
-    def _hold(self, mapping: Mapping) -> MappingHold:
-        hold = MAPPINGS.hold(mapping)
-        if not self._closed:
-            self.holds[mapping.info.id] = hold
-        return hold
 
     def release(self, numbers: Iterable[int]) -> None:
         """Release received chunks that were not used here."""

@@ -21,7 +21,7 @@ import logging
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -55,8 +55,6 @@ class Mapping(msgspec.Struct, eq=False):
     number: int = 0
     #: True while the address is reserved and nothing is mapped there.
     vacated: bool = False
-    #: True if :meth:`MappingTable.find` skips the mapping.
-    hidden: bool = False
     #: The id of the server that keeps the segment under its id; ``""`` for none.
     owner: str = ""
     #: True if this process made the segment; True until it has published it.
@@ -251,7 +249,6 @@ class MappingTable:
         *,
         keep: bool = False,
         owner: str = "",
-        hidden: Collection[int] = (),
         label: str = "",
     ) -> Iterator[list[Mapping]]:
         """Map segments with the access in their infos. They stay mapped during the block, and then until their last user ends.
@@ -260,19 +257,18 @@ class MappingTable:
 
         :param keep: keep a descriptor, so that this process can publish the memory again.
         :param owner: the id of the server that keeps the segments.
-        :param hidden: the numbers of segments that :meth:`find` skips, as it skips copy-on-write mappings.
         :param label: a description of the contents, for messages.
         """
         mappings: list[Mapping] = []
         try:
             with self._lock:
-                for number, segment in enumerate(segments):
-                    mapping = self._attached(segment, hidden=number in hidden)
+                for segment in segments:
+                    mapping = self._attached(segment)
                     mapping.pins += 1
                     mappings.append(mapping)
                     mapping.owner = owner or mapping.owner
                     mapping.label(label)
-                    if (keep or self.keeps) and not (mapping.pooled or mapping.hidden):
+                    if (keep or self.keeps) and not mapping.pooled and mapping.info.access != "copy":
                         mapping.publishes = True
                         mapping.descriptor = mapping.descriptor or segment.duplicate()
             yield [*mappings]
@@ -341,22 +337,22 @@ class MappingTable:
                 mapping.owner = ""
             return len(owned)
 
-    def _attached(self, segment: Segment, *, hidden: bool) -> Mapping:
+    def _attached(self, segment: Segment) -> Mapping:
         """Return the mapping of a segment; create it if necessary."""
         info = segment.info
         known = self._mappings.get((info.id, info.access, 0))
         if self._vacated and (known is None or known.vacated):
             known = self._filled(segment)
-        return known or self._add(segment, backend_for(info.device, info.mechanism), hidden=hidden or info.access == "copy")
+        return known or self._add(segment, backend_for(info.device, info.mechanism))
 
-    def _add(self, segment: Segment, backend: Backend, *, hidden: bool = False) -> Mapping:
+    def _add(self, segment: Segment, backend: Backend) -> Mapping:
         """Map a segment, under the table's lock. The caller pins the mapping."""
         info = segment.info
         if info.access == "copy" and info.mechanism != "memfd":
             raise CapabilityError(f"segment {info.id} on {info.device} cannot be mapped copy-on-write: only host memory can")
         number = next(self._copies) if info.access == "copy" else 0
         address = backend.map(segment.fileno(), info.nbytes, _RIGHTS.get(info.access, info.access))
-        mapping = Mapping(info, address, backend, number=number, hidden=hidden)
+        mapping = Mapping(info, address, backend, number=number)
         addresses, mapped = self._by_address
         place = bisect.bisect_right(addresses, address)
         self._by_address = ([*addresses[:place], address, *addresses[place:]], [*mapped[:place], mapping, *mapped[place:]])
@@ -585,12 +581,12 @@ class MappingTable:
     # Looking up.
 
     def find(self, address: int) -> tuple[Mapping, int] | None:
-        """Return the mapping that holds ``address`` and the offset in it, in bytes.
+        """Return the mapping that holds ``address`` and the offset in it, in bytes; None for copy-on-write memory too.
 
         :raises HandleSuspended: if the mapping is vacated, because the caller is about to use the memory.
         """
         found = self._at(address)
-        if found is None or found[0].hidden:
+        if found is None or found[0].info.access == "copy":
             return None
         mapping, _ = found
         if mapping.vacated:

@@ -67,25 +67,20 @@ class Pool:
         self._closed = False
 
     def acquire(self, device: str, sizes: Sequence[int]) -> list[Chunk] | None:
-        """Return a chunk for each of ``sizes`` bytes on a device; None if they are too large, or the pool is full or closed.
-
-        :raises CapabilityError: if the device has too little memory for a larger pool.
-        """
+        """Return a chunk for each of ``sizes`` bytes on a device; None if they are too large, or the pool is full or closed."""
         needed = [max(aligned(size), aligned(1)) for size in sizes]
+        if sum(needed) > self.largest:
+            return None
         chunks: list[Chunk] = []
         with self._lock:
-            try:
-                if sum(needed) <= self.largest:
-                    for nbytes in needed:
-                        chunk = self._acquire(device, nbytes)
-                        if chunk is None:
-                            break
-                        chunks.append(chunk)
-            finally:
-                if len(chunks) < len(needed):
-                    for chunk in chunks:
-                        self._free(chunk)
-        return chunks if len(chunks) == len(needed) else None
+            for nbytes in needed:
+                chunk = self._acquire(device, nbytes)
+                if chunk is None:
+                    for taken in chunks:
+                        self._free(taken)
+                    return None
+                chunks.append(chunk)
+        return chunks
 
     def acquire_one(self, device: str, nbytes: int) -> Chunk | None:
         """Return a single chunk: :meth:`acquire` for an aligned number of bytes."""

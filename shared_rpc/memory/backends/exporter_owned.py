@@ -73,7 +73,6 @@ class _Use:
 
     token: bytes
     memory: Memory
-    made_here: bool
     copies: list[int] = field(default_factory=list)
 
 
@@ -179,7 +178,7 @@ class ExporterOwnedBackend(ABC):
         made = self._made.get(exported.token)
         if made is not None:
             # The driver opens no handle in the process that exported it.
-            return _Use(exported.token, made, made_here=True)
+            return _Use(exported.token, made)
         if not liveness.maker_lives(fd):
             raise CapabilityError(
                 f"the process that made the memory (pid {exported.pid}) has ended, and memory of the mechanism "
@@ -187,7 +186,7 @@ class ExporterOwnedBackend(ABC):
                 f"Provider(mechanism='vmm') makes memory that outlives its maker"
             )
         try:
-            return _Use(exported.token, self.open(exported), made_here=False)
+            return _Use(exported.token, self.open(exported))
         except CapabilityError as error:
             raise CapabilityError(
                 f"cannot open {exported.nbytes} bytes on GPU {self.uuid}, shared by pid {exported.pid} with the mechanism "
@@ -202,7 +201,7 @@ class ExporterOwnedBackend(ABC):
             try:
                 if not use.copies:
                     del self._uses[use.token], self._by_address[address]
-                    if not use.made_here:
+                    if use.token not in self._made:
                         self.close(use.memory)
             finally:
                 os.close(copy)
