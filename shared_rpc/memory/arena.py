@@ -47,42 +47,25 @@ class Extents:
     """Free bytes of a segment. Allocation is first-fit; released extents are merged with their neighbours."""
 
     def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self.free = nbytes
-        #: Offsets of free extents, in order, and the bytes of each.
-        self._offsets = [0]
-        self._sizes = {0: nbytes}
+        #: The offset and the bytes of each free extent, in order.
+        self.free = [(0, nbytes)]
 
     def acquire(self, nbytes: int) -> int | None:
         """Return the offset of ``nbytes`` newly acquired bytes, None without a sufficient extent."""
-        for index, offset in enumerate(self._offsets):
-            left = self._sizes[offset] - nbytes
-            if left < 0:
-                continue
-            del self._sizes[offset]
-            if left:
-                self._offsets[index] = offset + nbytes
-                self._sizes[offset + nbytes] = left
-            else:
-                del self._offsets[index]
-            self.free -= nbytes
-            return offset
+        for index, (offset, size) in enumerate(self.free):
+            if size >= nbytes:
+                self.free[index : index + 1] = [(offset + nbytes, size - nbytes)] if size > nbytes else []
+                return offset
         return None
 
     def release(self, offset: int, nbytes: int) -> None:
         """Release acquired bytes."""
-        offsets, sizes = self._offsets, self._sizes
-        index = bisect.bisect(offsets, offset)
-        end = offset + nbytes
-        joins_next = index < len(offsets) and offsets[index] == end
-        before = offsets[index - 1] if index else -1
-        # No call from here on, after which a signal handler could raise: other threads continue with the free extents.
-        self.free += nbytes
-        if joins_next:
-            nbytes += sizes[end]
-            del sizes[end], offsets[index]
-        if index and before + sizes[before] == offset:
-            sizes[before] += nbytes
-        else:
-            offsets[index:index] = [offset]
-            sizes[offset] = nbytes
+        free = self.free
+        start = end = bisect.bisect(free, (offset, 0))
+        if end < len(free) and free[end][0] == offset + nbytes:
+            nbytes += free[end][1]
+            end += 1
+        if start and sum(free[start - 1]) == offset:
+            start -= 1
+            offset, nbytes = free[start][0], free[start][1] + nbytes
+        free[start:end] = [(offset, nbytes)]

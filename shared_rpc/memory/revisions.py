@@ -114,19 +114,15 @@ class Page:
             self._descriptor = page.descriptor
         self._inode = os.fstat(self._descriptor.number).st_ino
         self._own = _own.get(self._inode) if self.access == "read_write" else None
+        #: The address of the mapped page, valid while this object lives.
         if self._own is not None:
-            self._address = self._own.address
+            self.address = self._own.address
         else:
-            self._address = HOST.map(self._descriptor.number, page.info.nbytes, page.info.access)
-            weakref.finalize(self, HOST.unmap, self._address, page.info.nbytes).atexit = False
-        self._revision = ctypes.c_uint64.from_address(self._address)
-        self._pid = ctypes.c_uint32.from_address(self._address + 8)
-        self._left = ctypes.c_uint32.from_address(self._address + _LEFT)
-
-    @property
-    def address(self) -> int:
-        """The address of the mapped page, valid while this object lives."""
-        return self._address
+            self.address = HOST.map(self._descriptor.number, page.info.nbytes, page.info.access)
+            weakref.finalize(self, HOST.unmap, self.address, page.info.nbytes).atexit = False
+        self._revision = ctypes.c_uint64.from_address(self.address)
+        self._pid = ctypes.c_uint32.from_address(self.address + 8)
+        self._left = ctypes.c_uint32.from_address(self.address + _LEFT)
 
     def fileno(self) -> int:
         """Return its descriptor, shared by all processes that have the page."""
@@ -160,7 +156,7 @@ class Page:
         left = until - time.monotonic()
         if left <= 0:
             raise DeadlineExceeded(f"object {self.object_id} did not reach revision {revision} in time: it is at {seen}")
-        futex.wait(self._address, seen, min(left, SLICE))
+        futex.wait(self.address, seen, min(left, SLICE))
         return None
 
     def _check_writer(self, seen: int) -> None:
@@ -256,7 +252,7 @@ class Page:
         seen = self.revision
         if left <= 0:
             raise DeadlineExceeded(f"the update of object {self.object_id} by pid {self._pid.value} did not end in time")
-        futex.wait(self._address, seen, min(left, SLICE if seen % 2 else 0.001))
+        futex.wait(self.address, seen, min(left, SLICE if seen % 2 else 0.001))
 
 
 class Update:
@@ -328,7 +324,7 @@ class Update:
         if self._lock.number >= 0:
             lock(self._lock.number, kind=fcntl.F_UNLCK)  # also of copies that a process just being started may have
             self._lock.close()
-        futex.wake(self._page._address)
+        futex.wake(self._page.address)
 
 
 class _OwnPage:

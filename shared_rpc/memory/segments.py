@@ -74,20 +74,16 @@ class Segment(msgspec.Struct, eq=False, weakref=True):
 
         :param foreign: True if another process made it, and describes its content.
         """
-        segment = cls(info, Descriptor(fd, info, foreign))
-        segment._note()
-        return segment
+        descriptor = Descriptor(fd, info, foreign)
+        if info.mechanism in EXPORTER_OWNED:
+            after_fork(descriptor.close)  # a forked child's copy would keep the memory until the child's end
+        return cls(info, descriptor)
 
     @classmethod
     def received(cls, infos: Iterable[SegmentInfo], frame: Frame) -> list[Segment]:
         """Create the owners of a frame's descriptors, one for each info, and remove these from the frame."""
         fds, known = frame.fds, frame.known
         return [Segment(info, known[n]) if n in known else cls.owning(info, fds.pop(0)) for n, info in enumerate(infos)]
-
-    def _note(self) -> None:
-        if self.info.mechanism in EXPORTER_OWNED and self.descriptor is not None:
-            # A forked child's copy of the descriptor would keep the memory until the child's end.
-            after_fork(self.descriptor.close)
 
     def fileno(self) -> int:
         """Return the descriptor's number, still owned by this object.
@@ -117,10 +113,7 @@ class Segment(msgspec.Struct, eq=False, weakref=True):
 
         :raises ValueError: if it is closed.
         """
-        descriptor = self.descriptor
-        if descriptor is None:
-            raise ValueError(f"segment {self.info.id} is closed")
-        return Segment(self.info if access is None else msgspec.structs.replace(self.info, access=access), descriptor)
+        return Segment(self.info if access is None else msgspec.structs.replace(self.info, access=access), self.owner)
 
     def close(self) -> None:
         """Close the descriptor, unless a duplicate needs it. Idempotent."""

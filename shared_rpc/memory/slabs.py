@@ -46,23 +46,22 @@ class Slabs:
         [nbytes], places = pack(sizes)
         slab = self._slabs.get((device, access))
         if slab is None or slab.used + nbytes > slab.hold.mapping.info.nbytes or slab.hold.mapping.descriptor is None:
-            slab = _Slab(self._made(device, access, slab))
+            size = _FIRST if slab is None else min(2 * slab.hold.mapping.info.nbytes, _LAST)
+            slab = _Slab(self._made(device, access, size))
             if not self._closed:
                 self._slabs[device, access] = slab
         start, slab.used = slab.used, aligned(slab.used + nbytes)
         return slab.hold, [start + place.offset for place in places]
 
-    def _made(self, device: str, access: Access, last: _Slab | None) -> MappingHold:
-        sizes = [_FIRST] if last is None else [min(2 * last.hold.mapping.info.nbytes, _LAST), _FIRST]
-        for size in sizes:
-            try:
-                with MAPPINGS.create(size, device, slab=True) as mapping:
-                    mapping.publish(access)
-                    return MAPPINGS.hold(mapping)
-            except CapabilityError:
-                if size == sizes[-1]:
-                    raise
-        raise AssertionError("the last attempt returns or raises")
+    def _made(self, device: str, access: Access, size: int) -> MappingHold:
+        try:
+            with MAPPINGS.create(size, device, slab=True) as mapping:
+                mapping.publish(access)
+                return MAPPINGS.hold(mapping)
+        except CapabilityError:
+            if size == _FIRST:
+                raise
+            return self._made(device, access, _FIRST)
 
     def close(self) -> None:
         """Release all slabs: their memory is freed with the results in them."""

@@ -34,7 +34,7 @@ def test_extents_never_overlap_and_are_merged(steps: list[tuple[int, int]]) -> N
             taken.append((offset, nbytes))
         if drop < len(taken):
             extents.release(*taken.pop(drop))
-        assert extents.free == 400 - sum(size for _, size in taken)
+        assert sum(size for _, size in extents.free) == 400 - sum(size for _, size in taken)
     for entry in taken:
         extents.release(*entry)
     assert extents.acquire(400) == 0
