@@ -233,7 +233,9 @@ class Records:
             stored = self._state.objects.get(object_id)
             if stored is None or stored.kind != "buffer" or session not in self._state.leases.holders(object_id):
                 raise BufferNotFound(
-                    f"buffer {object_id[:100]} for segment {number} of the record is none that this session holds",
+                    f"this session does not hold buffer {object_id[:100]} for segment {number} of the record: another process "
+                    f"has allocated it, it was freed, or the server has restarted without it. Allocate the record again, write "
+                    f"it, and adopt that",
                     reason="unknown",
                 )
             if stored.cold:
