@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-import msgspec
-
 from shared_rpc.client.handle import Lease
 from shared_rpc.errors import CapabilityError, RecordError, StaleHandleError
 from shared_rpc.memory.backends.host import HOST, write_exactly
 from shared_rpc.memory.mapping import MAPPINGS, MappingHold
-from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.exported import RecordHeader
 from shared_rpc.protocol.records import SegmentInfo
 
@@ -121,29 +118,6 @@ class SegmentBytes:
 
 #: Number of bytes copied at once.
 _STEP = 16 << 20
-
-
-def mapped(
-    segment: Segment, owner: str, *, info: SegmentInfo | None = None, part: tuple[SegmentInfo, int] | None = None
-) -> SegmentBytes:
-    """Map a segment of a server. The segment is borrowed.
-
-    :param owner: the id of the server that keeps it.
-    :param info: for a segment to be written, its future description; None to read it.
-    :param part: for a slab, the part to read, and its offset.
-    """
-    # Copy-on-write segments are only read here.
-    borrowed = segment.duplicate("read" if segment.info.access == "copy" else segment.info.access)
-    try:
-        with MAPPINGS.attach([borrowed], keep=True, owner=owner) as [mapping]:
-            hold = MAPPINGS.hold(mapping)
-    finally:
-        borrowed.close()
-    if info is None:
-        read, offset = part or (segment.info, 0)
-        return SegmentBytes(read, hold, writable=False, offset=offset)
-    used = msgspec.structs.replace(segment.info, nbytes=info.nbytes, access=info.access)
-    return SegmentBytes(used, hold, writable=True)
 
 
 class ExportedRecord:

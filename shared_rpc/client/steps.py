@@ -182,9 +182,9 @@ class Within(msgspec.Struct):
 
 
 class Lend(msgspec.Struct):
-    """A request for the handle of a value that arrived with a lease."""
+    """A request for the handle of a value that arrived with a lease, on the ``object_id`` and ``generation`` of the message."""
 
-    message: m.Result
+    message: Any
     value: Any
 
 
@@ -233,7 +233,7 @@ class Driver(ABC):
     def _bound(cls, name: str, body: Callable[..., Operation[Any]]) -> Callable[..., Any]:
         """Return the method that drives an operation, for a class of this driver."""
 
-    def _handle(self, message: m.Result, value: Any, server_id: str, session: object) -> Lease[Any]:
+    def _handle(self, message: Any, value: Any, server_id: str, session: object) -> Lease[Any]:
         return self._HANDLE(
             value,
             object_id=message.object_id,

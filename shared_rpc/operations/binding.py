@@ -192,8 +192,8 @@ def taken(ctx: Context, what: str, reply: Reply, transfer: ClientTransfer | None
     return (yield from lent(ctx, message, value)) if message.managed else value
 
 
-def lent(ctx: Context, message: m.Result, value: Any) -> Operation[Any]:
-    """Return the handle of a value with a lease, whose memory is mapped again if the object was suspended."""
+def lent(ctx: Context, message: Any, value: Any) -> Operation[Any]:
+    """Return the handle of a value with a lease, see :class:`Lend`; map the memory again if the object was suspended."""
     handle: Lease[Any] = yield Lend(message, value)
     if ctx._suspensions.concerns(handle.object_id):
         yield from awakened(ctx, handle)

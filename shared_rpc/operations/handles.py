@@ -13,6 +13,7 @@ from typing import Any, Generic, ParamSpec, Self, TypeVar, overload
 
 from shared_rpc.client.handle import Lease, closing_scope
 from shared_rpc.client.steps import BlockingMethods, CoroutineMethods, Operation, Work
+from shared_rpc.client.suspension import resumed, suspended
 from shared_rpc.errors import StaleHandleError
 from shared_rpc.memory.revisions import Page
 from shared_rpc.operations.binding import Leased, Steps, Unbound, bound, operation
@@ -282,10 +283,11 @@ def until_of(timeout: float | None) -> float:
 def _active(handle: Handle[T], timeout: float | None) -> Iterator[T]:
     handle._enter_block()
     try:
-        handle._issuer._begin_block(handle, timeout)
+        handle._run(resumed(handle._issuer, handle, timeout))
         yield handle.value
     finally:
-        handle._issuer._end_block(handle)
+        if handle._leave_block():
+            handle._run(suspended(handle._issuer, handle))
 
 
 @asynccontextmanager
@@ -294,11 +296,12 @@ async def _active_async(handle: AsyncHandle[T], timeout: float | None) -> AsyncI
 
     handle._enter_block()
     try:
-        await handle._issuer._begin_block(handle, timeout)
+        await handle._run(resumed(handle._issuer, handle, timeout))
         yield handle.value
     finally:
-        with CancelScope(shield=True):  # a cancelled block suspends again too
-            await handle._issuer._end_block(handle)
+        if handle._leave_block():
+            with CancelScope(shield=True):  # a cancelled block suspends again too
+                await handle._run(suspended(handle._issuer, handle))
 
 
 @contextmanager

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
-import msgspec
+from msgspec.structs import replace
 
-from shared_rpc.client.exported import ExportedRecord, SegmentBytes, mapped
+from shared_rpc.client.exported import ExportedRecord, SegmentBytes
 from shared_rpc.client.handle import Lease, drop_handles
 from shared_rpc.client.sending import lower
 from shared_rpc.client.steps import Lend, Operation, Reply, Request, Work, ask, message_of, query, reached
 from shared_rpc.client.suspension import Context, released
 from shared_rpc.errors import ProtocolError
+from shared_rpc.memory.mapping import MAPPINGS, MappingHold
 from shared_rpc.memory.segments import Segment
 from shared_rpc.operations.binding import Leased, Steps, id_of, lent, operation
 from shared_rpc.operations.handles import lending
@@ -23,7 +23,7 @@ from shared_rpc.protocol import generations as g
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.exported import RecordHeader
 from shared_rpc.protocol.generations import Generation
-from shared_rpc.protocol.records import EMPTY_TABLE, NO_ARGS, NO_KWARGS, SegmentInfo
+from shared_rpc.protocol.records import NO_ARGS, NO_KWARGS
 
 T = TypeVar("T")
 
@@ -51,12 +51,15 @@ class RecordOperations:
         header = RecordHeader.from_bytes(frame.payload)
         if len(frame.fds) != len(header.segments):
             raise ProtocolError(f"the server answered {what} with {len(frame.fds)} descriptors")
-        lease = yield from lent(ctx, _lent(message.object_id, message.generation), None)
-        within = {n: (header.segments[n], part.offset) for n, part in message.parts.items() if n < len(header.segments)}
-        infos = [message.parts[n].slab if n in within else info for n, info in enumerate(header.segments)]
+        lease = yield from lent(ctx, message, None)
+        parts = [message.parts.get(number, x.SlabPart(info, 0)) for number, info in enumerate(header.segments)]
+        # Copy-on-write segments are only read here.
+        infos = [replace(part.slab, access="read") if part.slab.access == "copy" else part.slab for part in parts]
         segments = Segment.received(infos, frame)
-        parts = yield Work(functools.partial(_mapped, segments, server.server_id, parts=within))
-        return ExportedRecord(header, parts, [lease], allocated=False)
+        holds = yield Work(functools.partial(_held, segments, server.server_id))
+        placed = zip(header.segments, holds, parts, strict=True)
+        read = [SegmentBytes(info, hold, writable=False, offset=part.offset) for info, hold, part in placed]
+        return ExportedRecord(header, read, [lease], allocated=False)
 
     @operation
     def allocate(ctx: Context, header: RecordHeader, ttl: float | None = None) -> Steps[ExportedRecord]:
@@ -107,7 +110,8 @@ class RecordOperations:
         Only the handle keeps it. For the parameters and errors see :meth:`adopt`.
         """
         message = yield from _adopted(ctx, record, endpoint, args, kwargs, x.Candidate)
-        return cast(Leased[Generation], (yield from held(cast(x.Candidate, message).generation)))
+        candidate = cast(x.Candidate, message).generation
+        return cast(Leased[Generation], (yield Lend(candidate, candidate)))
 
     @lending
     def prepare(ctx: Context, endpoint: str, /, *args: Any, **kwargs: Any) -> Steps[Leased[Generation]]:
@@ -122,7 +126,8 @@ class RecordOperations:
         """
         what = f"prepare({endpoint!r})"
         reply, _ = yield from ctx._sent(x.PrepareCandidate, endpoint, args, kwargs, what)
-        return cast(Leased[Generation], (yield from held(message_of(reply, what, x.Candidate).generation)))
+        candidate = message_of(reply, what, x.Candidate).generation
+        return cast(Leased[Generation], (yield Lend(candidate, candidate)))
 
     @operation
     def promote(ctx: Context, candidate: Lease[Any] | str) -> Steps[Generation]:
@@ -136,28 +141,14 @@ class RecordOperations:
         return (yield from ask(Request(x.PromoteCandidate(name), f"promote({name!r})"), g.Refreshed)).generation
 
 
-def _lent(object_id: str, generation: int) -> m.Result:
-    """Return the message for a handle without a result."""
-    return m.Result(_NO_TABLE, [], object_id=object_id, generation=generation, managed=True)
+def _held(segments: Sequence[Segment], owner: str) -> list[MappingHold]:
+    """Map segments of a server, and close them.
 
-
-_NO_TABLE = msgspec.Raw(EMPTY_TABLE)
-
-
-def held(generation: Generation) -> Operation[Any]:
-    """Return a handle of a candidate, on which the session has a lease."""
-    return (yield Lend(_lent(generation.object_id, generation.generation), generation))
-
-
-def _mapped(
-    segments: Sequence[Segment],
-    owner: str,
-    infos: Mapping[int, SegmentInfo] = MappingProxyType({}),
-    parts: Mapping[int, tuple[SegmentInfo, int]] = MappingProxyType({}),
-) -> list[SegmentBytes]:
-    """Map segments, and close them. For ``infos`` and ``parts``, by their numbers, see :func:`mapped`."""
+    :param owner: the id of the server that keeps them.
+    """
     try:
-        return [mapped(segment, owner, info=infos.get(n), part=parts.get(n)) for n, segment in enumerate(segments)]
+        with MAPPINGS.attach(segments, keep=True, owner=owner) as mappings:
+            return [MAPPINGS.hold(mapping) for mapping in mappings]
     finally:
         for segment in segments:
             segment.close()
@@ -172,11 +163,13 @@ def _allocated(ctx: Context, header: RecordHeader, ttl: float | None, question: 
     for info, device in zip(header.segments, devices, strict=True):
         reply: Reply = yield Request(m.CreateBuffer(info.nbytes, device=device, ttl=ttl, for_record=True), what, bare=True)
         made = reply.message
-        if not isinstance(made, m.Result):
-            raise ProtocolError(f"the server answered {what} with {type(made).__name__}, not with Result")
+        if not isinstance(made, m.Result) or len(made.segments) != 1:
+            raise ProtocolError(f"the server answered {what} with {type(made).__name__}, not with the Result for a buffer")
         leases.append((yield Lend(made, None)))
         segments = Segment.received(made.segments, reply.frame)
-        parts += yield Work(functools.partial(_mapped, segments, server.server_id, {0: info}))
+        [hold] = yield Work(functools.partial(_held, segments, server.server_id))
+        used = replace(made.segments[0], nbytes=info.nbytes, access=info.access)
+        parts.append(SegmentBytes(used, hold, writable=True))
     return ExportedRecord(header, parts, leases, allocated=True)
 
 

@@ -55,14 +55,3 @@ class TierOperations:
         """Map the memory of a suspended handle again, at its address: see :meth:`Handle.resume`."""
         handle._request_resumption()
         yield from resumed(ctx, handle, timeout)
-
-    @operation
-    def _begin_block(ctx: Context, handle: Lease[Any], timeout: float | None) -> Steps[None]:
-        """Resume a handle on entry to its block."""
-        yield from resumed(ctx, handle, timeout)
-
-    @operation
-    def _end_block(ctx: Context, handle: Lease[Any]) -> Steps[None]:
-        """Suspend a handle again if it is to be suspended outside of blocks."""
-        if handle._leave_block():
-            yield from suspended(ctx, handle)

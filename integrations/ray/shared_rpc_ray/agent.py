@@ -21,7 +21,7 @@ import ray
 from ray.exceptions import RayError
 
 from shared_rpc.client.exported import ExportedRecord
-from shared_rpc.client.steps import Operation, Request, ask
+from shared_rpc.client.steps import Lend, Operation, Request, ask
 from shared_rpc.errors import (
     ClusterError,
     ConfigurationError,
@@ -34,7 +34,6 @@ from shared_rpc.errors import (
 from shared_rpc.execution.endpoints import key_of
 from shared_rpc.operations.async_client import AsyncClient
 from shared_rpc.operations.handles import AsyncHandle
-from shared_rpc.operations.records import held
 from shared_rpc.protocol import exported as x
 from shared_rpc.protocol.exported import RecordHeader
 from shared_rpc.protocol.generations import Generation
@@ -434,4 +433,4 @@ def _candidate(endpoint: str, args: bytes, kwargs: bytes) -> Operation[Any]:
     what = f"prepare({endpoint!r})"
     message = x.PrepareCandidate(endpoint, msgspec.Raw(args), msgspec.Raw(kwargs), sealed=True)
     reply = yield from ask(Request(message, what), x.Candidate)
-    return (yield from held(reply.generation))
+    return (yield Lend(reply.generation, reply.generation))
