@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import select
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Literal
 
 from shared_rpc.client.starting import listens
@@ -13,6 +14,7 @@ from shared_rpc.client.steps import Request, Within, Work, ask, query, reached
 from shared_rpc.client.suspension import Context
 from shared_rpc.errors import BufferNotFound, DeadlineExceeded
 from shared_rpc.operations.binding import Steps, operation
+from shared_rpc.operations.handles import until_of
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.infos import EndpointStatistics, ReloadInfo, RunInfo, ServerInfo, SessionInfo, StopInfo
 from shared_rpc.protocol.specs import EndpointSpec
@@ -94,53 +96,30 @@ class ServerOperations:
         """
         yield from ask(Request(m.Ping(), "ping"), m.Pong)  # of the server that is there now
         server = yield from reached(ctx._known())
-        with ProcessExit(ctx.socket_path, server.pid) as process_exit:
+        with ExitStack() as stack:
+            pidfd = -1
+            if server.pid:  # of the process that answers, which need not be the one that listened
+                with suppress(ProcessLookupError):
+                    pidfd = os.pidfd_open(server.pid)
+                    stack.callback(os.close, pidfd)
             info = yield from query(m.StopServer(if_idle), "stop_server")
-            yield Work(lambda: process_exit.wait(timeout))
+            yield Work(functools.partial(await_exit, ctx.socket_path, pidfd, timeout))
         return info
 
 
-class ProcessExit:
-    """Waits for the end of a server; a later one that listens at ``path`` does not count.
+def await_exit(path: str, pidfd: int, timeout: float | None) -> None:
+    """Wait until a server's process has ended.
 
-    :param pid: the process that answers there, which need not be the one that listened. A server in another pid namespace,
-        whose pid is 0, counts as ended when no process listens.
+    :param path: its socket.
+    :param pidfd: its pidfd; -1 for a process in another pid namespace, which counts as ended when no process listens.
+    :raises DeadlineExceeded: after ``timeout`` seconds.
     """
-
-    def __init__(self, path: str, pid: int) -> None:
-        self._path = path
-        self._pidfd = -1
-        if pid:
-            with suppress(ProcessLookupError):
-                self._pidfd = os.pidfd_open(pid)
-
-    def wait(self, timeout: float | None) -> None:
-        """Wait until the process has ended.
-
-        :raises DeadlineExceeded: after ``timeout`` seconds.
-        """
-        until = time.monotonic() + timeout if timeout is not None else float("inf")
-        while not self._has_exited():
-            if time.monotonic() > until:
-                raise DeadlineExceeded(f"the server at {self._path} was asked to end, but still runs after {timeout:g} s")
-
-    def _has_exited(self) -> bool:
-        """Check for the end, and wait a moment if it is still running."""
-        if self._pidfd >= 0:
-            ended = select.poll()
-            ended.register(self._pidfd, select.POLLIN)
-            return bool(ended.poll(_LOOK * 1000))
-        if not listens(self._path):
-            return True
-        time.sleep(_LOOK)
-        return False
-
-    def __enter__(self) -> ProcessExit:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._pidfd >= 0:
-            os.close(self._pidfd)
+    ended, until = select.poll(), until_of(timeout)
+    if pidfd >= 0:
+        ended.register(pidfd, select.POLLIN)
+    while not ended.poll(_LOOK * 1000) and (pidfd >= 0 or listens(path)):
+        if time.monotonic() > until:
+            raise DeadlineExceeded(f"the server at {path} was asked to end, but still runs after {timeout:g} s")
 
 
 class ChannelOperations:

@@ -18,7 +18,7 @@ import torch
 
 from shared_rpc import Provider, Server
 from shared_rpc.errors import ConnectionClosed, DeadlineExceeded
-from shared_rpc.operations.server import ProcessExit
+from shared_rpc.operations.server import await_exit
 from shared_rpc.protocol import messages as m
 from shared_rpc.provider.runtime import ServerRuntime
 from tests.kit.apps import Connect, Serve
@@ -187,5 +187,5 @@ def test_busy_servers_have_not_ended(tmp_path: Path) -> None:
         listener.listen(0)
         waiting.connect(path)
         with pytest.raises(DeadlineExceeded, match="still runs"):
-            ProcessExit(path, 0).wait(0.1)
-    ProcessExit(path, 0).wait(5.0)
+            await_exit(path, -1, 0.1)
+    await_exit(path, -1, 5.0)
