@@ -18,8 +18,8 @@ import logging
 import time
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, cast
 
 from shared_rpc.client.exchange import PROMPT
@@ -62,8 +62,8 @@ class Suspensions:
         #: The ids of objects last reported to the server as suspended by the session.
         self.reported: set[str] = set()
         #: The ids of objects in active suspensions and resumptions, by a key of each.
-        self._suspending: dict[object, str] = {}
-        self._resuming: dict[object, str] = {}
+        self.suspending: dict[object, str] = {}
+        self.resuming: dict[object, str] = {}
         with _lock:
             _clients.add(self)
 
@@ -71,24 +71,12 @@ class Suspensions:
         """Return True if a new handle of the object must resume it."""
         return object_id in self.reported or object_id in MAPPINGS.suspended
 
-    def suspending(self, object_id: str) -> AbstractContextManager[None]:
-        """Announce that a suspension may be sent during the block."""
-        return _announced(self._suspending, object_id)
-
-    def resuming(self, object_id: str) -> AbstractContextManager[None]:
-        """Announce that no suspension may be sent during the block."""
-        return _announced(self._resuming, object_id)
-
-    def is_suspending(self, object_id: str) -> bool:
-        """Return True if there may be an active suspension of the object."""
-        return object_id in tuple(self._suspending.values())
-
     def mark_reported(self, object_id: str) -> bool:
         """Mark the object as reported; return False if the session needs it after all."""
         with self._lock:
             self.reported.add(object_id)
             handles = self.leases.of_object(object_id)
-            resuming = tuple(self._resuming.values())
+            resuming = tuple(self.resuming.values())
             if handles and object_id not in resuming and all(handle.suspended for handle in handles):
                 return True
             self.reported.discard(object_id)
@@ -194,16 +182,14 @@ def _settled(ctx: Context, object_id: str, handle: Lease[Any] | None = None, *, 
     :param handle: the handle to suspend, which becomes active again if the memory cannot be unmapped.
     :param waits: True to wait for the server's confirmation.
     """
-    with ctx._suspensions.suspending(object_id):
-        if handle is None or handle._become_suspended():
-            yield from _given_up(ctx, object_id, handle, waits=waits)
-
-
-def _given_up(ctx: Context, object_id: str, handle: Lease[Any] | None, *, waits: bool) -> Operation[None]:
-    yield Work(functools.partial(_unmapped, object_id, handle))
-    if handle is not None and ctx._drops_values:
-        handle._drop_value()
-    if ctx._suspensions.mark_reported(object_id):
+    with _announced(ctx._suspensions.suspending, object_id):
+        if handle is not None and not handle._become_suspended():
+            return
+        yield Work(functools.partial(_unmapped, object_id, handle))
+        if handle is not None and ctx._drops_values:
+            handle._drop_value()
+        if not ctx._suspensions.mark_reported(object_id):
+            return
         if not waits:
             yield Tell(t.Suspend([object_id]))
             return
@@ -230,11 +216,6 @@ def resumed(ctx: Context, handle: Lease[Any], timeout: float | None = None) -> O
         if timeout is not None:
             yield Within(timeout)
         yield from awakened(ctx, handle)
-
-
-def awakened(ctx: Context, handle: Lease[Any]) -> Operation[None]:
-    """Map an object's memory again, for a handle that becomes active."""
-    yield from _mapped_again(ctx, handle, handle._become_active)
 
 
 def renewed(ctx: Context, handles: Iterable[Lease[Any]]) -> Operation[None]:
@@ -267,7 +248,7 @@ def _replaced(ctx: Context, handle: Lease[Any]) -> Operation[None]:
             "the memory of a GPU is replaced by resume() alone, because no kernel may use it during that time"
         )
     written = any(mapping.info.access == "read_write" for mapping in mapped)
-    yield from _mapped_again(ctx, handle, lambda: None)
+    yield from awakened(ctx, handle, activates=False)
     _log.log(
         logging.WARNING if written else logging.INFO,
         "object %s was evicted while the session with the server was lost: its present memory is mapped at its address%s",
@@ -288,19 +269,19 @@ def _mark_outdated(handles: Sequence[Lease[Any]], why: str) -> None:
     )
 
 
-def _mapped_again(ctx: Context, handle: Lease[Any], activate: Callable[[], None]) -> Operation[None]:
+def awakened(ctx: Context, handle: Lease[Any], *, activates: bool = True) -> Operation[None]:
+    """Map an object's memory again; with ``activates`` the handle becomes active."""
     book, object_id = ctx._suspensions, handle.object_id
     try:
-        with book.resuming(object_id):
+        with _announced(book.resuming, object_id):
             until = time.monotonic() + PROMPT
-            while book.is_suspending(object_id) and time.monotonic() < until:
+            while object_id in tuple(book.suspending.values()) and time.monotonic() < until:
                 yield Work(functools.partial(time.sleep, _MOMENT))
             reply: Reply = yield Request(t.Resume(object_id), f"the resumption of object {object_id}")
             try:
                 if reply.live:
                     handle._take(reply.value)
-                message, segments = _segments_of(reply)
-                yield Work(functools.partial(_mapped, book, object_id, segments, message.owner, activate))
+                yield Work(functools.partial(_mapped, book, object_id, reply, handle if activates else None))
             finally:
                 reply.frame.close()
     except GeneratorExit:
@@ -314,20 +295,19 @@ def _mapped_again(ctx: Context, handle: Lease[Any], activate: Callable[[], None]
         raise
 
 
-def _segments_of(reply: Reply) -> tuple[t.Resumed, list[Segment]]:
-    message, frame = reply.message, reply.frame
-    if not isinstance(message, t.Resumed) or len(frame.fds) != len(message.segments):
+def _mapped(book: Suspensions, object_id: str, reply: Reply, handle: Lease[Any] | None) -> None:
+    message = reply.message
+    if not isinstance(message, t.Resumed) or len(reply.frame.fds) != len(message.segments):
         raise ProtocolError(f"the server answered Resume with {type(message).__name__}, not with Resumed and its descriptors")
-    return message, Segment.received(message.segments, frame)
+    segments = Segment.received(message.segments, reply.frame)
 
-
-def _mapped(book: Suspensions, object_id: str, segments: Sequence[Segment], owner: str, activate: Callable[[], None]) -> None:
-    def activated() -> None:
-        activate()
+    def activate() -> None:
+        if handle is not None:
+            handle._become_active()
         book.reported.discard(object_id)
 
     try:
-        MAPPINGS.resume(object_id, segments, owner, activated)
+        MAPPINGS.resume(object_id, segments, message.owner, activate)
     finally:
         for segment in segments:
             segment.close()

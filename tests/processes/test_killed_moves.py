@@ -78,7 +78,6 @@ OF_CLIENTS = {
     "suspended": "shared_rpc.client.suspension",
     "awakened": "shared_rpc.client.suspension",
     "_unmapped": "shared_rpc.client.suspension",
-    "_segments_of": "shared_rpc.client.suspension",
     "_mapped": "shared_rpc.client.suspension",
     "Link._start": "shared_rpc.client.link",
     **EFFECTS,
@@ -96,7 +95,7 @@ SUSPENDING = [
 RESUMING = [
     "before awakened",
     "before awakened, after Link._start",
-    "before _segments_of",
+    "before _mapped",
     "before MappingTable._fill",
     "after MappingTable._fill",
     "after _mapped",
