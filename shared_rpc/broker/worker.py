@@ -69,21 +69,29 @@ class WorkerCommand:
         """
         return [self.target, "--fd", str(fd), "--number", str(number), *self.options.words]
 
-    def start(self, number: int, fd: int) -> subprocess.Popen[bytes]:
-        """Start a worker in its own process group: Ctrl-C at a terminal is for the broker. See :meth:`words`."""
-        words = program("shared_rpc.worker", *self.words(number, fd), "--parent", str(os.getpid()))
-        return subprocess.Popen(
-            words, pass_fds=(fd,), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, process_group=0, bufsize=0
-        )
+    def program(self, number: int, fd: int) -> list[str]:
+        """Return the command line of a new process, see :meth:`words`."""
+        return program("shared_rpc.worker", *self.words(number, fd), "--parent", str(os.getpid()))
+
+    def start(self, number: int) -> Begun:
+        """Start a worker in its own process group: Ctrl-C at a terminal is for the broker."""
+        ours, theirs = socket.socketpair()
+        with theirs, ExitStack() as undo:
+            undo.callback(ours.close)
+            process = subprocess.Popen(
+                self.program(number, theirs.fileno()),
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                process_group=0,
+                bufsize=0,
+            )
+            undo.pop_all()
+        return process, process.stderr, ours
 
 
-@dataclass(frozen=True)
-class ForkedWorker:
-    """A forked worker's process, its standard error, and this end of its socket pair."""
-
-    process: WatchedProcess
-    errors: IO[bytes]
-    link: socket.socket
+#: A worker's process, its standard error, and this end of its socket pair.
+Begun = tuple[Process, IO[bytes] | None, socket.socket]
 
 
 class Worker:
@@ -105,7 +113,7 @@ class Worker:
         ended: Callable[[Worker], None],
         caught_up: Callable[[], None],
         restarts: int = 0,
-        begun: ForkedWorker | None = None,
+        begun: Begun | None = None,
     ) -> None:
         self.number = number
         self.restarts = restarts
@@ -131,28 +139,16 @@ class Worker:
         self._ended = ended
         self._caught_up = caught_up
         self._loop = asyncio.get_running_loop()
-        self.forked = begun is not None
+        process, errors, ours = begun or command.start(number)
+        self.forked = isinstance(process, WatchedProcess)
         #: True once the worker has reported that the app is loaded.
         self.loaded = False
         #: Done with the outcome of loading the app, or once no start or reload waits for that any more.
         self.loading: asyncio.Future[None] = self._loop.create_future()
         self.loading.add_done_callback(lambda loading: loading.exception())  # of several failures only one is reported
-        process: Process
-        errors: IO[bytes] | None
-        if begun is not None:
-            process, errors, ours = begun.process, begun.errors, begun.link
-            fd = begun.process.fileno()
-        else:
-            ours, theirs = socket.socketpair()
-            with theirs:
-                try:
-                    process = new = command.start(number, theirs.fileno())
-                except BaseException:
-                    ours.close()
-                    raise
-            errors, fd = new.stderr, -1
         with ExitStack() as undo:
             undo.callback(ours.close)
+            fd = process.fileno() if isinstance(process, WatchedProcess) else -1
             self.child = Child(process, errors, self._on_exit, fd=fd)
             undo.callback(self.child.end, 0.0)
             self._link = FramedStream(ours, self._handle, self._hung_up, self._reads)

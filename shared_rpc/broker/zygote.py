@@ -16,7 +16,7 @@ from typing import Any, Literal
 import anyio
 import anyio.to_thread
 
-from shared_rpc.broker.worker import ForkedWorker, WorkerCommand
+from shared_rpc.broker.worker import Begun, WorkerCommand
 from shared_rpc.execution.child import Child, last_lines
 from shared_rpc.protocol.infos import ZygoteInfo
 from shared_rpc.protocol.worker import Imports
@@ -266,7 +266,7 @@ class WorkerZygote:
         for name, why in dropped.items():
             _log.warning("the zygote does not import %s, which workers do: %s", name, why)
 
-    async def begin(self, number: int) -> ForkedWorker | None:
+    async def begin(self, number: int) -> Begun | None:
         """Start a worker as a fork; return None if it must be a new process."""
         async with self._asking:
             if self._running is None or self._state != "ready":
@@ -277,7 +277,7 @@ class WorkerZygote:
                 self._fail(str(error))
                 return None
 
-    async def _fork(self, running: _Running, number: int) -> ForkedWorker | None:
+    async def _fork(self, running: _Running, number: int) -> Begun | None:
         request = {
             "type": "Fork",
             "words": ["-m", "shared_rpc.worker", *self._command.words(number, _LINK), "--forked"],
@@ -302,7 +302,7 @@ class WorkerZygote:
                 answer, watcher = await running.fork(request, [nothing, 1, writing, other.fileno(), folder])
             if answer["type"] == "Forked":
                 ours.pop_all()
-                return ForkedWorker(WatchedProcess(answer["pid"], watcher), errors, link)
+                return WatchedProcess(answer["pid"], watcher), errors, link
             watcher.close()
         if answer.get("stale"):
             _log.info("the zygote (pid %d) is replaced: %s", running.child.pid, answer["why"])

@@ -6,7 +6,6 @@ import asyncio
 import gc
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -111,10 +110,9 @@ class _Begins(WorkerCommand):
         code = "import os, time" + FAKE.format(held=str(held)) + "from shared_rpc.worker.__main__ import main\nmain()"
         object.__setattr__(self, "code", code)
 
-    def start(self, number: int, fd: int) -> subprocess.Popen[bytes]:
-        """Start it like every worker, after the code."""
-        words = [sys.executable, "-c", vars(self)["code"], *self.words(number, fd)]
-        return subprocess.Popen(words, pass_fds=(fd,), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, bufsize=0)
+    def program(self, number: int, fd: int) -> list[str]:
+        """Like every worker's, after the code."""
+        return [sys.executable, "-c", vars(self)["code"], *self.words(number, fd)]
 
 
 @pytest.fixture
