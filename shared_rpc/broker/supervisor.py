@@ -214,7 +214,7 @@ class Supervisor:
 
     def _has_loaded(self, worker: Worker, message: w.Loaded, frame: Frame) -> None:
         worker.loaded = self._serves = True
-        self.zygote.learn(message.imports, worker.forked)
+        self.zygote.learn(message, worker.forked)
         if worker.state == "starting":  # otherwise it was replaced
             worker.state = "ready"
             if HOOKS.registered:

@@ -19,7 +19,7 @@ import anyio.to_thread
 from shared_rpc.broker.worker import Begun, WorkerCommand
 from shared_rpc.execution.child import Child, last_lines
 from shared_rpc.protocol.infos import ZygoteInfo
-from shared_rpc.protocol.worker import Imports
+from shared_rpc.protocol.worker import Loaded
 from shared_rpc.settings import environment, program
 from shared_rpc.zygote.process import WatchedProcess, resident_bytes
 from shared_rpc.zygote.wire import GO, PADDING, Lost, ask, framed, receive, send
@@ -55,7 +55,7 @@ class _Running:
     :raises OSError, RuntimeError: if it cannot be started or watched.
     """
 
-    def __init__(self, imports: Imports, lost: Callable[[_Running], object]) -> None:
+    def __init__(self, imports: Loaded, lost: Callable[[_Running], object]) -> None:
         self.imports = imports
         #: The number of its modules, and those that it could not import, with the reasons.
         self.modules = 0
@@ -139,7 +139,7 @@ class _Running:
 class WorkerZygote:
     """Starts workers as forks where possible. On the broker's loop only.
 
-    :param command: if it has workers report their imports, there is a zygote; otherwise every worker is a new process.
+    :param command: its options say whether there is a zygote; otherwise every worker is a new process.
     """
 
     def __init__(self, command: WorkerCommand) -> None:
@@ -147,7 +147,7 @@ class WorkerZygote:
         self._command = command
         self._state: Literal["off", "waiting", "starting", "ready"] = "waiting" if enabled else "off"
         self._why = "no worker has loaded the app yet" if enabled else "--no-preload"
-        self._imports: Imports | None = None
+        self._imports: Loaded | None = None
         #: Packages that make a zygote unfit for forks, and the reasons.
         self._left_out: dict[str, str] = {}
         self._running: _Running | None = None
@@ -188,12 +188,12 @@ class WorkerZygote:
             self._running = None
         self._state, self._why = state, why
 
-    def learn(self, imports: Imports | None, forked: bool) -> None:
+    def learn(self, imports: Loaded, forked: bool) -> None:
         """Record the imports of a worker that has loaded the app: the next zygote gets those of the last new process.
 
         :param forked: True if it began as a fork. If the app set environment variables, it has restarted as a new process.
         """
-        if imports is None or self._state == "off":
+        if self._state == "off":
             return
         if not forked:
             self._imports = imports
@@ -235,7 +235,7 @@ class WorkerZygote:
         self._end("off", why)
         _log.warning("from now on workers are new processes instead of forks of a zygote: %s", why)
 
-    async def _make(self, imports: Imports) -> None:
+    async def _make(self, imports: Loaded) -> None:
         """Start a zygote with the app's imports in place of an earlier one."""
         async with self._asking:
             self._end("starting", "")

@@ -5,8 +5,6 @@ The request id of a frame is the number of a run or of a request for memory, or 
 
 from __future__ import annotations
 
-import msgspec
-
 from shared_rpc.protocol.infos import MechanismInfo
 from shared_rpc.protocol.messages import Call, Message, RecordBody
 from shared_rpc.protocol.records import SegmentInfo
@@ -33,26 +31,18 @@ class Serve(Message):
     cluster: str = ""
 
 
-class Imports(msgspec.Struct, frozen=True):
-    """Modules imported by a worker with the app, so that the next one can start with them.
+class Loaded(Message):
+    """The app's module has been imported. :class:`~shared_rpc.protocol.messages.Error` with the number 0 instead: the app
+    cannot be served, and the worker exits.
 
-    :param installed: names of modules in the interpreter's directories for packages, and of this library's, in the order in
-        which their imports began.
-    :param own: names of the user's own modules.
-    :param variables: environment variables set while the app was loaded, None for removed ones.
+    The next worker can start with its imports: ``installed`` are the names of modules in the interpreter's directories for
+    packages, and of this library's, in the order in which their imports began; ``own`` are the user's. ``variables`` of the
+    environment were set while the app was loaded, None for removed ones.
     """
 
     installed: list[str]
     own: list[str]
     variables: dict[str, str | None]
-
-
-class Loaded(Message):
-    """The app's module has been imported. :class:`~shared_rpc.protocol.messages.Error` with the number 0 instead: the app
-    cannot be served, and the worker exits.
-    """
-
-    imports: Imports | None = None
 
 
 class RunStarted(Message):

@@ -9,7 +9,6 @@ from typing import NoReturn
 
 from shared_rpc.errors import ConfigurationError, SharedRPCError, sendable
 from shared_rpc.observability.logs import configure
-from shared_rpc.protocol.worker import Imports
 from shared_rpc.provider.app import load_providers
 from shared_rpc.provider.main_end import close_all
 from shared_rpc.provider.runtime import set_host
@@ -35,7 +34,7 @@ def _load(host: WorkerHost, words: argparse.Namespace, options: ServeOptions) ->
     for provider in providers:
         provider.run_in(host)
     sent = {sendable(name): value and sendable(value) for name, value in variables.items()}
-    host.loaded(Imports(*imported(), sent) if options.preload else None)
+    host.loaded(*imported(), sent)
 
 
 def _begin_again(fd: int, variables: dict[str, str]) -> NoReturn:

@@ -133,9 +133,9 @@ class WorkerHost:
         """True if a provider was reported to the broker."""
         return bool(self._executors)
 
-    def loaded(self, imports: w.Imports | None) -> None:
-        """Report that the app has been imported."""
-        self._post(w.Loaded(imports))
+    def loaded(self, installed: list[str], own: list[str], variables: dict[str, str | None]) -> None:
+        """Report that the app has been imported, see :class:`~shared_rpc.protocol.worker.Loaded`."""
+        self._post(w.Loaded(installed, own, variables))
 
     def wait(self) -> None:
         """Wait until the broker hangs up."""
