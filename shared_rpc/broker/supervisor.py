@@ -144,8 +144,7 @@ class Supervisor:
                 except WorkerCrashed as crash:
                     if wait and not started:
                         raise
-                    self._not_started(crash)
-                    self._spawn(self._restart, number)
+                    self._start_again(number, crash, 0.0)
                 else:
                     self.workers.append(started[-1])
             if wait:
@@ -257,19 +256,17 @@ class Supervisor:
                 )
             )
         if crashed:
-            _log.error("%s", crash)
             self.crashes += 1
-            self._count_crash(crash, lived)
-            self._spawn(self._restart, worker.number)
+            self._start_again(worker.number, crash, lived)
         self._on_lost(worker, crash)
         worker.settle(None if crashed else worker.refusal or crash)
         self._on_change()
 
-    def _not_started(self, crash: WorkerCrashed) -> None:
-        """Handle a refused new process, which is retried."""
+    def _start_again(self, number: int, crash: WorkerCrashed, lived: float) -> None:
+        """Restart an ended worker later, or one whose process was refused."""
         _log.error("%s", crash)
-        self._count_crash(crash, 0.0)
-        self._on_change()
+        self._count_crash(crash, lived)
+        self._spawn(self._restart, number)
 
     def _count_crash(self, crash: WorkerCrashed, lived: float) -> None:
         now = time.monotonic()
@@ -283,22 +280,21 @@ class Supervisor:
 
     async def _restart(self, number: int) -> None:
         """Restart an ended worker after a pause, unless a reload begins first."""
-        while True:
-            await anyio.sleep(max(self._pauses.pause, self._stopped_until - time.monotonic()))
-            if number in {worker.number for worker in self.workers} or self._stopping:
-                return
-            self.restarts[number] += 1
-            try:
-                new = await self._new(number)
-            except WorkerCrashed as crash:
-                self._not_started(crash)
-            else:
-                new.settle()  # no start or reload waits for it
-                if number in {worker.number for worker in self.workers}:  # a reload was faster
-                    new.kill(_OVERTAKEN)
-                else:
-                    self.workers.append(new)
-                return
+        await anyio.sleep(max(self._pauses.pause, self._stopped_until - time.monotonic()))
+        if number in {worker.number for worker in self.workers} or self._stopping:
+            return
+        self.restarts[number] += 1
+        try:
+            new = await self._new(number)
+        except WorkerCrashed as crash:
+            self._start_again(number, crash, 0.0)
+            self._on_change()
+            return
+        new.settle()  # no start or reload waits for it
+        if number in {worker.number for worker in self.workers}:  # a reload was faster
+            new.kill(_OVERTAKEN)
+        else:
+            self.workers.append(new)
 
     async def reload(self) -> list[Worker]:
         """Start workers with the app's current code, switch to them when all are ready, and return them.
