@@ -1,8 +1,8 @@
-"""The registry of functions called in a forked child before its own code: the only registration with CPython.
+"""The registry of functions called in a forked child before its own code.
 
 First every lock of :func:`fork_safe_lock` is freed, then the callbacks of :func:`after_fork` run, in order of registration,
-and finally the end functions of :func:`around_fork`. Each of them runs regardless of exceptions in others, which are reported
-as unraisable.
+each regardless of exceptions in others, which are reported as unraisable. Signals stay blocked until then, see
+:mod:`shared_rpc.lifecycle.signals`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,10 @@ from types import MethodType
 from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable[[], object])
-#: A function called before the fork, which returns the function to call after it.
-Beginning = Callable[[], Callable[[], object]]
 
 _numbers = itertools.count()
 #: By registration number. Each returns a callback, or None if its object is just being freed.
 _callbacks: dict[int, Callable[[], Callable[[], object] | None]] = {}
-_beginnings: list[Beginning] = []
 #: RLocks; the annotations leave out the private methods used here.
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -43,42 +40,11 @@ def after_fork(callback: F) -> F:
     return callback
 
 
-def around_fork(begin: Beginning) -> Beginning:
-    """Call a function in the forking thread before the fork, and its result afterwards: in the parent, and in the child after
-    all its callbacks. Also a decorator.
-    """
-    _beginnings.append(begin)
-    return begin
-
-
 def fork_safe_lock() -> threading.RLock:
     """Return a reentrant lock that is free in a forked child, unless the forking thread holds it."""
     lock = threading.RLock()
     _locks.add(lock)
     return lock
-
-
-class _Forks(threading.local):
-    """Forks begun by this thread, each with its end functions: a callback may fork too."""
-
-    def __init__(self) -> None:
-        self.begun: list[list[Callable[[], object]]] = []
-
-
-_forks = _Forks()
-
-
-def _begin_fork() -> None:
-    ends: list[Callable[[], object]] = []
-    _forks.begun.append(ends)
-    for begin in _beginnings:
-        ends.append(begin())
-
-
-def _end_fork() -> None:
-    # There is none if a signal handler raised at the beginning.
-    for end in reversed(_forks.begun.pop() if _forks.begun else ()):
-        _call(end)
 
 
 def _begin_child() -> None:
@@ -90,7 +56,6 @@ def _begin_child() -> None:
     callbacks = [callback for found in list(_callbacks.values()) if (callback := found()) is not None]
     for callback in callbacks:
         _call(callback)
-    _end_fork()
 
 
 def _call(callback: Callable[[], object]) -> None:
@@ -101,4 +66,4 @@ def _call(callback: Callable[[], object]) -> None:
     assert reference() is None, "the only reference was the callback's"
 
 
-os.register_at_fork(before=_begin_fork, after_in_parent=_end_fork, after_in_child=_begin_child)
+os.register_at_fork(after_in_child=_begin_child)

@@ -28,7 +28,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from shared_rpc.errors import ConfigurationError
-from shared_rpc.forks import after_fork, around_fork, fork_safe_lock
+from shared_rpc.forks import after_fork, fork_safe_lock
 from shared_rpc.lifecycle.ending import end_within
 
 #: Signals that may have a handler here.
@@ -190,22 +190,35 @@ def _restore_signals() -> None:
     _uninstall()
 
 
-@around_fork
-def _block_signals() -> Callable[[], object]:
+class _Masks(threading.local):
+    """Signal masks from before the forks begun by this thread: a callback in a child may fork too."""
+
+    def __init__(self) -> None:
+        self.earlier: list[set[signal.Signals | int]] = []
+
+
+_masks = _Masks()
+
+
+def _block_signals() -> None:
     # In any thread but the main one no Python handler runs, and the main one may just be setting its handlers. In that one,
     # block only signals with the handlers above: the exception of an app's own handler would be lost in here.
     main = threading.get_ident() == threading.main_thread().ident
-    earlier = signal.pthread_sigmask(signal.SIG_BLOCK, tuple(_earlier) if main else _NUMBERS)
-    pid = os.getpid()
+    _masks.earlier.append(signal.pthread_sigmask(signal.SIG_BLOCK, tuple(_earlier) if main else _NUMBERS))
 
-    def unblock() -> None:
-        try:
-            signal.pthread_sigmask(signal.SIG_SETMASK, earlier)
-        except KeyboardInterrupt:
-            if os.getpid() == pid:
-                raise
-            # No code could catch it here. The child's own code, which could, has not begun.
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            signal.raise_signal(signal.SIGINT)
 
-    return unblock
+def _unblock_signals() -> None:
+    if _masks.earlier:  # otherwise a signal handler raised before the fork
+        signal.pthread_sigmask(signal.SIG_SETMASK, _masks.earlier.pop())
+
+
+def _unblock_in_child() -> None:
+    try:
+        _unblock_signals()
+    except KeyboardInterrupt:  # no code could catch it here: the child's own code, which could, has not begun
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGINT)
+
+
+# After those of shared_rpc.forks in a child.
+os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_unblock_in_child)

@@ -1,4 +1,4 @@
-"""The registry of forks: hooks around a fork and in the child, their order, and locks."""
+"""The registry of forks: callbacks in the child, their order, and locks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.kit.processes import ROOT
 
 PRELUDE = """
 import os, threading
-from shared_rpc.forks import after_fork, around_fork, fork_safe_lock
+from shared_rpc.forks import after_fork, fork_safe_lock
 
 def say(*words):
     # In one piece: two processes may speak at once.
@@ -31,7 +31,7 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_callbacks_run_in_the_order_of_their_registration() -> None:
-    """In the child; those around a fork end after them, in reverse order and in both processes."""
+    """In the child, and before its signals are unblocked."""
     ran = run("""
 class Thing:
     def __init__(self, name):
@@ -39,26 +39,19 @@ class Thing:
         after_fork(self.method)
     def method(self): say(self.name)
 
-def around(name):
-    @around_fork
-    def begin():
-        say("begins", name)
-        forking = os.getpid()
-        return lambda: say("ends", name, "in parent" if os.getpid() == forking else "in child")
+import signal
+from shared_rpc.lifecycle import signals
 
-around("outer")
-around("inner")
+def unblocked(): return signal.SIGHUP not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+signals._earlier[signal.SIGHUP] = signal.SIG_DFL
 @after_fork
-def first(): say("first")
+def first(): say("first", unblocked())
 thing, gone = Thing("method"), Thing("gone")
 del gone
-fork()
+fork(lambda: say("child", unblocked()))
+say("parent", unblocked())
 """)
-    said = ran.stdout.splitlines()
-    assert said[:2] == ["begins outer", "begins inner"]
-    assert [line for line in said if "in parent" in line] == ["ends inner in parent", "ends outer in parent"]
-    in_child = [line for line in said[2:] if "in parent" not in line]
-    assert in_child == ["first", "method", "ends inner in child", "ends outer in child"]
+    assert ran.stdout.splitlines() == ["first False", "method", "child True", "parent True"]
     assert ran.stderr == ""
 
 
@@ -114,4 +107,4 @@ def test_the_exit_of_a_process_reports_nothing() -> None:
 def test_nothing_else_registers_with_the_interpreter() -> None:
     """Other registrations would have no defined order."""
     users = {path.name for path in (ROOT / "shared_rpc").rglob("*.py") if "register_at_fork" in path.read_text()}
-    assert users == {"forks.py"}
+    assert users == {"forks.py", "signals.py"}
