@@ -67,10 +67,28 @@ class Holdings:
 
     def info_of(self, stored: StoredObject) -> ObjectInfo:
         """Describe an object."""
-        state = self._state
-        holders, active = state.leases.holders(stored.object_id), state.leases.users(stored.object_id)
-        info = stored.info(state.server_id, len(holders), len(active), state.clock)
-        info["copies"], moving = self._tiers.info(stored)
+        state, record = self._state, stored.record
+        copies, moving = self._tiers.info(stored)
+        info: ObjectInfo = {
+            "object_id": stored.object_id,
+            "server_id": state.server_id,
+            "endpoint": stored.endpoint,
+            "kind": stored.kind,
+            "cache_key": stored.cache_key,
+            "nbytes": record.nbytes,
+            "private_nbytes": record.private_nbytes,
+            "device": record.device,
+            "generation": stored.generation,
+            "current": stored.current,
+            "leases": len(state.leases.holders(stored.object_id)),
+            "created_at": stored.created_at,
+            "last_accessed_at": state.clock.unix(stored.last_accessed_at),
+            "stale": stored.stale,
+            "tier": stored.tier,
+            "active": len(state.leases.users(stored.object_id)),
+            "pinned": stored.pinned,
+            "copies": copies,
+        }
         if moving is not None:
             info["moving"] = moving
         if stored.candidate and not stored.invalidated:

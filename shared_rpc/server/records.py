@@ -25,7 +25,6 @@ from shared_rpc.server.runs import Runs
 from shared_rpc.server.shared import State
 from shared_rpc.server.state.objects import StoredObject
 from shared_rpc.server.state.records import (
-    Versions,
     accesses,
     called,
     check_code,
@@ -39,8 +38,10 @@ from shared_rpc.server.tiers import Tiers
 
 
 @functools.cache
-def installed_versions() -> Versions:
-    """Return the versions of this environment. Nothing is imported: a broker needs no torch."""
+def installed_versions() -> dict[str, str]:
+    """Return the versions that a skeleton depends on, by the fields of a :class:`RecordHeader`: Python's minor version, because
+    of code pickled by value, torch's and ours. Nothing is imported: a broker needs no torch.
+    """
 
     def public(name: str) -> str:
         try:
@@ -50,7 +51,7 @@ def installed_versions() -> Versions:
             return ""
 
     own: str = sys.modules["shared_rpc"].__version__
-    return Versions(f"{sys.version_info.major}.{sys.version_info.minor}", public("torch"), own)
+    return {"python": f"{sys.version_info.major}.{sys.version_info.minor}", "torch": public("torch"), "shared_rpc": own}
 
 
 class Records:
@@ -87,16 +88,13 @@ class Records:
             )
         spec = self._state.registry.find(stored.endpoint)
         table, infos, parts = without_slabs(record.table, [segment.info for segment in record.segments])
-        here = installed_versions()
         header = RecordHeader(
             format=FORMAT,
             endpoint=stored.endpoint,
             cache_key=stored.cache_key,
             generation=stored.generation,
             fingerprint=spec.fingerprint if spec is not None and not stored.stale else "",
-            python=here.python,
-            torch=here.torch,
-            shared_rpc=here.shared_rpc,
+            **installed_versions(),
             device=record.device,
             nbytes=record.nbytes,
             private_nbytes=record.private_nbytes,

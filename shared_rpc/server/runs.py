@@ -186,8 +186,12 @@ class Runs:
 
     def begin(self, run: Run[Waiter]) -> None:
         """Build a run that the source of records did not deliver. A run of a serialized endpoint is queued here."""
-        if run.spec.concurrency == "parallel" or self._has_turn(run):
-            self._start(run)
+        if run.spec.concurrency != "parallel":
+            line = self._lines[run.spec.name]
+            line.append(run)
+            if line[0] is not run:
+                return
+        self._start(run)
 
     def _start(self, run: Run[Waiter]) -> None:
         """Start a run, once dropped memory is free if the endpoint may allocate."""
@@ -212,12 +216,6 @@ class Runs:
         """End a run before its work begins."""
         close_arguments(run.arguments)
         self.ended(run, failure)
-
-    def _has_turn(self, run: Run[Waiter]) -> bool:
-        """Queue a run of a serialized endpoint; return True if it is the first."""
-        line = self._lines[run.spec.name]
-        line.append(run)
-        return line[0] is run
 
     def adopt(self, run: Run[Waiter], record: Record) -> None:
         """End a run that waited for a source of records with its record; this object takes ownership of the descriptors."""
@@ -328,10 +326,9 @@ class Runs:
             self._finish(run, outcome)
         elif isinstance(outcome, Completed) and outcome.record is not None:
             outcome.record.close()  # the server has stopped
-        if run.spec.concurrency != "parallel":
-            self._next_turn(run)
+        self._next_turn(run)
 
-    def _count_build(self, run: Run[Waiter], error: str = "") -> None:
+    def _count_build(self, run: Run[Waiter], error: str) -> None:
         seconds = time.monotonic() - run.begun_at
         self.statistics.of(run.spec.name)["build_seconds"] += seconds
         if HOOKS.registered:
@@ -348,16 +345,13 @@ class Runs:
 
     def _next_turn(self, run: Run[Waiter]) -> None:
         """Start the next run of a serialized endpoint, after one ended or was dropped."""
-        spec = run.spec
-        if spec.concurrency == "parallel":
-            return
-        line = self._lines.get(spec.name, deque())
-        if run not in line:  # the server has stopped
+        line = self._lines.get(run.spec.name)
+        if line is None or run not in line:  # of a parallel endpoint, a miss that was not answered, or the server has stopped
             return
         had_turn = line[0] is run
         line.remove(run)
         if not line:
-            del self._lines[spec.name]
+            del self._lines[run.spec.name]
         elif had_turn:
             self._start(line[0])
 
@@ -434,10 +428,8 @@ class Runs:
         self._state.settle(stored.object_id)
 
     def _close(self, run: Run[Waiter], failure: Failure) -> None:
-        self._resolve_all(run.spec.name, self.calls.close(run), failure)
-
-    def _resolve_all(self, endpoint: str, waiters: Sequence[Waiter], failure: Failure) -> None:
-        self.statistics.of(endpoint)["errors"] += len(waiters)
+        waiters = self.calls.close(run)
+        self.statistics.of(run.spec.name)["errors"] += len(waiters)
         for waiter in waiters:
             resolve(waiter, failure)
 

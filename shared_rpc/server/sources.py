@@ -181,13 +181,12 @@ class Sources:
     @handles(s.DetachSource)
     def detach(self, caller: Caller, message: s.DetachSource) -> m.Count:
         """Detach a source; the count is 0 if it was not attached."""
-        if not self._is_source(caller.session, message.source):
+        try:
+            self._find(caller.session, message.source)
+        except ClusterError:
             return m.Count(0)
         self._lose("was closed")
         return m.Count(1)
-
-    def _is_source(self, session: str, number: int) -> bool:
-        return self._source is not None and (self._source.session, self._source.number) == (session, number)
 
     def _find(self, session: str, number: int) -> Attachment:
         """Return the source with this number.
@@ -195,18 +194,18 @@ class Sources:
         :raises ClusterError: if it is no longer the source.
         """
         source = self._source
-        if source is not None and self._is_source(session, number):
-            return source
-        if source is not None:
+        if source is None:
+            raise ClusterError(
+                "this session is not the server's source of records: it was closed, or its session has ended. Attach it again",
+                reason="detached",
+            )
+        if (source.session, source.number) != (session, number):
             raise ClusterError(
                 f"this session is no longer the server's source of records: session {source.session} has replaced it (source "
                 f"{source.number}), and answers all misses",
                 reason="replaced",
             )
-        raise ClusterError(
-            "this session is not the server's source of records: it was closed, or its session has ended. Attach it again",
-            reason="detached",
-        )
+        return source
 
     def _open(self, session: str, message: s.BuildMiss | s.AdoptMiss | s.FailMiss) -> Run[Waiter]:
         """Return an open miss.

@@ -20,7 +20,6 @@ from shared_rpc.protocol.exported import FORMAT, RecordHeader
 from shared_rpc.protocol.records import BufferEntry, SegmentInfo, StorageEntry, TensorEntry, TensorTable
 from shared_rpc.protocol.specs import EndpointSpec, Parameter
 from shared_rpc.server.state.records import (
-    Versions,
     accesses,
     called,
     check_table,
@@ -219,7 +218,7 @@ def test_chunks_that_no_tensor_keeps_are_given_back() -> None:
 @pytest.mark.parametrize("field", ["python", "torch", "shared_rpc"])
 def test_each_version_is_checked(field: str) -> None:
     """A skeleton is loaded with the versions that pickled it."""
-    here = Versions("3.13", "2.9.0", "0.1.0")
+    here = {"python": "3.13", "torch": "2.9.0", "shared_rpc": "0.1.0"}
     check_versions(header(), here)
     with pytest.raises(RecordError, match=r"was made with .* 1\.1, and this server runs") as caught:
         check_versions(header(**{field: "1.1"}), here)

@@ -72,7 +72,7 @@ def _stay(socket: str, name: str | None) -> None:
         store_nbytes=node.store_nbytes,
         socket=socket,
         mover=settings.mover,
-        facts=installed_versions()._asdict(),  # this process's environment is the broker's
+        facts=installed_versions(),  # this process's environment is the broker's
     )
     # Ray hides GPUs from actors that reserve none; the token proves to the broker that it started the joiner.
     environ = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES"), "SHARED_TENSOR_SOURCE_TOKEN": source_token()}

@@ -18,10 +18,10 @@ pytestmark = pytest.mark.timeout(150)
 
 #: A joiner whose node has another fact.
 DIFFERING = """
-import sys, types
+import sys
 from shared_rpc_ray import join
-versions = join.installed_versions()._asdict() | dict([sys.argv[1].split("=")])
-join.installed_versions = lambda: types.SimpleNamespace(_asdict=lambda: versions)
+versions = join.installed_versions() | dict([sys.argv[1].split("=")])
+join.installed_versions = lambda: versions
 sys.exit(join.main(sys.argv[2:]))
 """
 

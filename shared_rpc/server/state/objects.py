@@ -26,7 +26,6 @@ import msgspec
 
 from shared_rpc.memory.records import Record
 from shared_rpc.memory.segments import Segment
-from shared_rpc.protocol.infos import ObjectInfo
 from shared_rpc.protocol.records import HostCopy, SegmentInfo, Tier
 from shared_rpc.server.state import Clock
 from shared_rpc.server.state.descriptors import Descriptors
@@ -101,29 +100,6 @@ class StoredObject:
         self.record.close()
         if self.page is not None:
             self.page.close()
-
-    def info(self, server_id: str, leases: int, active: int, clock: Clock) -> ObjectInfo:
-        """Return the facts common to all objects."""
-        return {
-            "object_id": self.object_id,
-            "server_id": server_id,
-            "endpoint": self.endpoint,
-            "kind": self.kind,
-            "cache_key": self.cache_key,
-            "nbytes": self.record.nbytes,
-            "private_nbytes": self.record.private_nbytes,
-            "device": self.record.device,
-            "generation": self.generation,
-            "current": self.current,
-            "leases": leases,
-            "created_at": self.created_at,
-            "last_accessed_at": clock.unix(self.last_accessed_at),
-            "stale": self.stale,
-            "tier": self.tier,
-            "active": active,
-            "pinned": self.pinned,
-            "copies": {},
-        }
 
 
 def infos_of(group: Iterable[StoredObject]) -> dict[str, SegmentInfo]:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -36,22 +35,15 @@ _SHOWN = 200
 _tables = msgspec.msgpack.Decoder(TensorTable)
 
 
-class Versions(NamedTuple):
-    """Versions that a skeleton depends on: Python's minor version, because of code pickled by value, torch's and ours."""
-
-    python: str
-    torch: str
-    shared_rpc: str
-
-
-def check_versions(header: RecordHeader, here: Versions) -> None:
+def check_versions(header: RecordHeader, here: Mapping[str, str]) -> None:
     """Check that processes of this environment can rebuild a record.
 
+    :param here: the versions of this environment, by the header's fields.
     :raises RecordError: if its skeleton was made with other versions.
     """
     names = {"python": "Python", "torch": "torch", "shared_rpc": "shared-rpc"}
     for field, name in names.items():
-        theirs, ours = getattr(header, field)[:_SHOWN], getattr(here, field)
+        theirs, ours = getattr(header, field)[:_SHOWN], here[field]
         if theirs != ours:
             raise RecordError(
                 f"the record of {header.endpoint[:_SHOWN]}() was made with {name} {theirs or '(none)'}, and this server runs "
