@@ -173,7 +173,7 @@ class Capacity:
     @property
     def unlimited(self) -> bool:
         """True if no memory is limited, so that no object need be evicted."""
-        return not self._limits and not self._objects.limited
+        return not self._limits and self._objects.max_bytes is None
 
     def used(self, device: str) -> int:
         """Return the bytes of a device that are used by objects or reserved."""
@@ -211,13 +211,6 @@ class Capacity:
         request = self.enter(owner, sizes, totals=totals, patient=patient)
         with await self.granted(request) as reservation:
             yield reservation
-
-    async def reserve_for(self, owner: Hashable, stored: StoredObject, *, first: bool = False) -> Reservation:
-        """Wait, in a server that evicts, until an object may be restored or used; return the reservation for restoring it.
-
-        The reservation is empty if the object is on its devices, or being restored for another request.
-        """
-        return await self.granted(self.enter(owner, {}, stored, first=first))
 
     def take(self, sizes: Mapping[str, int], totals: Mapping[str, int] | None = None) -> Reservation:
         """Reserve memory that is available now, dropping cached objects without holders if necessary.
@@ -276,15 +269,18 @@ class Capacity:
     ) -> CapacityRequest:
         """Queue a request, unless it is granted or refused at once; for the parameters and errors see :meth:`reserve`.
 
-        With ``first`` it goes before all pending requests, because they may wait for memory that its caller uses.
-
         Await :meth:`granted`, unless the request is granted on return.
+
+        :param stored: the object to be restored or used. The reservation is for restoring it: it is empty if the object is on
+            its devices, or being restored for another request.
+        :param first: go before all pending requests, because they may wait for memory that the caller uses.
         """
-        at_once = sizes if not self.evicts else {name: sizes[name] for name in sizes.keys() - self._limits.keys()}
-        request = CapacityRequest(owner, self.take(at_once, totals), sizes, stored, patient)
+        request = CapacityRequest(owner, Reservation(self, {}), sizes, stored, patient)
         if not self.evicts:
+            request.reservation = self.take(sizes or self._needs(request), totals)
             request.granted = True
             return request
+        request.reservation = self.take({name: sizes[name] for name in sizes.keys() - self._limits.keys()}, totals)
         try:
             self._check(self._needs(request))
             self._queue[request] = None
@@ -487,7 +483,7 @@ class Capacity:
     def _requested_last(self, found: Iterable[_Candidate]) -> list[_Candidate]:
         """Return the candidates that can be moved now: stale copies, other copies, and last objects with a pending request."""
         wanted = {request.stored for request in self._queue}
-        movable = [one for one in found if self._failed.keys().isdisjoint(_ids(one.group))]
+        movable = [one for one in found if not any(stored.object_id in self._failed for stored in one.group)]
         return sorted(movable, key=lambda one: (not self._is_stale_copy(one), not one.copies, not wanted.isdisjoint(one.group)))
 
     def _candidates(self, *, dropping: bool) -> Iterator[_Candidate]:
@@ -640,10 +636,6 @@ class Capacity:
 def _check_size(device: str, nbytes: int, what: str, limit: int) -> None:
     if nbytes > limit:
         raise CapabilityError(f"{nbytes} bytes on {device} are more than {what}, {limit}: ask for less")
-
-
-def _ids(group: Iterable[StoredObject]) -> set[str]:
-    return {stored.object_id for stored in group}
 
 
 def _bytes_on(stored: StoredObject, device: str) -> int:

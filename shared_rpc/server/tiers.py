@@ -212,25 +212,22 @@ class Tiers:
         :raises StaleHandleError: if the bytes are lost; the objects were dropped then.
         """
         made: list[MoveInfo] = []
-        asked = kept = False
-        evicts = self._capacity.evicts
+        kept = False
         try:
-            while self._keeps(stored) and (stored.cold or (evicts and not asked)):
+            while self._keeps(stored) and (stored.cold or (self._capacity.evicts and not kept)):
                 move = self._moves_of(stored)
                 if move is not None and move.direction == "down":
                     move.cancel()
-                reservation = await self._capacity.reserve_for(owner, stored, first=first) if evicts else None
-                asked = True
+                reservation = await self._capacity.granted(self._capacity.enter(owner, {}, stored, first=first))
                 if not kept:
                     kept = True
                     self._kept[stored.object_id] += 1
-                if not stored.cold or not self._keeps(stored):
-                    move = None
-                elif (move := self._moves_of(stored)) is None:
+                missing = stored.cold and self._keeps(stored)
+                move = self._moves_of(stored) if missing else None
+                if missing and move is None:
                     move = self._enter(self._objects.group(stored), "device", "up")
                     self._state.waits.begin(move, self._restored(move, stored, reason, reservation, made))
-                    reservation = None
-                if reservation is not None:
+                else:
                     reservation.release()
                 if move is not None:
                     await move.over.wait()
@@ -245,17 +242,14 @@ class Tiers:
             self._state.settle()
 
     async def _restored(
-        self, move: Move, stored: StoredObject, reason: MoveReason, reservation: Reservation | None, made: list[MoveInfo]
+        self, move: Move, stored: StoredObject, reason: MoveReason, reservation: Reservation, made: list[MoveInfo]
     ) -> None:
         """Move a group to its device, for all requests that wait for it."""
-        with self._moving(move):
+        with self._moving(move), reservation:
             try:
-                made += await self._restore(move, stored, reason, reservation)
+                made += await self._restore(move, stored, reason)
             except Exception as error:
                 move.error = error
-            finally:
-                if reservation is not None:
-                    reservation.release()
 
     # Requested moves.
 
@@ -584,38 +578,26 @@ class Tiers:
         if free is not None and new > free and self._capacity.drop_stale_copies(new - free):
             await until_freed()
 
-    async def _restore(
-        self, move: Move, stored: StoredObject, reason: MoveReason, reservation: Reservation | None
-    ) -> list[MoveInfo]:
-        """Restore a cold group.
-
-        :param reservation: of its memory, None to require capacity now.
-        """
+    async def _restore(self, move: Move, stored: StoredObject, reason: MoveReason) -> list[MoveInfo]:
+        """Restore a cold group, whose memory is reserved."""
         began, before = time.monotonic(), stored.tier
         group = move.group
         infos = infos_of(group)
         # The object may be dropped during the move, together with its copies.
         kept = [self._objects.copies.highest(segment_id) for segment_id in infos]
         copies = [LowerCopy(copy.segment.duplicate(), copy.tier, copy.digest) for copy in kept]
-        sizes: Counter[str] = Counter()
-        for info in infos.values():
-            sizes[info.device] += info.nbytes
         borrowed = [copy.segment for copy in copies]
         try:
-            with reservation or self._capacity.take(sizes):
-                self._capacity.require_descriptors(len(infos))
-                segments = await self._memory.raise_(copies, list(infos.values()), move.note)
-                left = [member for member in group if self._keeps(member)]
-                used = infos_of(left)
-                for segment in segments:
-                    if segment.info.id not in used:
-                        segment.close()
-                self._objects.warm(left, [segment for segment in segments if segment.info.id in used])
+            self._capacity.require_descriptors(len(infos))
+            segments = await self._memory.raise_(copies, list(infos.values()), move.note)
+            left = [member for member in group if self._keeps(member)]
+            used = infos_of(left)
+            _close(segment for segment in segments if segment.info.id not in used)
+            self._objects.warm(left, [segment for segment in segments if segment.info.id in used])
         except RecordError as error:
             raise self._lost(group, error) from error
         finally:
-            for segment in borrowed:
-                segment.close()
+            _close(borrowed)
         revision = self._revision(left) if _is_reusable(left) else STALE
         # Host memory is kept for the next copy, if there is enough.
         keeps = revision == STALE and not self._memory.host_is_short

@@ -236,7 +236,7 @@ class World(Shelf):
 
     async def use(self, ask: Ask, stored: StoredObject) -> None:
         """Bring an object to its devices, and use it."""
-        reservation = await self.capacity.reserve_for(ask, stored)
+        reservation = await self.capacity.granted(self.capacity.enter(ask, {}, stored))
         ask.granted = True
         move = next((move for move in self.moves if stored in move.group), None)
         if stored.cold and move is None and self.store.get(stored.object_id):

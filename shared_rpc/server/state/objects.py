@@ -149,7 +149,7 @@ class ObjectStore:
         self._clock = clock
         self._on_drop = on_drop
         self._on_add = on_add
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._objects: dict[str, StoredObject] = {}
         self._numbers = itertools.count(1)
         self._by_key: OrderedDict[str, StoredObject] = OrderedDict()
@@ -166,11 +166,6 @@ class ObjectStore:
         #: Called when an object is listed or unlisted, and when a listed one changes its tier or terms, but not when all are
         #: dropped at the server's end. Must not raise.
         self.observer: Callable[[StoredObject], None] | None = None
-
-    @property
-    def limited(self) -> bool:
-        """True if there is a budget for the memory of all objects."""
-        return self._max_bytes is not None
 
     @property
     def nbytes(self) -> int:
@@ -448,12 +443,12 @@ class ObjectStore:
             self._drop(stored)
 
     def _keep_to_budget(self) -> None:
-        if self._max_bytes is None or self.nbytes <= self._max_bytes:
+        if self.max_bytes is None or self.nbytes <= self.max_bytes:
             return
         for stored in list(self._by_key.values()):
             if not (self._leases.held(stored.object_id) or stored.cold or stored.pinned):
                 self.unlist(stored)
-                if self.nbytes <= self._max_bytes:
+                if self.nbytes <= self.max_bytes:
                     return
 
     def unlist(self, stored: StoredObject) -> None:
