@@ -1,4 +1,4 @@
-"""Settings of a process: its role and its socket's path, from the environment, and the options of ``shared-rpc serve``.
+"""Settings of a process, from the environment: its role and its socket's path.
 
 This module alone reads the environment. ``shared-rpc run`` imports it, so it loads neither msgspec nor dataclasses.
 
@@ -18,18 +18,15 @@ Arguments of ``Provider`` override the environment.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
 from collections.abc import Collection, Mapping, MutableMapping
 from contextlib import suppress
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 from shared_rpc.errors import ConfigurationError
 
-#: The clients whose pickles a server accepts, see :class:`shared_rpc.Server`.
-ClientCode = Literal["all", "namespace", "none"]
 Role = Literal["local", "server", "client", "spawn"]
 _ROLES: dict[str, Role] = {role: role for role in get_args(Role)}
 
@@ -249,70 +246,3 @@ def script_settings(environ: Mapping[str, str] | None = None) -> ScriptSettings:
     if not seconds >= 0:
         raise ConfigurationError(f"{_RUN_IDLE_EXIT}={text!r}: use a number of seconds, or leave it unset")
     return ScriptSettings(names, seconds)
-
-
-class ServeOptions(NamedTuple):
-    """Options of a server: read by the command line of ``shared-rpc serve``, a broker, its workers, and the core.
-
-    None leaves an option to the app, or to the server's own default.
-
-    :param devices: the device of each worker, in turn.
-    :param threads: threads of a worker, or of a server of this process, that run endpoints.
-    :param build_timeout: seconds after which a run counts as stuck.
-    :param preload: True if workers may be forks of a zygote.
-    :param quotas: bytes, or a fraction of the memory, by device; resolved by a worker, which has the devices.
-    :param spill_dir: the directory for objects evicted to files, None for no files.
-    :param when_full: the policy for requests that exceed a quota.
-    :param host_quota: bytes of host copies, or a fraction of the host's memory.
-    :param cluster: the cluster that the server joins, see :func:`resolve_cluster`; ``""`` for none.
-    :param source_grace: seconds that misses wait for a source of records.
-    :param client_code: which clients may send pickled code.
-    """
-
-    base_path: str | None = None
-    socket: str | None = None
-    devices: tuple[str, ...] = ()
-    workers: int = 1
-    threads: int | None = None
-    build_timeout: float | None = None
-    preload: bool = True
-    max_bytes: int | None = None
-    quotas: Mapping[str, int | float] = {}
-    spill_dir: str | None = None
-    when_full: Literal["evict", "refuse"] = "refuse"
-    host_quota: int | float | None = None
-    max_tasks: int = 1000
-    result_ttl: float = 3600.0
-    max_connections: int = 8192
-    cluster: str | None = None
-    source_grace: float = 15.0
-    client_code: ClientCode = "all"
-    idle_exit: float | None = None
-    metrics_port: int | None = None
-    metrics_host: str = "127.0.0.1"
-    log_format: str | None = None
-    log_level: str | None = None
-    hooks: tuple[str, ...] = ()
-
-    def device_of(self, number: int) -> str | None:
-        """Return the device of a worker, by its number from 0; None if the app decides."""
-        return self.devices[number % len(self.devices)] if self.devices else None
-
-    @property
-    def words(self) -> list[str]:
-        """The command-line arguments that :meth:`of` parses."""
-        changed = {name: value for name, value in self._asdict().items() if value != self._field_defaults[name]}
-        return ["--options", json.dumps(changed)]
-
-    @classmethod
-    def of(cls, text: str) -> ServeOptions:
-        """Read the options written by :attr:`words`.
-
-        :raises ConfigurationError: for a text of another release, or an invalid one written by hand.
-        """
-        import msgspec
-
-        try:
-            return msgspec.convert(tuple(cls(**msgspec.json.decode(text, type=dict[str, Any]))), cls)
-        except (msgspec.DecodeError, TypeError) as error:
-            raise ConfigurationError(f"--options {text}: {error}") from error

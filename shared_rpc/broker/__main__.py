@@ -23,8 +23,9 @@ from shared_rpc.observability.events import HookFactory, add_hook
 from shared_rpc.observability.logs import configure
 from shared_rpc.observability.stderr import LogHandler
 from shared_rpc.protocol.infos import ReloadInfo
+from shared_rpc.protocol.options import ServeOptions
 from shared_rpc.server.measures import SERVERS
-from shared_rpc.settings import ServeOptions, take_service_variables
+from shared_rpc.settings import take_service_variables
 
 
 def main() -> int:

@@ -23,7 +23,8 @@ from shared_rpc.protocol.catalogue import decode_message
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.infos import WorkerInfo
 from shared_rpc.protocol.messages import Message
-from shared_rpc.settings import ServeOptions, program
+from shared_rpc.protocol.options import ServeOptions
+from shared_rpc.settings import program
 from shared_rpc.zygote.process import WatchedProcess
 
 _log = logging.getLogger("shared_rpc.broker")

@@ -18,8 +18,9 @@ from shared_rpc.execution.limits import check_when_full
 from shared_rpc.memory.devices import check_name
 from shared_rpc.observability.logs import LogFormat, LogLevel
 from shared_rpc.protocol.infos import StopInfo
+from shared_rpc.protocol.options import ClientCode, ServeOptions
 from shared_rpc.scripts.listing import stop_zygotes
-from shared_rpc.settings import ClientCode, ServeOptions, checked_path, program
+from shared_rpc.settings import checked_path, program
 
 _DEFAULTS = ServeOptions()
 

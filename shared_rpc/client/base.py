@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
@@ -25,12 +25,15 @@ from shared_rpc.client.suspension import Context, Suspensions, released
 from shared_rpc.client.transfer import ClientTransfer, TransferClosed
 from shared_rpc.errors import ConnectionClosed, SharedRPCError
 from shared_rpc.forks import after_fork
+from shared_rpc.lifecycle import collector
 from shared_rpc.lifecycle.finalizer import FINALIZER, weakly
 from shared_rpc.memory.devices import device_id, device_tag
 from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.protocol import messages as m
-from shared_rpc.protocol.ticket import Ticket, read_ticket
 from shared_rpc.settings import resolve_base_path, socket_path
+
+if TYPE_CHECKING:
+    from shared_rpc.protocol.ticket import Ticket
 
 #: Stands for the client's own timeout.
 OWN_TIMEOUT = -1.0
@@ -76,11 +79,12 @@ def preload_codec() -> None:
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "cuda"):  # not imported, or being imported
         return
-    importlib.import_module("shared_rpc.codec.arguments")
-    importlib.import_module("shared_rpc.codec.results")
-    if torch.version.cuda is not None:
-        with suppress(ImportError):  # reported when a GPU is used
-            importlib.import_module("shared_rpc.memory.backends.vmm")
+    with collector.paused():
+        importlib.import_module("shared_rpc.codec.arguments")
+        importlib.import_module("shared_rpc.codec.results")
+        if torch.version.cuda is not None:
+            with suppress(ImportError):  # reported when a GPU is used
+                importlib.import_module("shared_rpc.memory.backends.vmm")
 
 
 class BaseClient(Context):
@@ -120,6 +124,8 @@ class BaseClient(Context):
         :param options: those of the client, except the server's address.
         :raises TicketError: if the ticket cannot be read.
         """
+        from shared_rpc.protocol.ticket import read_ticket
+
         return cls(socket_path=read_ticket(ticket).socket_path, **options)
 
     #: Starts a server if none listens: called with the socket's path, the seconds for the start, and the deadline.

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from shared_rpc.errors import CapabilityError, HandleSuspended, StaleHandleError
 from shared_rpc.lifecycle.finalizer import FINALIZER
-from shared_rpc.memory.revisions import Page
 
 if TYPE_CHECKING:
     from anyio import CancelScope
+
+    from shared_rpc.memory.revisions import Page
 
 T = TypeVar("T")
 R = TypeVar("R")

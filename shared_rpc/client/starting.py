@@ -14,8 +14,9 @@ from contextlib import closing, suppress
 
 from shared_rpc.errors import ConnectError
 from shared_rpc.protocol.election import Election
+from shared_rpc.protocol.options import ServeOptions
 from shared_rpc.protocol.own_files import check_directory, open_own
-from shared_rpc.settings import SOCKET_PATH_LIMIT, ServeOptions, inheritable, program, server_environment
+from shared_rpc.settings import SOCKET_PATH_LIMIT, inheritable, program, server_environment
 
 __all__ = ["LISTENING", "ServerStarter", "daemonize", "listens", "log_path", "start_detached", "start_once"]
 

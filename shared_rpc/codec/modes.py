@@ -93,7 +93,8 @@ def keep_untraced() -> None:
 
 
 def _functions(module: types.ModuleType) -> Iterator[types.FunctionType]:
-    for owner in (module, *(kind for kind in vars(module).values() if isinstance(kind, type))):
+    kinds = [kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == module.__name__]
+    for owner in (module, *kinds):
         for value in vars(owner).values():
             for function in (value, getattr(value, "__wrapped__", None)):
                 if isinstance(function, types.FunctionType) and function.__module__ == module.__name__:

@@ -7,7 +7,7 @@ its *arenas*; a chunk is reused when the reader has returned it. A block that do
 from __future__ import annotations
 
 import itertools
-import secrets
+import os
 import threading
 from collections.abc import Iterable, Sequence
 
@@ -63,7 +63,7 @@ class Pool:
         self._arenas: dict[str, list[Arena]] = {}
         self._chunks: dict[int, Chunk] = {}
         #: Chunk numbers of different pools differ: a number received in a wrong session frees nothing there.
-        self._numbers = itertools.count(secrets.randbits(42) << 20)
+        self._numbers = itertools.count(int.from_bytes(os.urandom(5)) << 22)
         self._closed = False
 
     def acquire(self, device: str, sizes: Sequence[int]) -> list[Chunk] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -29,7 +28,7 @@ KEPT_SLABS = 4
 
 def new_segment_id() -> str:
     """Return an id that is unique among the segments of this host."""
-    return secrets.token_hex(8)
+    return os.urandom(8).hex()
 
 
 class Descriptor(msgspec.Struct, eq=False, weakref=True):

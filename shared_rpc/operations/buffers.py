@@ -14,7 +14,6 @@ from shared_rpc.memory.devices import device_id
 from shared_rpc.operations.binding import Leased, Steps, id_of, operation, taken
 from shared_rpc.operations.handles import lending
 from shared_rpc.protocol import messages as m
-from shared_rpc.protocol.buffers import Extent
 from shared_rpc.protocol.infos import DeviceInfo
 
 if TYPE_CHECKING:
@@ -106,6 +105,8 @@ def request_of(
     :param device: its id, ``""`` for the server's own.
     :raises ConfigurationError: for an invalid size or dtype; the server checks the rest.
     """
+    from shared_rpc.protocol.buffers import Extent
+
     shape, name = _shape(shape_or_nbytes), str(dtype).removeprefix("torch.")
     Extent.of(shape, name)  # checked here, before a size too large for a message is sent
     return m.CreateBuffer(shape, name, device, zero, ttl, keep)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shared_rpc.client.handle import Lease
 from shared_rpc.client.steps import Operation, Reply, Request, Within, ask, message_of
 from shared_rpc.client.suspension import Context
 from shared_rpc.errors import ConnectError, ConnectionClosed, ProtocolError
-from shared_rpc.memory.revisions import Page
 from shared_rpc.memory.segments import Segment
 from shared_rpc.operations.binding import BlockingIterator, CoroutineIterator, Leased, Part, Steps, operation, taken
 from shared_rpc.operations.handles import lending
 from shared_rpc.protocol import generations as g
 from shared_rpc.protocol.generations import Generation, Refreshes
+
+if TYPE_CHECKING:
+    from shared_rpc.memory.revisions import Page
 
 T = TypeVar("T")
 
@@ -54,6 +56,8 @@ class GenerationOperations:
     @operation
     def revision_page(ctx: Context, object_id: str) -> Steps[Page]:
         """Return the page with an object's revision: see :attr:`Handle.revision`."""
+        from shared_rpc.memory.revisions import Page
+
         reply: Reply = yield Request(g.GetRevision(object_id), f"the revision of object {object_id}")
         message, frame = reply.message, reply.frame
         if not isinstance(message, g.RevisionPage) or len(frame.fds) != 1:

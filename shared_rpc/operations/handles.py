@@ -9,16 +9,18 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
-from typing import Any, Generic, ParamSpec, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, overload
 
 from shared_rpc.client.handle import Lease, closing_scope
 from shared_rpc.client.steps import BlockingMethods, CoroutineMethods, Operation, Work
 from shared_rpc.client.suspension import resumed, suspended
 from shared_rpc.errors import StaleHandleError
-from shared_rpc.memory.revisions import Page
 from shared_rpc.operations.binding import Leased, Steps, Unbound, bound, operation
-from shared_rpc.protocol.infos import ObjectInfo
-from shared_rpc.protocol.ticket import Ticket
+
+if TYPE_CHECKING:
+    from shared_rpc.memory.revisions import Page
+    from shared_rpc.protocol.infos import ObjectInfo
+    from shared_rpc.protocol.ticket import Ticket
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -108,6 +110,8 @@ class HandleOperations(Lease[T]):
         :raises CapabilityError: in the local role, where no other process can have the object.
         :raises ConfigurationError: if the file cannot be written.
         """
+        from shared_rpc.protocol.ticket import Ticket
+
         self._check_held()
         socket_path = self._issuer.socket_path
         ticket = Ticket.of((yield from self._of_issuer("get_object_info", self.object_id)), socket_path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shared_rpc.client.handle import Lease, drop_handles
 from shared_rpc.client.steps import Request, Work, query
@@ -14,8 +14,10 @@ from shared_rpc.operations.binding import Leased, Steps, id_of, operation, taken
 from shared_rpc.operations.handles import lending
 from shared_rpc.protocol import generations as g
 from shared_rpc.protocol import messages as m
-from shared_rpc.protocol.infos import HolderInfo, ListedObjectInfo, ObjectInfo, ServerInfo
-from shared_rpc.protocol.ticket import Ticket, read_ticket
+
+if TYPE_CHECKING:
+    from shared_rpc.protocol.infos import HolderInfo, ListedObjectInfo, ObjectInfo, ServerInfo
+    from shared_rpc.protocol.ticket import Ticket
 
 
 def _info(object_id: str) -> Steps[ObjectInfo]:
@@ -101,6 +103,8 @@ class ObjectOperations:
             ``"server_changed"``.
         :raises BufferNotFound: if it is a buffer that is no longer available.
         """
+        from shared_rpc.protocol.ticket import read_ticket
+
         found: Ticket = yield Work(lambda: read_ticket(ticket))
         info = yield from _server()
         found.check_server(info["server_id"], info["socket_path"] or f"pid {info['pid']}, in the local role")

@@ -9,7 +9,6 @@ import time
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Literal
 
-from shared_rpc.client.starting import listens
 from shared_rpc.client.steps import Request, Within, Work, ask, query, reached
 from shared_rpc.client.suspension import Context
 from shared_rpc.errors import BufferNotFound, DeadlineExceeded
@@ -114,6 +113,8 @@ def await_exit(path: str, pidfd: int, timeout: float | None) -> None:
     :param pidfd: its pidfd; -1 for a process in another pid namespace, which counts as ended when no process listens.
     :raises DeadlineExceeded: after ``timeout`` seconds.
     """
+    from shared_rpc.client.starting import listens
+
     ended, until = select.poll(), until_of(timeout)
     if pidfd >= 0:
         ended.register(pidfd, select.POLLIN)

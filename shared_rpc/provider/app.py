@@ -11,8 +11,9 @@ from types import CodeType, ModuleType
 
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.memory.devices import device_id, device_tag
+from shared_rpc.protocol.options import ServeOptions
 from shared_rpc.provider.provider import Provider
-from shared_rpc.settings import ServeOptions, checked_path, resolve_base_path, socket_path
+from shared_rpc.settings import checked_path, resolve_base_path, socket_path
 
 
 def load_providers(target: str) -> list[Provider]:

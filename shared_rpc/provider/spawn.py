@@ -11,9 +11,10 @@ from typing import Any
 from shared_rpc.client.starting import ServerStarter, log_path
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.protocol.infos import RuntimeInfo
+from shared_rpc.protocol.options import ServeOptions
 from shared_rpc.provider.runtime import ClientRuntime
 from shared_rpc.server.server import App
-from shared_rpc.settings import Role, ServeOptions
+from shared_rpc.settings import Role
 from shared_rpc.zygote.imports import names_in
 
 

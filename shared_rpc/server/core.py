@@ -24,6 +24,7 @@ from shared_rpc.memory.copies import LowerCopy
 from shared_rpc.memory.spill import SpillDirectory
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.infos import MechanismInfo, ReloadedServiceInfo, ReloadInfo, ServerInfo, StopInfo
+from shared_rpc.protocol.options import ServeOptions
 from shared_rpc.protocol.records import SegmentInfo
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.server.buffers import Buffers
@@ -46,7 +47,6 @@ from shared_rpc.server.sweeper import BootClock, Sweeper
 from shared_rpc.server.tasks import Tasks
 from shared_rpc.server.tiers import Tiers
 from shared_rpc.server.waiting import Waiter
-from shared_rpc.settings import ServeOptions
 
 if TYPE_CHECKING:
     from shared_rpc.server.joiner import Joiner

@@ -19,12 +19,13 @@ from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.memory.spill import SpillDirectory
 from shared_rpc.protocol.infos import MechanismInfo, ServerInfo
+from shared_rpc.protocol.options import ClientCode, ServeOptions
 from shared_rpc.server.acceptor import Acceptor
 from shared_rpc.server.core import Core
 from shared_rpc.server.engine import Engine
 from shared_rpc.server.measures import SERVERS, measures
 from shared_rpc.server.state.descriptors import Descriptors, mapped_limit
-from shared_rpc.settings import ClientCode, ServeOptions, resolve_base_path, socket_path
+from shared_rpc.settings import resolve_base_path, socket_path
 
 if TYPE_CHECKING:
     from shared_rpc.observability.exporter import Exporter

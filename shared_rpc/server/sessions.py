@@ -16,10 +16,10 @@ from typing import get_args
 from shared_rpc.errors import CapabilityError, ConfigurationError
 from shared_rpc.observability.events import HOOKS, SessionClosed, SessionOpened
 from shared_rpc.protocol.infos import HolderInfo, SessionInfo
+from shared_rpc.protocol.options import ClientCode
 from shared_rpc.protocol.peers import Peer, shares_pid_namespace
 from shared_rpc.server.state.leases import Holder, LeaseTable
 from shared_rpc.server.state.objects import ObjectStore, usage_of
-from shared_rpc.settings import ClientCode
 
 
 class Session:

@@ -14,6 +14,7 @@ from shared_rpc.execution.outcomes import Failure
 from shared_rpc.execution.run import CallArguments, Run
 from shared_rpc.observability.events import HOOKS, TaskChanged
 from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.options import ServeOptions
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
 from shared_rpc.server.requests import Answer, Caller, handles
@@ -24,7 +25,6 @@ from shared_rpc.server.state.objects import StoredObject
 from shared_rpc.server.state.tasks import Task, TaskTable
 from shared_rpc.server.tiers import Tiers
 from shared_rpc.server.waiting import Delivery, Waiter
-from shared_rpc.settings import ServeOptions
 
 #: Bytes. A task keeps only type, message and traceback of an exception with a larger pickle.
 _EXCEPTION_LIMIT = 1 << 14

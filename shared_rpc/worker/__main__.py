@@ -9,10 +9,11 @@ from typing import NoReturn
 
 from shared_rpc.errors import ConfigurationError, SharedRPCError, sendable
 from shared_rpc.observability.logs import configure
+from shared_rpc.protocol.options import ServeOptions
 from shared_rpc.provider.app import load_providers
 from shared_rpc.provider.main_end import close_all
 from shared_rpc.provider.runtime import set_host
-from shared_rpc.settings import ServeOptions, environment, program
+from shared_rpc.settings import environment, program
 from shared_rpc.worker.host import WorkerHost
 from shared_rpc.zygote.imports import changes_since, imported
 from shared_rpc.zygote.process import die_with_parent

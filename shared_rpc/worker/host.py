@@ -33,12 +33,12 @@ from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.catalogue import decode_message, encode_message
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.messages import Error, Message
+from shared_rpc.protocol.options import ServeOptions
 from shared_rpc.protocol.socket import FdOwner
 from shared_rpc.protocol.tasks import Progress
 from shared_rpc.provider.app import override, socket_of
 from shared_rpc.provider.provider import Provider
 from shared_rpc.provider.runtime import Runtime
-from shared_rpc.settings import ServeOptions
 from shared_rpc.worker.memory import OrderedMemory
 from shared_rpc.worker.runtime import WorkerRuntime
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from shared_rpc import Client
-from shared_rpc.settings import ServeOptions
+from shared_rpc.protocol.options import ServeOptions
 from tests.kit.processes import Child, eventually, links_of
 
 #: The beginning of every app, with the endpoints that the tests of crashes need.

@@ -17,8 +17,8 @@ from shared_rpc.broker import supervisor
 from shared_rpc.broker.supervisor import Spawner
 from shared_rpc.broker.worker import WorkerCommand
 from shared_rpc.errors import WorkerCrashed
+from shared_rpc.protocol.options import ServeOptions
 from shared_rpc.server import sweeper
-from shared_rpc.settings import ServeOptions
 
 
 async def turns(condition: Callable[[], bool]) -> None:

@@ -14,7 +14,7 @@ import torch
 from shared_rpc import Client, Provider, Server
 from shared_rpc.client.starting import ServerStarter
 from shared_rpc.errors import ConfigurationError, ConnectError
-from shared_rpc.settings import ServeOptions
+from shared_rpc.protocol.options import ServeOptions
 from tests.kit import attacker
 from tests.kit.attacker import as_uid, needs_another_uid
 from tests.kit.deep import deep

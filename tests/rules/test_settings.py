@@ -13,16 +13,9 @@ import pytest
 
 from shared_rpc import PoolOptions, Provider
 from shared_rpc.errors import ConfigurationError
+from shared_rpc.protocol.options import ServeOptions
 from shared_rpc.provider.app import override
-from shared_rpc.settings import (
-    Role,
-    ServeOptions,
-    is_socket_of,
-    resolve_base_path,
-    resolve_role,
-    server_environment,
-    socket_path,
-)
+from shared_rpc.settings import Role, is_socket_of, resolve_base_path, resolve_role, server_environment, socket_path
 
 TRUE = ["1", "true", "yes", "on", "TRUE", " On "]
 FALSE = ["0", "false", "no", "off", "False", " OFF "]

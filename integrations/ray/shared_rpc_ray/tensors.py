@@ -28,8 +28,8 @@ from shared_rpc.operations.binding import Leased, Steps, bound, taken
 from shared_rpc.operations.client import Client
 from shared_rpc.operations.handles import Handle, lending
 from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.options import ServeOptions
 from shared_rpc.protocol.records import SegmentInfo
-from shared_rpc.settings import ServeOptions
 
 __all__ = ["LINGER", "HeldTensors", "TensorClient", "client_of", "let_go"]
 

@@ -29,7 +29,8 @@ from shared_rpc.errors import SharedRPCError
 from shared_rpc.extras.verification.app import LAYER
 from shared_rpc.memory.devices import torch_device
 from shared_rpc.protocol.infos import DeviceInfo
-from shared_rpc.settings import ServeOptions, client_environment, program
+from shared_rpc.protocol.options import ServeOptions
+from shared_rpc.settings import client_environment, program
 
 #: An anonymous file of the library in a line of /proc/PID/maps.
 _MAPPED = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S+ ([0-9a-f]+) \S+ (\d+)\s+/memfd:shared-rpc-", re.MULTILINE)

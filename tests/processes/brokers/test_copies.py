@@ -23,7 +23,7 @@ from shared_rpc.errors import WorkerCrashed
 from shared_rpc.memory.backends.choice import backend_for
 from shared_rpc.memory.segments import Segment
 from shared_rpc.memory.spill import SpillDirectory
-from shared_rpc.settings import ServeOptions
+from shared_rpc.protocol.options import ServeOptions
 from tests.kit import fake_driver
 from tests.kit.blocking_memory import BlockingMemory
 from tests.kit.brokers import BrokerApp, is_running
