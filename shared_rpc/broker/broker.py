@@ -109,7 +109,7 @@ class Broker:
         :param wait: waits for a future instead of its own method; if it returns before that is done, the broker is stopped.
         :raises WorkerCrashed: if no worker can load the app.
         :raises ConfigurationError: if a socket is not available; names the pid of a live server.
-        :raises ConnectionClosed: if it was stopped meanwhile.
+        :raises ConnectionClosed: if it was stopped in the meantime.
         """
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -436,7 +436,9 @@ class Broker:
         if recovered and (unserved := self._unserved()):
             _log.error("%s", unserved)
         if problem is not None:
-            raise ConfigurationError(f"the new code runs, but a provider of it is not served: {problem}") from problem
+            raise ConfigurationError(
+                f"the new code is running, but one of its providers could not be served: {problem}"
+            ) from problem
         return services
 
 

@@ -364,5 +364,5 @@ def _awaited(able: list[Worker]) -> str:
     pids = ", ".join(str(worker.pid) for worker in able)
     return (
         f"worker {pids} does not read its connection: if it is stopped, 'kill -CONT' resumes it; if it is stuck, 'kill -KILL' "
-        f"has another worker take its place"
+        f"replaces it"
     )

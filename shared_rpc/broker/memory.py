@@ -78,7 +78,7 @@ class RelayedMemory(DeviceMemory):
         worker = min(self._serving(), key=lambda worker: worker.congested, default=None)
         if worker is None:
             if isinstance(message, w.FreeBytes):
-                raise WorkerCrashed("no worker runs that could be asked for free memory")
+                raise WorkerCrashed("no worker is running that could report free memory")
             worker = await self._supervisor.bare()
         async with _patience(worker, _PATIENCE, "has not answered a request for memory"):
             answer, fds = await worker.requests.request(message)
@@ -159,8 +159,8 @@ class RelayedMemory(DeviceMemory):
         if not len(orders) == len(answer.segments) == len(answer.digests) or len(received) != new:
             close_all(received)
             raise WorkerCrashed(
-                f"the worker (pid {pid}) did not make the copies that were ordered: {len(answer.segments)} segments and "
-                f"{len(received)} descriptors in place of {len(orders)} and {new}"
+                f"the worker (pid {pid}) returned a wrong answer to a request for copies: {len(answer.segments)} segments and "
+                f"{len(received)} descriptors instead of {len(orders)} and {new}"
             )
         left = iter(received)
         return [

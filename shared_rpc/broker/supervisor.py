@@ -66,7 +66,7 @@ async def _guarded(function: Callable[..., Coroutine[Any, Any, Any]], arguments:
     try:
         await function(*arguments)
     except Exception:
-        _log.exception("a task of the broker failed, which continues without it: %s", function.__qualname__)
+        _log.exception("a background task failed; the broker continues without it: %s", function.__qualname__)
 
 
 class Supervisor:

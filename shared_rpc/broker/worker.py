@@ -223,7 +223,7 @@ class Worker:
         """Close the connection, so that it exits soon."""
         self.state = "draining"
         self._link.close()
-        self._loop.call_later(_GRACE, self.kill, "it did not end when asked")
+        self._loop.call_later(_GRACE, self.kill, "it did not exit in time")
 
     def end(self, until: float) -> None:
         """End it with its broker.

@@ -164,7 +164,9 @@ class BlockingDriver(BaseClient, BlockingMethods):
                     session = self._new_session(turn.patience, deadline - time.monotonic())
                     outdated = drive(session, functools.partial(self._perform, turn))
                 elif time.monotonic() > (until if turn.patience < opening.turn.patience else deadline):
-                    raise ConnectError(f"cannot connect to {self.socket_path}: another thread waits for its server still")
+                    raise ConnectError(
+                        f"cannot connect to {self.socket_path}: another thread is already waiting for its server"
+                    )
                 else:
                     opening.ended.wait(_SLICE)
             finally:

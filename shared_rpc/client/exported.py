@@ -132,7 +132,7 @@ class ExportedRecord:
         self, header: RecordHeader, segments: Sequence[SegmentBytes], leases: Sequence[Lease[Any]], *, allocated: bool
     ) -> None:
         self.header = header
-        #: True if its bytes are to be written.
+        #: True if the caller may write its bytes.
         self.allocated = allocated
         self.segments = tuple(segments)
         self._leases = tuple(leases)

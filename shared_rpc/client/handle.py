@@ -39,7 +39,7 @@ class Lease(Generic[T]):
         self._lock = threading.Lock()
         #: The object's revision page, None before its first use.
         self._page: Page | None = None
-        #: True if it is suspended; True if it is to be outside of blocks that need it; and the number of such blocks.
+        #: True while suspended; True if suspension was requested for the time outside of ``active()`` blocks; their number.
         self._suspended = False
         self._resting = False
         self._blocks = 0
@@ -58,7 +58,7 @@ class Lease(Generic[T]):
         if self._suspended or self._outdated:
             why = "its memory may not be touched"
             if not self._suspended:
-                why = "its memory here is an earlier one, because it was evicted while the session with the server was lost"
+                why = "the object was evicted while the connection to the server was lost, so that its mapping here is outdated"
             raise HandleSuspended(
                 f"the handle of object {self.object_id} is suspended, and {why}: resume() it first, or use its value in a "
                 f"block 'with handle.active() as value:'"

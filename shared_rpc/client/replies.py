@@ -16,7 +16,7 @@ from shared_rpc.protocol.frames import Frame
 def too_late(what: str) -> DeadlineExceeded:
     """Return the error for an operation that ran out of time."""
     return DeadlineExceeded(
-        f"{what} took longer than its timeout. A run that has begun goes on in the server: call again to join it or to get its "
+        f"{what} took longer than its timeout. A started run continues in the server: call again to join it or to get its "
         f"result"
     )
 

@@ -164,8 +164,8 @@ def suspended(ctx: Context, handle: Lease[Any]) -> Operation[None]:
         yield from query(m.GetObjectInfo(object_id), "suspend")
         if not handle.in_session(ctx._link):
             raise StaleHandleError(
-                f"the handle of object {object_id} cannot be suspended: its lease has ended, or is that of another process, "
-                f"and nothing would bring its memory back",
+                f"the handle of object {object_id} cannot be suspended: its lease has ended, or belongs to another process, "
+                f"so its memory could not be restored",
                 reason="released",
             )
     except BaseException:
@@ -237,7 +237,7 @@ def renewed(ctx: Context, handles: Iterable[Lease[Any]]) -> Operation[None]:
                 del left[object_id]
     finally:
         for behind in left.values():
-            _mark_outdated(behind, "the request that met the new session was interrupted")
+            _mark_outdated(behind, "the reconnecting request was interrupted")
 
 
 def _replaced(ctx: Context, handle: Lease[Any]) -> Operation[None]:

@@ -33,7 +33,7 @@ def dump_result(value: Any, endpoint: str, kind: str) -> tuple[bytes, Scan]:
         if not scan.found:
             raise CapabilityError(
                 f"{where} returned a value of type {_name(value)} without a tensor or module: only memory is shared. "
-                f"Convert arrays (torch.from_numpy), and return other values beside a tensor, or by other means"
+                f"Convert arrays (torch.from_numpy), and return other values together with a tensor"
             )
         outside = graph_outside(value, scan, "result") if scan.graph else None
         if outside is not None:

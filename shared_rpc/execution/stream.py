@@ -235,7 +235,7 @@ class FramedStream:
                 self._flush()
         if self.congested and self.full:
             if self._broken:
-                raise ConnectionClosed("the other side has ended or does not read, and too many bytes for it wait")
+                raise ConnectionClosed("the peer has exited or does not read, and its output queue is full")
             self._paused = True
             self._loop.remove_reader(sock.fileno())
         return more

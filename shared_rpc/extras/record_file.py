@@ -98,7 +98,7 @@ def save(client: Client | Provider, object_id: str, path: str | os.PathLike[str]
     user (0600).
 
     :param client: a client of the server, or its provider.
-    :raises RecordError: if it cannot be written, or the object is updated in place meanwhile; an earlier file is unchanged.
+    :raises RecordError: if it cannot be written, or the object is updated during the write; an earlier file is unchanged.
     :raises StaleHandleError: if the server has no such object.
     """
     name = os.fspath(path)

@@ -128,13 +128,13 @@ def _of_index(path: Path) -> list[StoredTensor]:
     by_file: defaultdict[str, set[str]] = defaultdict(set)
     for name, file in weight_map.items():
         if Path(file).name != file or file in ("", "..") or "\0" in file:
-            raise CheckpointError(f"{path}: tensor {name!r} is listed in {file!r}, which is no file beside the index")
+            raise CheckpointError(f"{path}: tensor {name!r} is listed in {file!r}, which is not in the index's directory")
         by_file[file].add(name)
     found = []
     for file, names in by_file.items():
         shard = path.parent / file
         if not shard.exists():
-            raise FileNotFoundError(errno.ENOENT, f"{path} lists a file beside it that does not exist", str(shard))
+            raise FileNotFoundError(errno.ENOENT, f"{path} lists a missing file", str(shard))
         there = [tensor for tensor in _of_file(shard) if tensor.name in names]
         missing = sorted(names - {tensor.name for tensor in there})
         if missing:

@@ -76,11 +76,11 @@ def place(names: Iterable[str], rules: Rules) -> dict[str, Placement]:
             unmatched.append(name)
     if unmatched:
         raise ConfigurationError(
-            f"no shard rule matches {_listed(unmatched)}: add rules for them; a last rule {{'*': Replicate()}} takes the rest"
+            f"no shard rule matches {_listed(unmatched)}: add rules for them; a last rule {{'*': Replicate()}} matches the rest"
         )
     if idle := [glob for glob in rules if glob not in used]:
         raise ConfigurationError(
-            f"the shard rules {_listed(idle)} decide nothing: no name matches, or an earlier rule does; correct or remove them"
+            f"the shard rules {_listed(idle)} have no effect: no name matches, or an earlier rule does; correct or remove them"
         )
     return decided
 
@@ -171,7 +171,7 @@ def gather_state_dict(
 
 def _dimension(name: str, dims: int, placement: Shard) -> int:
     if not -dims <= placement.dim < dims:
-        raise ConfigurationError(f"{name}: {placement} asks for dimension {placement.dim} of a tensor that has {dims}")
+        raise ConfigurationError(f"{name}: {placement} uses dimension {placement.dim} of a tensor that has {dims}")
     return placement.dim % dims
 
 

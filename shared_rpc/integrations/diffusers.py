@@ -23,8 +23,8 @@ __all__ = ["release", "shared"]
 _UNCOUNTED = {*HUB_OPTIONS, *MEMORY_OPTIONS, "use_flashpack", "flashpack_kwargs"}
 #: Options that make a model specific to one process, and why.
 _REFUSED = {
-    "parallel_config": "each process has a part of its own",
-    "offload_folder": "weights that come and go are not shared",
+    "parallel_config": "each process loads only its own part",
+    "offload_folder": "offloaded weights cannot be shared",
 }
 
 

@@ -76,7 +76,7 @@ def _content_of(path: str, subfolder: str) -> str:
     try:
         return digest_of(files=files_of(os.path.join(path, subfolder) if subfolder else path))
     except OSError as error:
-        raise Unshareable(f"its files cannot be told: {error}") from error
+        raise Unshareable(f"its files cannot be listed: {error}") from error
 
 
 def _commit_of(name: str, options: Mapping[str, Any], config_name: str) -> str:
@@ -156,4 +156,4 @@ def _canonical(value: Any, where: str) -> Any:
         return f"{value.__module__}.{value.__qualname__}"
     if callable(to_dict := getattr(value, "to_dict", None)):  # configurations, of models, generation and quantisation
         return [_canonical(type(value), where), _canonical(to_dict(), where)]
-    raise Unshareable(f"it cannot be told whether two {where} are equal: {value!r:.200}")
+    raise Unshareable(f"two {where} cannot be compared: {value!r:.200}")

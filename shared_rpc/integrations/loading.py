@@ -104,12 +104,12 @@ def load(key: str, versions: dict[str, str], request: bytes) -> dict[str, Any]:
         f"{name} {here[name]} here, {version} there" for name, version in versions.items() if here[name] != version
     ]:
         raise ConfigurationError(
-            f"{key}: the server and the process that asks it differ in their libraries ({'; '.join(differing)}), and so in "
-            f"what a model is: install the same ones, and restart the server (shared-rpc stop)"
+            f"{key}: server and client have different library versions ({'; '.join(differing)}), which would build different "
+            f"models: install the same ones, and restart the server (shared-rpc stop)"
         )
     build: Loader = pickle.loads(request)
     if (own := build.key(versions)) != key:
-        raise ConfigurationError(f"the request asks for {own} by the key {key}: a request is asked for by its own key")
+        raise ConfigurationError(f"the key of a request does not match it: sent {key}, computed {own}")
     with ordinarily():
         return build()
 
@@ -146,8 +146,9 @@ def attach(provider: Provider, request: LoadRequest) -> dict[str, Any]:
     except EndpointNotFound as error:
         where = provider.get_runtime_info().get("socket_path")
         raise ConfigurationError(
-            f"the server at {where} is that of another app, and loads nothing for others: set SHARED_TENSOR_BASE_PATH to a "
-            f"path for shared_rpc.integrations.app, or have that app call shared_rpc.integrations.loading.serve_with(provider)"
+            f"the server at {where} belongs to another app, and does not load models for others: "
+            f"set SHARED_TENSOR_BASE_PATH to a path for shared_rpc.integrations.app, or let that app call "
+            f"shared_rpc.integrations.loading.serve_with(provider)"
         ) from error
     value = dict(handle.value)
     handle.value.clear()  # a handle that keeps the value would never be collected

@@ -79,7 +79,7 @@ class ModelRequest(NamedTuple):
         """
         cls = self.cls
         if changed := [name for name, value in self.given.items() if getattr(cls, name, None) != value]:
-            raise CapabilityError(f"{', '.join(changed)} of {cls.__name__} was changed by the process that asks for it")
+            raise CapabilityError(f"{', '.join(changed)} of {cls.__name__} was changed by the requesting process")
         place = LoadDevice(self.device)
         self.checkpoint.check()
         options = {**self.options, **place.options, "output_loading_info": True}

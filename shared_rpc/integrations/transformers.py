@@ -39,12 +39,12 @@ _OF_LOADING = {
 #: Options that make a model specific to one process, and why.
 _REFUSED = {
     "state_dict": "the weights are this process's",
-    "tp_plan": "each process has a part of its own",
-    "tp_size": "each process has a part of its own",
-    "device_mesh": "each process has a part of its own",
-    "distributed_config": "each process has a part of its own",
-    "offload_folder": "weights that come and go are not shared",
-    "offload_buffers": "weights that come and go are not shared",
+    "tp_plan": "each process loads only its own part",
+    "tp_size": "each process loads only its own part",
+    "device_mesh": "each process loads only its own part",
+    "distributed_config": "each process loads only its own part",
+    "offload_folder": "offloaded weights cannot be shared",
+    "offload_buffers": "offloaded weights cannot be shared",
     "use_kernels": "kernels change the process's classes",
     "kernel_config": "kernels change the process's classes",
     "fusion_config": "fusions change the process's classes",
@@ -133,7 +133,7 @@ def plan(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -
     if cls.__module__.partition(".")[0] == "transformers_modules":
         raise Unshareable("trust_remote_code=True: its class is code of the checkpoint")
     if library("transformers.integrations").is_deepspeed_zero3_enabled():
-        raise Unshareable("DeepSpeed's ZeRO 3 is on: each process has a part of its own")
+        raise Unshareable("DeepSpeed's ZeRO 3 is on: each process loads only its own part")
     call = call_of(cls, args, kwargs, device, _REFUSED)
     source = call.checkpoint
     if source.is_local and os.path.exists(os.path.join(source.name, source.subfolder, "adapter_config.json")):

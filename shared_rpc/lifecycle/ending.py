@@ -41,7 +41,7 @@ def end_within(seconds: float, code: int, why: str = "") -> None:
         if why and sys.__stderr__ is not None:
             with suppress(OSError):  # not by sys.stderr: a hanging thread may hold its lock
                 os.write(
-                    2, f"shared_rpc: {why}, but {_hindrance()} after {seconds:g} s: ends without\n".encode(errors="replace")
+                    2, f"shared_rpc: {why}, but {_hindrance()} after {seconds:g} s: exiting anyway\n".encode(errors="replace")
                 )
         end_children()
         os._exit(code)

@@ -56,7 +56,7 @@ class Closer:
 
     @contextmanager
     def spare_this_thread(self) -> Iterator[None]:
-        """Close large memory of this thread in another one while the block runs. All is closed at its end."""
+        """While the block runs, close large memory of this thread in another thread; wait for it at the end of the block."""
         self._thread.start()
         self._discarder.start()
         THREAD.spared = True

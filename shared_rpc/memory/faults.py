@@ -127,7 +127,7 @@ def _present() -> _SigAction:
 def _report(target: Target, address: int) -> None:
     did = "touched memory of a suspended object" if target.vacated else "wrote to memory that is shared with access='read'"
     _write(
-        f"shared_rpc: process {os.getpid()} {did}, and ends by SIGSEGV\n"
+        f"shared_rpc: process {os.getpid()} {did}, and is killed by SIGSEGV\n"
         f"  target: byte {target.offset} of {target.memory}; address {address:#x}\n"
         f"{_ADVICE_VACATED if target.vacated else _ADVICE}"
     )

@@ -259,7 +259,7 @@ def _read(part: Part, carrier: Carrier, stop: threading.Event) -> bytes | None:
 
 
 def _write(part: Part, carrier: Carrier, stop: threading.Event) -> bytes | None:
-    """Write one part. The digest is that of the bytes actually written: other processes may write to the memory meanwhile."""
+    """Write one part. The digest is that of the bytes written: other processes may write to the memory at the same time."""
     found, offset = xxhash.xxh3_128(), part.offset
     pieces = carrier.pieces(part.place, part.memory, part.nbytes)
     while True:

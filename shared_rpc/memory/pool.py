@@ -22,7 +22,7 @@ class PoolOptions(msgspec.Struct, frozen=True):
     """Sizes of the pools of a session, in bytes: one for arguments, one for results, for each device.
 
     A pool begins with an arena of ``initial`` bytes and doubles on demand, up to ``limit``. Memory larger than a quarter of the
-    limit has its own segment, as has any while the pool is full. With ``limit=0`` all memory has.
+    limit gets its own segment, as does all memory while the pool is full or with ``limit=0``.
 
     :raises ConfigurationError: for invalid sizes.
     """

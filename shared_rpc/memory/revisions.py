@@ -242,9 +242,7 @@ class Page:
     def _refuse_own_update(self, what: str) -> None:
         update = _updating.get(self._inode)
         if update is not None and update.thread == threading.get_ident():
-            raise ConfigurationError(
-                f"this thread updates object {self.object_id} and would wait for itself: {what} it after the update"
-            )
+            raise ConfigurationError(f"deadlock: this thread is updating object {self.object_id}; {what} it after the update")
 
     def wait_for_writer(self, until: float) -> None:
         """Wait briefly, or until the writer has ended."""

@@ -144,7 +144,7 @@ class KnownSegments(dict[str, T]):
         self._slabs: deque[str] = deque()
 
     def add(self, info: SegmentInfo, value: T) -> None:
-        """Add a segment that is not known yet. The first slab of too many goes."""
+        """Add a new segment. Above the limit, the oldest slab is removed."""
         self[info.id] = value
         if info.slab:
             self._slabs.append(info.id)

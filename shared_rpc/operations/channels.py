@@ -441,8 +441,8 @@ class _Message(Part):
                 self._over = True
                 pid = self._parts.ring.sender_pid
                 raise ChannelClosed(
-                    f"the sender of channel {self._parts.name!r} (pid {pid}) gave up in the middle of a message, or another "
-                    f"one has its place: receive the next message",
+                    f"the sender of channel {self._parts.name!r} (pid {pid}) abandoned a message, or was replaced "
+                    f"during one: receive the next message",
                     reason="abandoned",
                     pid=pid,
                 )

@@ -120,7 +120,7 @@ def await_exit(path: str, pidfd: int, timeout: float | None) -> None:
         ended.register(pidfd, select.POLLIN)
     while not ended.poll(_LOOK * 1000) and (pidfd >= 0 or listens(path)):
         if time.monotonic() > until:
-            raise DeadlineExceeded(f"the server at {path} was asked to end, but still runs after {timeout:g} s")
+            raise DeadlineExceeded(f"the server at {path} did not exit within {timeout:g} s")
 
 
 class ChannelOperations:
@@ -148,7 +148,7 @@ class ChannelOperations:
                 if time.monotonic() >= until:
                     raise BufferNotFound(
                         f"there is no channel {name[:200]!r} at {ctx.socket_path}: none was created, all sides have closed it, "
-                        f"or the server has restarted (open channels go on, but their names are gone): create it",
+                        f"or the server has restarted (open channels keep working, but cannot be opened by name): create it",
                         reason="unknown",
                     ) from None
             yield Work(lambda: time.sleep(0.02))

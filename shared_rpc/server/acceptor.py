@@ -119,7 +119,7 @@ class Acceptor:
             _log.warning("refused the connection of pid %d of %s", peer.pid, named(peer.uid))
             connection.refuse(
                 ConfigurationError(
-                    f"the server (pid {os.getpid()}) of uid {os.geteuid()} admits its own user alone, and this process is of "
+                    f"the server (pid {os.getpid()}) of uid {os.geteuid()} accepts only its own user, and this process is of "
                     f"{named(peer.uid)}: run both as one user"
                 )
             )

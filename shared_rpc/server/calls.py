@@ -196,10 +196,10 @@ class Calls:
 
 
 def _entered(caller: Caller, message: m.Call) -> tuple[Waiter, Lowered | None, CallArguments]:
-    """Register a request with a call's arguments, which are taken in any case.
+    """Register a request and take ownership of its arguments; close them on failure.
 
-    The arguments are plain data, for binding and for the key, or None where they are to be read for that; and as the executor
-    takes them.
+    Returns the request, its arguments as plain data for binding and key (None while they are encoded), and in the form that the
+    executor takes.
     """
     lowered, arguments = caller.arguments(message)
     try:

@@ -433,8 +433,8 @@ class Capacity:
             if nbytes > 0 and nbytes + beside > limit:
                 names = [_named(stored) for stored in pinned if _bytes_on(stored, device)]
                 raise ServerBusy(
-                    f"{nbytes} bytes on {device} do not fit beside what is pinned there: {_QUOTA} is {limit}, and {beside} "
-                    f"bytes are {', '.join(names[:_SHOWN])}. Invalidate and release these, or pin less"
+                    f"{nbytes} bytes on {device} exceed the quota left by pinned objects: {_QUOTA} is {limit}, and {beside} "
+                    f"bytes are {', '.join(names[:_SHOWN])}. Invalidate and release these, or pin fewer objects"
                 )
 
     # Evictions.
@@ -615,7 +615,7 @@ class Capacity:
         held.sort(key=lambda entry: -entry[0])
         more = [f"{len(held) - _SHOWN} smaller ones"] if len(held) > _SHOWN else []
         reserved = self.used(device) - sum(nbytes for nbytes, _ in held)
-        coming = [f"{reserved} bytes are set aside for what is being made"] if reserved > 0 else []
+        coming = [f"{reserved} bytes are reserved for pending allocations"] if reserved > 0 else []
         return "; ".join([*(text for _, text in held[:_SHOWN]), *more, *coming]) or "by no object"
 
     def _state(self, stored: StoredObject) -> str:
@@ -630,7 +630,7 @@ class Capacity:
             return f"which pid {', '.join(map(str, holders[:_SHOWN]))} suspended"
         if self.mover.is_moving(stored):
             return "which is being moved"
-        return "which a task keeps until it is fetched" if active else "which is not in use"
+        return "which a task keeps until its result is fetched" if active else "which is not in use"
 
 
 def _check_size(device: str, nbytes: int, what: str, limit: int) -> None:

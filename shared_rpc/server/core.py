@@ -253,7 +253,7 @@ class Core:
         """Stop the server, if its process only serves."""
         if self.on_stop is None:
             raise ConfigurationError(
-                f"this server is part of process {os.getpid()}, which may do more than serve: end the process with "
+                f"this server is part of process {os.getpid()}, which may run other code too: end the process with "
                 f"'kill {os.getpid()}' or Ctrl-C"
             )
         return m.Answer.of(self.on_stop(caller.session, message.if_idle))

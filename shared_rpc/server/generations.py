@@ -17,7 +17,7 @@ from shared_rpc.server.state.objects import StoredObject
 from shared_rpc.server.tiers import Tiers
 from shared_rpc.server.waiting import Delivery, Signal
 
-#: Number of keys whose latest generation is kept for subscribers: slow subscribers miss the oldest ones.
+#: Number of keys whose latest generation is kept for ``refreshes()`` iterators: slow ones miss the oldest generations.
 _REMEMBERED = 4096
 
 
@@ -39,8 +39,8 @@ def refreshable(spec: EndpointSpec, key: str | None) -> str:
 class Generations:
     """The generations of a server's cached objects. On its loop only.
 
-    Subscribers poll from a position on, so nothing is buffered for a slow one: each poll returns the latest generation of every
-    key.
+    A ``refreshes()`` iterator polls from a position on, so that nothing is buffered for it: each poll returns the latest
+    generation of every key.
     """
 
     def __init__(self, state: State, tiers: Tiers, buffers: Buffers) -> None:
@@ -92,7 +92,7 @@ class Generations:
     def made(self, endpoint: str, delivery: Delivery) -> Generation:
         """Describe the result of a refresh on delivery.
 
-        :raises RefreshError: if its call was invalidated meanwhile, or a refresh that began later has finished first.
+        :raises RefreshError: if its call was invalidated during the refresh, or a refresh that began later finished first.
         """
         stored = delivery.stored
         current = self._objects.current(stored.cache_key) if stored is not None else None

@@ -89,8 +89,8 @@ class Sessions:
         if session is not None and not session.may_send_code:
             whose = "clients outside of its pid namespace" if self._client_code == "namespace" else "clients"
             raise CapabilityError(
-                f"the server (pid {os.getpid()}) takes no pickled code from {whose} (client_code={self._client_code!r}), and "
-                f"{what} has some: use plain tensors and scalars, or start the server with another --client-code"
+                f"the server (pid {os.getpid()}) accepts no pickles from {whose} (client_code={self._client_code!r}), and "
+                f"{what} contains one: use plain tensors and scalars, or start the server with another --client-code"
             )
 
     def trust(self, session_id: str) -> None:

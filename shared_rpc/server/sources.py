@@ -108,8 +108,8 @@ class Sources:
         remote = self._state.sessions.peer_of(caller.session) is not None
         if remote and not hmac.compare_digest(message.token.encode(), self.token.encode()):
             raise CapabilityError(
-                f"the server (pid {os.getpid()}) takes records from the process alone that it started and gave its token "
-                f"(SHARED_TENSOR_SOURCE_TOKEN): have it start your program, by --cluster or Provider(cluster=…)"
+                f"the server (pid {os.getpid()}) accepts records only from the process that it started with its token "
+                f"(SHARED_TENSOR_SOURCE_TOKEN): let it start your program, by --cluster or Provider(cluster=…)"
             )
         self._state.sessions.trust(caller.session)
         earlier, clock = self._source, self._state.clock

@@ -205,7 +205,7 @@ class Tasks:
         stored = self._state.objects.get(task.info.object_id or "")
         if stored is None:
             raise TaskError(
-                f"the result of task {task.info.task_id} was fetched, and not kept since: call {task.info.endpoint!r} again; "
+                f"the result of task {task.info.task_id} was already fetched, and not kept: call {task.info.endpoint!r} again; "
                 f"managed handles and the cache keep a result longer",
                 reason="released",
             )

@@ -202,7 +202,7 @@ class Tiers:
     ) -> AsyncIterator[list[MoveInfo]]:
         """Restore an object once for all requests, and keep it on its device while the block runs.
 
-        The block gets the moves made for this request. An object dropped meanwhile is not restored.
+        The block gets the moves made for this request. An object dropped during the wait is not restored.
 
         :param owner: identifies the request, see :meth:`Capacity.why`.
         :param first: go before others that wait for capacity.
@@ -308,7 +308,7 @@ class Tiers:
         return moves
 
     async def _lower(self, move: Move, to: str, reason: MoveReason) -> list[MoveInfo] | None:
-        """Move a group to a lower tier; return None if the group has changed meanwhile."""
+        """Move a group to a lower tier; return None if the group changed in the meantime."""
         began, copied = time.monotonic(), 0
         group, tier, stored = move.group, move.to, move.group[0]
         with self._moving(move):
@@ -378,7 +378,7 @@ class Tiers:
         except Exception as error:
             problem = Failure.unexpected(error, "a move between tiers failed").error  # that of a driver is logged
             assert isinstance(problem, SharedRPCError), "a failure of this process has its exception"
-            _log.info("%s does not give way: %s", _named(move.group[0]), problem)
+            _log.info("%s was not evicted: %s", _named(move.group[0]), problem)
             self._capacity.failed(move.group, problem)
 
     def copy_ahead(self, stored: StoredObject) -> None:

@@ -303,7 +303,7 @@ def test_servers_within_a_process_are_neither_reloaded_nor_stopped(app: App) -> 
     if app.role == "local":
         kind, words = CapabilityError, "this process plays the local role: there is no server to be stopped"
     else:
-        kind, words = ConfigurationError, f"this server is part of process {os.getpid()}, which may do more than serve"
+        kind, words = ConfigurationError, f"this server is part of process {os.getpid()}, which may run other code too"
     assert type(refused.value) is kind
     assert str(refused.value).startswith(words)
 

@@ -83,8 +83,8 @@ def test_cyclic_links_are_followed_once(folder: Path) -> None:
 
 def test_missing_files_have_no_key(folder: Path) -> None:
     """Nor has a file that is only a name."""
-    with pytest.raises(Unshareable, match="its files cannot be told"):
+    with pytest.raises(Unshareable, match="its files cannot be listed"):
         source_of(folder, {"subfolder": "missing"}, "config.json")
     os.symlink("nowhere", folder / "other.bin")
-    with pytest.raises(Unshareable, match="its files cannot be told"):
+    with pytest.raises(Unshareable, match="its files cannot be listed"):
         source_of(folder, {}, "config.json")

@@ -34,5 +34,5 @@ def test_a_request_is_loaded_under_its_own_key() -> None:
 
 def test_a_request_under_the_key_of_another_one_is_refused() -> None:
     """Otherwise all requests for that one would get this one's result."""
-    with pytest.raises(ConfigurationError, match="asks for a tensor of 666 by the key a tensor of 1"):
+    with pytest.raises(ConfigurationError, match="sent a tensor of 1, computed a tensor of 666"):
         load("a tensor of 1", {}, pickle.dumps(Build(666)))

@@ -35,7 +35,7 @@ weight, other = handle.value.weight, torch.zeros(4)
 print("survived", flush=True)
 """
 
-MESSAGE = "wrote to memory that is shared with access='read', and ends by SIGSEGV"
+MESSAGE = "wrote to memory that is shared with access='read', and is killed by SIGSEGV"
 
 
 @pytest.fixture

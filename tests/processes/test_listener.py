@@ -187,7 +187,7 @@ def test_a_client_of_another_user_is_refused(children: list[Child]) -> None:
             children[0]
             .expect("")
             .startswith(
-                f"ConfigurationError the server (pid {os.getpid()}) of uid 0 admits its own user alone, and this process is "
+                f"ConfigurationError the server (pid {os.getpid()}) of uid 0 accepts only its own user, and this process is "
                 f"of uid {STRANGER}: run both as one user"
             )
         )

@@ -378,7 +378,10 @@ def test_a_server_that_refuses_drops_what_is_neither_pinned_nor_held(worlds: Cal
 
 @pytest.mark.parametrize(
     ("nbytes", "kind", "text"),
-    [(51, ServerBusy, "51 bytes on GPU-1 do not fit beside what is pinned"), (101, CapabilityError, "more than the quota")],
+    [
+        (51, ServerBusy, "51 bytes on GPU-1 exceed the quota left by pinned objects"),
+        (101, CapabilityError, "more than the quota"),
+    ],
 )
 def test_impossible_requests_are_refused_before_their_turn(world: World, nbytes: int, kind: type[Exception], text: str) -> None:
     """Regardless of earlier requests in the queue."""

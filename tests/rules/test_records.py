@@ -116,7 +116,7 @@ def test_entries_outside_their_memory_are_refused(place: str, fields: dict[str, 
         ({"segments": (SegmentInfo("1", 1 << 63, "cpu"), SegmentInfo("2", PAGE, "cpu", "copy"))}, "segment 0 has"),
         ({"segments": (SegmentInfo("1", PAGE, "cpu", mechanism="vmm"),)}, "on cpu is of 'vmm' memory"),
         ({"segments": (SegmentInfo("1", PAGE, GPU),)}, "is of 'memfd' memory"),
-        ({"segments": (SegmentInfo("1", PAGE, GPU, "copy", "vmm"),)}, "is to be mapped copy-on-write"),
+        ({"segments": (SegmentInfo("1", PAGE, GPU, "copy", "vmm"),)}, "is marked copy-on-write"),
         ({"nbytes": 3 * PAGE}, "announces"),
         ({"private_nbytes": 3 * PAGE}, "announces"),
     ],
@@ -249,7 +249,7 @@ def test_changed_code_is_refused() -> None:
 @pytest.mark.parametrize("key", [None, "load", "loader(size=3)"])
 def test_keys_of_another_endpoint_are_refused(key: str | None) -> None:
     """Headers are untrusted; callers of another endpoint must not find the record."""
-    with pytest.raises(RecordError, match="is none of endpoint 'load'"):
+    with pytest.raises(RecordError, match="is not one of endpoint 'load'"):
         called(header(cache_key=key), SPEC, None)
 
 

@@ -149,8 +149,8 @@ def test_files_truncated_while_read_are_errors(file: Path, monkeypatch: pytest.M
     ("weight_map", "error", "said"),
     [
         ({"half": "model.safetensors", "w": "model.safetensors"}, CheckpointError, "tensor 'w' is listed in model"),
-        ({"w": "../model.safetensors"}, CheckpointError, "which is no file beside the index"),
-        ({"w": "other.safetensors"}, FileNotFoundError, r"index\.json lists a file beside it .*other\.safetensors"),
+        ({"w": "../model.safetensors"}, CheckpointError, "which is not in the index's directory"),
+        ({"w": "other.safetensors"}, FileNotFoundError, r"index\.json lists a missing file.*other\.safetensors"),
     ],
 )
 def test_invalid_indexes_are_reported(file: Path, weight_map: object, error: type[Exception], said: str) -> None:

@@ -127,8 +127,8 @@ def test_the_first_matching_rule_decides() -> None:
     ("rules", "message"),
     [
         ({"*.weight": Shard(0)}, r"^no shard rule matches 'a\.bias', 'b\.bias': add rules"),
-        ({"*": Replicate(), "*.wieght": Shard(0)}, r"'\*\.wieght' decide nothing: no name matches"),
-        ({"*": Replicate(), "a.*": Shard(0)}, r"'a\.\*' decide nothing: no name matches, or an earlier rule does"),
+        ({"*": Replicate(), "*.wieght": Shard(0)}, r"'\*\.wieght' have no effect: no name matches"),
+        ({"*": Replicate(), "a.*": Shard(0)}, r"'a\.\*' have no effect: no name matches, or an earlier rule does"),
     ],
     ids=["no rule", "matches nothing", "shadowed"],
 )
@@ -142,7 +142,7 @@ def test_unmatched_rules_and_names_are_refused(rules: dict[str, Placement], mess
     ("placement", "rank", "world", "message"),
     [
         (Shard(0), 0, 3, r"^x: dimension 0 of size 4 cannot be divided among 3 ranks"),
-        (Shard(2), 0, 2, "asks for dimension 2 of a tensor that has 2"),
+        (Shard(2), 0, 2, "uses dimension 2 of a tensor that has 2"),
         (Shard(1, blocks=4), 0, 2, "dimension 1 has size 6, which is not a multiple of 4 blocks"),
         (Shard(0), 2, 2, "rank 2 of 2"),
     ],

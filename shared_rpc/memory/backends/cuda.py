@@ -154,7 +154,7 @@ class _Event:
         self.handle = check(driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
 
     def passed(self) -> bool:
-        """Return True once the GPU has reached it; also if its context is broken, and will do no more work."""
+        """Return True once the GPU has reached it; also if the context is broken, because no work remains then."""
         with relaxed_captures():  # the query would invalidate captures of other threads
             return bool(driver.cuEventQuery(self.handle)[0] != _NOT_READY)
 

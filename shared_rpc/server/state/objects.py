@@ -299,7 +299,7 @@ class ObjectStore:
         Slabs do not count: they stay on their devices.
         """
         group, known = [stored], set[str]()
-        for member in group:  # it grows meanwhile
+        for member in group:  # it grows during the loop
             for info in [segment.info for segment in member.record.segments]:
                 if not info.slab and info.id not in known:
                     known.add(info.id)

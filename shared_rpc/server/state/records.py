@@ -47,7 +47,7 @@ def check_versions(header: RecordHeader, here: Mapping[str, str]) -> None:
         if theirs != ours:
             raise RecordError(
                 f"the record of {header.endpoint[:_SHOWN]}() was made with {name} {theirs or '(none)'}, and this server runs "
-                f"{name} {ours or '(none)'}: its pickle may not be good here. Use one version, or build the object here",
+                f"{name} {ours or '(none)'}: its pickle may be incompatible. Use one version, or build the object here",
                 reason="version",
             )
 
@@ -73,8 +73,8 @@ def called(header: RecordHeader, spec: EndpointSpec, call: tuple[Sequence[object
         return key
     if header.cache_key is None or not header.cache_key.startswith((f"{spec.name}(", f"{spec.name}:")):
         raise RecordError(
-            f"the record has the cache key {str(header.cache_key)[:_SHOWN]!r}, which is none of endpoint {spec.name!r}: name "
-            f"the endpoint and the arguments under which it is to be cached",
+            f"the record has the cache key {str(header.cache_key)[:_SHOWN]!r}, which is not one of endpoint {spec.name!r}: "
+            f"name the endpoint and the arguments under which it is to be cached",
             reason="endpoint",
         )
     if len(header.cache_key) > len(spec.name) + KEY_LIMIT:
@@ -140,7 +140,7 @@ def check_table(header: RecordHeader) -> TensorTable:
         _require(0 < info.nbytes <= _LARGEST, f"segment {number} has {info.nbytes} bytes")
         host = info.device == "cpu"
         _require(host == (info.mechanism == "memfd"), f"segment {number} on {info.device[:40]} is of {info.mechanism!r} memory")
-        _require(host or info.access != "copy", f"segment {number} on {info.device[:40]} is to be mapped copy-on-write")
+        _require(host or info.access != "copy", f"segment {number} on {info.device[:40]} is marked copy-on-write")
     _require(
         0 <= header.nbytes <= sum(sizes) and 0 <= header.private_nbytes <= sum(sizes) + len(header.skeleton),
         f"it announces {header.nbytes} shared and {header.private_nbytes} private bytes in segments of {sum(sizes)}",

@@ -153,7 +153,7 @@ def test_revisions_survive_a_restart(app: BrokerApp, manager: ServiceManager, br
     after = other.call("held")
     with client.update(before) as value:
         value.add_(1.0)
-        with pytest.raises(errors.ConfigurationError, match="would wait for itself"), other.update(after):
+        with pytest.raises(errors.ConfigurationError, match="deadlock: this thread is updating"), other.update(after):
             pass
     assert after.read_consistent(lambda value: float(value.sum())) == float(before.value.sum()) == 8.0
     assert after.revision == before.revision == 4
