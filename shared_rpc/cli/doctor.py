@@ -129,7 +129,7 @@ def _gpu(name: str, uuid: str, reach: str) -> Finding:
         return Finding(name, "limited", f"{uuid}{reach}; {error}", "a newer driver or GPU; host memory works as it is")
     found = f"{uuid}{reach}; {works}; uses {choice.name}: {choice.reason}"
     if mps(uuid):
-        fix = "where clients must not end each other, run them without it: echo quit | nvidia-cuda-mps-control"
+        fix = "if a crash of one client must not end the others, run them without it: echo quit | nvidia-cuda-mps-control"
         return Finding(name, "limited", f"{found}; {MPS}", fix)
     if choice.name == "vmm":
         return Finding(name, "good", found)

@@ -42,7 +42,7 @@ def objects(context: typer.Context, socket: Socket = None, base_path: BasePath =
         "generation>": lambda item: item["generation"],
         "cached": lambda item: "yes" if item["cached"] and item["kind"] == "result" else "no",
         "active>": lambda item: item["active"],
-        "held by": lambda item: ", ".join(_holder(holder["pid"]) for holder in item["holders"]) or "nobody",
+        "held by": lambda item: ", ".join(_holder(holder["pid"]) for holder in item["holders"]) or "none",
         "age>": lambda item: ago(item["created_at"]),
         "last used>": lambda item: ago(item["last_accessed_at"]),
     }

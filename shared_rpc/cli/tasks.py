@@ -121,7 +121,7 @@ def _interruptible(task: str, socket: str | None, base_path: str | None) -> Iter
     except KeyboardInterrupt:
         where = {"--socket": socket, "--base-path": base_path}
         options = "".join(f" {name} {shlex.quote(path)}" for name, path in where.items() if path is not None)
-        print(f"shared-rpc: task {task} goes on; to cancel it: shared-rpc tasks cancel {task}{options}", file=sys.stderr)
+        print(f"shared-rpc: task {task} continues; cancel it with: shared-rpc tasks cancel {task}{options}", file=sys.stderr)
         raise typer.Exit(130) from None
 
 
@@ -221,7 +221,7 @@ class Lines:
         cached = self._info.status is TaskStatus.COMPLETED and self._info.started_at is None
         lasted = "from the cache" if cached else f"in {took(self._info)}"
         gone = facts["nbytes"] is None
-        what = "gone since" if gone else f"{size(facts['nbytes'])} on {facts['device']}, object {facts['object_id']}"
+        what = "dropped since" if gone else f"{size(facts['nbytes'])} on {facts['device']}, object {facts['object_id']}"
         print(f"{self._info.endpoint}: completed {lasted}, {what}")
 
 

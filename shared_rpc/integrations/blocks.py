@@ -1,4 +1,4 @@
-"""Blocks in which libraries attach instead of loading: the same rules for all of them."""
+"""The ``with`` blocks in which libraries attach instead of loading, with the same rules for all libraries."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _ATTEMPTS = 3
 
 
 class Plan(NamedTuple):
-    """A request that replaces a call, and the function that converts the answer to the call's result."""
+    """A request that replaces a call, and the function that converts the reply to the call's result."""
 
     request: LoadRequest
     finish: Callable[[dict[str, Any]], Any]
 
 
 class Library(NamedTuple):
-    """A library: the class whose ``from_pretrained`` loads, and the plan for a call of it.
+    """The class of a library whose ``from_pretrained`` loads, and the planner of its calls.
 
-    ``plan(cls, args, kwargs, device)`` may change ``kwargs``, and raises :class:`Unshareable` if it has none.
+    ``plan(cls, args, kwargs, device)`` may change ``kwargs``, and raises :class:`Unshareable` if the call cannot be replaced.
     """
 
     owner: Callable[[], type]
@@ -35,7 +35,7 @@ class Library(NamedTuple):
 
 
 def block(provider: Provider | None, fallback: bool, libraries: Sequence[Library]) -> AbstractContextManager[None]:
-    """Return a block in which calls of the libraries attach; in the local role one without effect.
+    """Return a block in which the libraries attach instead of loading. It has no effect in the local role.
 
     :param fallback: True to load unshareable models ordinarily, with a warning.
     """

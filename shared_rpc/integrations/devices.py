@@ -1,4 +1,4 @@
-"""Devices: a model is entirely on its server's device, or is not shared."""
+"""Rules for devices: a shared model is entirely on its server's device."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _MADE = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def check_device_map(device_map: Any, device: str) -> None:
-    """Check that a model is requested on the server's device as a whole.
+    """Check that all of a model is requested on the server's device.
 
-    Without a map and without a default device it is: a later move to that device does nothing.
+    This is so without a device map and a default device: a later move to that device does nothing.
 
     :param device: the id of the server's device.
     :raises Unshareable: if not.
@@ -50,7 +50,7 @@ def _device(value: Any) -> torch.device | str:
 
 
 class LoadDevice:
-    """The device that a server loads to, by its id."""
+    """The device to which a server loads."""
 
     def __init__(self, device: str) -> None:
         self._device = torch_device(device)

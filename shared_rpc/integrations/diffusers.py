@@ -1,4 +1,4 @@
-"""Pipelines of diffusers with attached models.
+"""Pipelines of diffusers whose models are attached instead of loaded.
 
 ``with shared(): pipe = DiffusionPipeline.from_pretrained(name)``: a pipeline loads each of its models by the model's own
 ``from_pretrained``, which attaches, including models of transformers. The pipeline, its scheduler and its tokenizers are the

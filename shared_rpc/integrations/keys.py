@@ -1,7 +1,7 @@
 """Keys of loaded models: their files and options.
 
-Two calls get one object if their keys are equal, so a key has everything that changes the result. Options that cannot be
-compared have no key.
+Calls with equal keys get one object, so a key covers everything that changes the result. Options that cannot be compared have
+no key.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _ELSEWHERE = (".", "checkpoint-")
 
 
 class Unshareable(Exception):
-    """A call whose result a server cannot share; the text names the argument, and the reason."""
+    """The result of a call cannot be shared. The text names the argument and the reason."""
 
 
 class CheckpointChanged(RuntimeError):
-    """The files of a checkpoint differ from the requested ones."""
+    """The files of a checkpoint changed after the request, or while they were loaded."""
 
 
 class Checkpoint(NamedTuple):
-    """A folder or a repository, and its content.
+    """A checkpoint: a folder or a repository, and an identifier of its content.
 
     :param name: an absolute path, or the name of a repository.
     :param content: a digest of the file system's facts about a folder's files, or a commit.
@@ -47,17 +47,17 @@ class Checkpoint(NamedTuple):
 
     @property
     def is_local(self) -> bool:
-        """True if it is a local folder or file."""
+        """True for a local folder or file."""
         return os.path.isabs(self.name)
 
     def check(self) -> None:
-        """Raise :class:`CheckpointChanged` if the files of a local one have changed."""
+        """Raise :class:`CheckpointChanged` if the files of a local checkpoint have changed."""
         if self.is_local and _content_of(self.name, self.subfolder) != self.content:
             raise CheckpointChanged(f"files of {os.path.join(self.name, self.subfolder)} have changed while they were loaded")
 
 
 def source_of(name: Any, options: Mapping[str, Any], config_name: str) -> Checkpoint:
-    """Resolve a name given to ``from_pretrained``.
+    """Return the checkpoint of a name given to ``from_pretrained``.
 
     :param options: of ``from_pretrained``.
     :param config_name: the name of the file that every checkpoint has.
@@ -100,9 +100,9 @@ def _commit_of(name: str, options: Mapping[str, Any], config_name: str) -> str:
 
 
 def files_of(path: str) -> list[list[Any]]:
-    """Return the names, sizes in bytes, times in nanoseconds and inodes of a checkpoint's files, links followed, as plain data.
+    """Return name, size (bytes), modification time (nanoseconds) and inode of each file of a checkpoint, as plain data.
 
-    Equal in all processes of the host, and different after a change.
+    Links are followed. The result is equal in all processes of the host, and differs after a change.
 
     :param path: a folder, including subfolders, or the file that is the whole checkpoint.
     :raises OSError: if it does not exist, or one of its files cannot be examined.
@@ -131,7 +131,7 @@ def _facts(path: str, name: str) -> list[Any]:
 
 
 def digest_of(**parts: Any) -> str:
-    """Return a short text that is equal for equal parts.
+    """Return a digest that is equal for equal parts.
 
     :raises Unshareable: if a part cannot be compared, naming it.
     """
@@ -141,7 +141,7 @@ def digest_of(**parts: Any) -> str:
 
 
 def _canonical(value: Any, where: str) -> Any:
-    """Return JSON for a value: its type counts, the order of a dict does not."""
+    """Return canonical JSON of a value: types are distinguished, the order of a dict is not."""
     if value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, enum.Enum)):
         return value
     if isinstance(value, (torch.dtype, torch.device, os.PathLike, enum.Enum)):

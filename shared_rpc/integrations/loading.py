@@ -1,4 +1,4 @@
-"""Loading in a server, and attaching the result: the two halves of one request.
+"""Load requests: the server loads, and the client attaches the result.
 
 A request carries a function, which runs in the server and returns a dict with a module in it. The dict is rebuilt at each
 attach, so that each caller has its own module over the shared memory. The request also has the key of the result, which the
@@ -27,12 +27,12 @@ from shared_rpc.provider.provider import ManagedDecorator, Provider
 ENDPOINT = "from_pretrained"
 #: Idle seconds after which a server drops an unheld object: the idle exit of a server that was started automatically.
 _IDLE = 3600.0
-#: The attribute of a storage that holds the lease of its object, which so ends with the last tensor over it.
+#: The attribute of a storage that holds the lease of its object, so that the lease ends with the last tensor over it.
 _HELD = "_shared_rpc_lease"
 
 
 class LoadRequest(NamedTuple):
-    """A request to a server: a key, the versions of libraries in it, and the pickled function that loads."""
+    """A request to a server: a key, the library versions in it, and the function that loads."""
 
     key: str
     versions: dict[str, str]
@@ -40,13 +40,13 @@ class LoadRequest(NamedTuple):
 
 
 class Loader(Protocol):
-    """A function that loads, with the key of its result."""
+    """A function that loads an object, with the key of its result."""
 
     def __call__(self) -> dict[str, Any]:
-        """Load it."""
+        """Load the object."""
 
     def key(self, versions: dict[str, str]) -> str:
-        """Return a text that is equal for equal results."""
+        """Return the key, a text that is equal for equal results."""
 
 
 def library(name: str) -> ModuleType:
@@ -65,13 +65,13 @@ def library(name: str) -> ModuleType:
         ) from error
 
 
-# The server's half.
+# In the server.
 
 
 def endpoint_of(provider: Provider) -> ManagedDecorator:
-    """Return the decorator that makes a function the endpoint of a provider.
+    """Return the decorator that makes a function the load endpoint of a provider.
 
-    A key has everything that the result depends on. Parameters are shared and mapped read-only, other tensors are not shared.
+    The key covers everything that the result depends on. Parameters are shared and mapped read-only; other tensors are not.
     """
     return provider.share(
         ENDPOINT,
@@ -85,7 +85,7 @@ def endpoint_of(provider: Provider) -> ManagedDecorator:
 
 
 def serve_with(provider: Provider) -> None:
-    """Make the server of a provider load for other processes, in addition to its own endpoints.
+    """Add the load endpoint to a provider, so that its server also loads for other processes.
 
     Call it at the top level of the provider's file, so that it also applies to restarted workers.
     """
@@ -94,10 +94,10 @@ def serve_with(provider: Provider) -> None:
 
 
 def load(key: str, versions: dict[str, str], request: bytes) -> dict[str, Any]:
-    """Load the request of a process, in the process that serves.
+    """Execute a load request in the server.
 
-    :raises ConfigurationError: if a library has another version here than there, or the key is that of another request:
-        others would get a wrong result.
+    :raises ConfigurationError: if a library has another version in the client, or the key does not match the request, because
+        other clients would get a wrong result.
     """
     here = versions_of(versions)
     if differing := [
@@ -115,7 +115,7 @@ def load(key: str, versions: dict[str, str], request: bytes) -> dict[str, Any]:
 
 
 def versions_of(libraries: Iterable[str]) -> dict[str, str]:
-    """Return the versions of libraries by name, an empty text for one that is not installed."""
+    """Return library versions by name, an empty text for libraries that are not installed."""
     found = {}
     for name in libraries:
         try:
@@ -125,15 +125,15 @@ def versions_of(libraries: Iterable[str]) -> dict[str, str]:
     return found
 
 
-# The other half.
+# In the client.
 
 
 def attach(provider: Provider, request: LoadRequest) -> dict[str, Any]:
-    """Return a result loaded by a server, rebuilt around its memory: the caller's own except for that memory.
+    """Have the server load a request, and return the caller's own object over the server's memory.
 
     The lease lasts as long as any tensor over the memory.
 
-    :raises ConfigurationError: if the server that listens does not load for others.
+    :raises ConfigurationError: if the server has no load endpoint.
     """
     operations: Client | Provider = provider
     if provider.execution_mode == "server":
@@ -160,7 +160,7 @@ def attach(provider: Provider, request: LoadRequest) -> dict[str, Any]:
 
 
 def release(module: nn.Module) -> None:
-    """Release the lease of an attached module before its tensors end. They stay valid."""
+    """Release the lease of an attached module. Its tensors stay valid."""
     leases = {id(lease): lease for storage in _storages(module) if (lease := storage.__dict__.pop(_HELD, None)) is not None}
     if not leases:
         raise CapabilityError(f"this {type(module).__name__} has no lease: it was not attached, or was released before")

@@ -1,4 +1,4 @@
-"""Models loaded by a server, and the parts of them that are a process's own."""
+"""Requests for models, and the parts of an attached model that each process owns."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PretrainedCall(NamedTuple):
 
 
 def call_of(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str, refused: Mapping[str, str]) -> PretrainedCall:
-    """Split the arguments of a call.
+    """Parse the arguments of ``from_pretrained``.
 
     :param refused: options that make a model specific to one process, and why.
     :raises Unshareable: if the result cannot be shared.
@@ -53,7 +53,7 @@ def call_of(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str
 
 
 class ModelRequest(NamedTuple):
-    """A request to load a model under a key. The server computes the key again.
+    """A call of ``from_pretrained`` for the server, which computes its key again.
 
     :param key_of: a function of the library's module, which returns the key of a build and the versions of libraries.
     :param device: the id of the server's device.
@@ -69,11 +69,11 @@ class ModelRequest(NamedTuple):
     given: dict[str, Any]
 
     def key(self, versions: dict[str, str]) -> str:
-        """Return a text that is equal for equal results."""
+        """Return the key, a text that is equal for equal results."""
         return self.key_of(self, versions)
 
     def __call__(self) -> dict[str, Any]:
-        """Load in the server: ``{"model": …, "info": …}``; the second one lists weights missing in the checkpoint.
+        """Load in the server; return ``{"model": …, "info": …}``, where ``info`` lists weights missing in the checkpoint.
 
         :raises CheckpointChanged: if the files are not the requested ones, before or after.
         """
@@ -90,9 +90,9 @@ class ModelRequest(NamedTuple):
 
 
 def own_model(parts: dict[str, Any], device_map: Any, device: str) -> tuple[Any, dict[str, Any]]:
-    """Return the model of :class:`ModelRequest` as this process's own, and the report on the checkpoint.
+    """Return the model of a :class:`ModelRequest` for use in this process, and the report on its checkpoint.
 
-    Parameters missing in the checkpoint, or with another shape there, belong to this process alone, and can be trained.
+    Parameters missing in the checkpoint, or with another shape there, belong to this process only and can be trained.
 
     :param device_map: the one given in this process. The server may have used another one for itself.
     """

@@ -1,4 +1,4 @@
-"""The only patches of other libraries' classes: their ``from_pretrained``, inside of blocks.
+"""The only patch of other libraries: ``from_pretrained`` of their classes is replaced inside of blocks.
 
 A block belongs to the code that entered it: to its thread, or its task. While any is entered in the process, a class has the
 replacement, which checks for a block around its caller, and otherwise behaves like the original. After the last one the class
@@ -24,7 +24,7 @@ _lock = fork_safe_lock()
 
 
 class _Patch:
-    """A class's own method, and the number of blocks in which it is replaced."""
+    """The replacement of one class's method, shared by all blocks."""
 
     def __init__(self, owner: type) -> None:
         self._owner = owner
@@ -33,7 +33,7 @@ class _Patch:
         self._replacement: Any = None
 
     def enter(self) -> None:
-        """Replace the method, in the first block."""
+        """Enter a block; the first one replaces the method."""
         with _lock:
             if self._blocks == 0:
                 self._original = vars(self._owner)["from_pretrained"]
@@ -42,7 +42,7 @@ class _Patch:
             self._blocks += 1
 
     def leave(self) -> None:
-        """Restore the method after the last block, unless other code has wrapped it since."""
+        """Leave a block; the last one restores the method, unless other code has wrapped it."""
         with _lock:
             self._blocks -= 1
             if self._blocks == 0 and vars(self._owner)["from_pretrained"] is self._replacement:
@@ -65,10 +65,7 @@ def _replacement(owner: type, original: Callable[..., Any]) -> Callable[..., Any
 
 @contextmanager
 def replaced(loaders: dict[type, Loader]) -> Iterator[None]:
-    """Replace the ``from_pretrained`` of classes and their subclasses for the code of the block.
-
-    The innermost block applies.
-    """
+    """Replace ``from_pretrained`` of classes and their subclasses for the code in a block. The innermost block applies."""
     with ExitStack() as stack:
         for owner in loaders:
             with _lock:

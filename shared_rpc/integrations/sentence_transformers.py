@@ -1,4 +1,4 @@
-"""Models of sentence-transformers with an attached transformer.
+"""Models of sentence-transformers whose transformer is attached instead of loaded.
 
 ``with shared(): model = SentenceTransformer(name)``: it loads its transformer, with nearly all of its weights, by
 transformers' ``from_pretrained``. Modules that it reads itself, such as a dense layer, are the process's own.

@@ -1,4 +1,4 @@
-"""Attached models of transformers.
+"""Models of transformers that are attached instead of loaded.
 
 ``with shared(): model = AutoModel.from_pretrained(name)`` is the model that ``from_pretrained`` returned in a server, around
 the server's memory: all conversions of a checkpoint while it is loaded (renamed, fused, converted, quantised weights) happened
@@ -113,7 +113,7 @@ def from_shared(
 
 
 def _convert(model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-    """Convert parameters, which have no memory yet, to the dtypes of the tensors that replace them."""
+    """Convert parameters without memory to the dtypes of the tensors that will replace them."""
     floating = [tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()]
     usual = max(set(floating), key=floating.count, default=torch.get_default_dtype())
     for name, parameter in model.named_parameters():
@@ -161,15 +161,15 @@ def plan(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -
 
 def _key_of(build: ModelRequest, versions: dict[str, str]) -> str:
     cls, dtype = build.cls, build.options["dtype"]
-    told = {name: value for name, value in build.options["config"].to_dict().items() if name not in _OF_NO_MODEL}
+    counted_config = {name: value for name, value in build.options["config"].to_dict().items() if name not in _OF_NO_MODEL}
     counted = {key: value for key, value in build.options.items() if key not in (*_UNCOUNTED, "config", "dtype")}
-    same = {"cls": cls, "source": build.checkpoint, "dtype": dtype, "arguments": build.arguments, "config": told}
+    same = {"cls": cls, "source": build.checkpoint, "dtype": dtype, "arguments": build.arguments, "config": counted_config}
     digest = digest_of(**same, options=counted, given=build.given, versions=versions)
     return f"{cls.__name__} {build.checkpoint.name} {str(dtype).removeprefix('torch.')} {digest}"
 
 
 def _with_config(cls: Any, name: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options with a configuration, loaded like in ``from_pretrained``, so that all cases become one."""
+    """Return the options with a configuration, which is loaded as ``from_pretrained`` does if none is given."""
     config = options.pop("config", None)
     if isinstance(config, library("transformers").PretrainedConfig):
         return {**options, "config": copy.deepcopy(config)}
@@ -198,7 +198,7 @@ def _attention_of(config: Any) -> Any:
 
 
 def _take_dtype(options: dict[str, Any]) -> Any:
-    """Pop the dtype from the options, by either name: the configuration's if it is left to the checkpoint."""
+    """Pop the dtype from the options, under either name; without one, return the configuration's."""
     given = options.pop("torch_dtype", None)
     dtype = options.pop("dtype", given)
     if dtype is None or dtype == "auto":
@@ -207,7 +207,7 @@ def _take_dtype(options: dict[str, Any]) -> Any:
 
 
 def _quantisers(options: dict[str, Any]) -> tuple[str, ...]:
-    """Return the libraries other than transformers that decide what is in the weights."""
+    """Return the further libraries on which the content of the weights depends."""
     quantised = options.get("quantization_config") or getattr(options["config"], "quantization_config", None)
     return ("torchao", "bitsandbytes", "accelerate") if quantised is not None else ()
 

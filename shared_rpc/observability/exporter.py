@@ -135,7 +135,7 @@ class Exporter:
             return self._read()
 
         if not self._ready.is_set():
-            raise TimeoutError("the server has not begun")
+            raise TimeoutError("the server did not start")
         asked = reading()
         try:
             answer = asyncio.run_coroutine_threadsafe(asked, self._loop)

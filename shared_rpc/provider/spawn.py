@@ -71,7 +71,7 @@ def target_of(provider: App) -> str:
         return f"{_script(provider)}:{names['__main__']}"
     if not candidates:
         raise ConfigurationError(
-            "cannot start a server for a provider that is no global name of a module: write 'provider = Provider(…)' at "
+            "cannot start a server for a provider that is not a global of a module: write 'provider = Provider(…)' at "
             "the top level of a file, and its functions below it"
         )
     if len(candidates) > 1:
@@ -99,7 +99,7 @@ def _script(provider: App) -> str:
     typed = any(_was_typed(code.co_filename) for code in codes if code is not None)
     if file is None or typed or not os.path.isfile(file) or not file.endswith(".py"):
         raise ConfigurationError(
-            "cannot start a server for functions without a .py file, as of a notebook's cells, a prompt's lines or 'python "
+            "cannot start a server for functions without a .py file, such as notebook cells, interactive input or 'python "
             "-c'. Put the provider and its functions into a file, such as models.py, and import it here"
         )
     return os.path.abspath(file)

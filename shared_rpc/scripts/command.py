@@ -77,7 +77,7 @@ def launch(script: Script) -> NoReturn:
         why = one_line(str(error) if expected else f"{type(error).__name__}: {error}")
         if why and sys.stderr is not None:
             with suppress(OSError):
-                print(f"shared-rpc: runs without a zygote: {why}", file=sys.stderr, flush=True)
+                print(f"shared-rpc: running without a zygote: {why}", file=sys.stderr, flush=True)
         _become(script)
     stand_for(connection, pid, run.fds)
 

@@ -174,7 +174,7 @@ class Calls:
         """Return the spec and the key of a call, which counts and is observed from here on."""
         try:
             if self._state.stopped:
-                raise gone("came")
+                raise gone("arrived")
             spec = self._state.registry.find(endpoint) or self._state.registry.get(endpoint)
             key = count = None
             if lowered is None and isinstance(arguments, Arguments):

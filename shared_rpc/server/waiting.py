@@ -92,7 +92,7 @@ class Waits:
         """
         if self._stopped:
             work.close()
-            raise gone("came")
+            raise gone("arrived")
         task = self._tasks[owner] = asyncio.get_running_loop().create_task(work)
         task.add_done_callback(functools.partial(self._ended, owner))
 

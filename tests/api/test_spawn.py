@@ -291,7 +291,7 @@ def test_cells_of_a_notebook_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("modules", "error"), [([], "no global name of a module"), (["base", "other"], "are in several files: base, other")]
+    ("modules", "error"), [([], "not a global of a module"), (["base", "other"], "are in several files: base, other")]
 )
 def test_providers_without_one_module_are_refused(monkeypatch: pytest.MonkeyPatch, modules: list[str], error: str) -> None:
     """No worker could find it, or the choice is ambiguous."""

@@ -174,7 +174,7 @@ def test_objects_and_their_holders(served: Server, connect: Connect) -> None:
     assert header == ["object", "of", "size", "private", *where, "held by", "age", "last used"]
     private = f"{data[0]['private_nbytes']} B"
     assert base[1:8] == ["load(size=16, name='base')", "1.0 KiB", private, "cpu", "device", "1", "yes"]
-    assert big[1:10] == ["load(size=32, name='big')", "4.0 KiB", private, "cpu", "device", "1", "yes", "0", "nobody"]
+    assert big[1:10] == ["load(size=32, name='big')", "4.0 KiB", private, "cpu", "device", "1", "yes", "0", "none"]
     assert base[8] == "1" and re.fullmatch(rf"{os.getpid()} \(.+\)", base[9])
     assert [item["object_id"] for item in data] == [base[0], big[0]]
     assert [[one["pid"] for one in item["holders"]] for item in data] == [[os.getpid()], []]

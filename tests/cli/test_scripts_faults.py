@@ -27,7 +27,7 @@ from tests.kit.scripts import RUN, Place
 pytestmark = pytest.mark.timeout(300)
 
 HAS_TORCH = "import sys; print('torch' in sys.modules)"
-WITHOUT = "shared-rpc: runs without a zygote: "
+WITHOUT = "shared-rpc: running without a zygote: "
 #: JSON that no parser with a stack can take.
 NESTED = (100_000).to_bytes(4, "big") + b"[" * 100_000
 

@@ -168,7 +168,7 @@ def test_events_and_the_result_as_json(client: Client, go: threading.Event, comm
     assert result == {"object_id": three["object_id"], "nbytes": 16, "device": "cpu"}
     if command == "wait":
         assert client.get_task_result(task).tolist() == [1] * 4
-        assert cli("tasks", "wait", task).succeeded.endswith(", gone since\n")
+        assert cli("tasks", "wait", task).succeeded.endswith(", dropped since\n")
 
 
 def test_waiting_for_a_task_that_has_ended(client: Client) -> None:
@@ -223,8 +223,8 @@ def test_ctrl_c_ends_the_wait_alone(client: Client, command: str, where: list[st
     words = ["tasks", "wait", begun(client, "forever")] if command == "wait" else ["call", "forever"]
     ran = cli(*words, *options, when={"running": interrupt})
     (info,) = client.list_tasks()
-    said, _, printed = ran.errors.removesuffix("\n").partition("; to cancel it: ")
-    assert (ran.code, said, info.status) == (130, f"shared-rpc: task {info.task_id} goes on", TaskStatus.RUNNING)
+    said, _, printed = ran.errors.removesuffix("\n").partition("; cancel it with: ")
+    assert (ran.code, said, info.status) == (130, f"shared-rpc: task {info.task_id} continues", TaskStatus.RUNNING)
     assert shlex.split(printed) == ["shared-rpc", "tasks", "cancel", info.task_id, *options]
     assert cli(*shlex.split(printed)[1:]).code == 0
     eventually(lambda: client.get_task_status(info.task_id).status is TaskStatus.CANCELLED)

@@ -160,7 +160,7 @@ def test_the_detail_of_an_object() -> None:
     item["moving"] = {"to": "device", "done": 50 * MIB, "total": 200 * MIB}
     assert detail(snapshot(objects=[item]), item).splitlines()[1:] == [
         "tier host, pinned, 25% to device, copies 2.0 MiB host, 1.0 MiB file, active in 0 of 3",
-        "held by nobody",
+        "held by none",
     ]
 
 
@@ -308,7 +308,7 @@ def test_polls(watcher: ServerWatcher) -> None:
 
 def test_actions(watcher: ServerWatcher) -> None:
     """Neither a refused one nor a server that has gone ends the view; that server's successor is left alone."""
-    gone = "not done, because the server had gone"
+    gone = "not done: the server has exited"
     assert watcher.execute(lambda client: "done", "") == gone
     seen = watcher.poll().server["server_id"]
     assert "has no object" in watcher.execute(lambda client: f"{client.invalidate_object('0' * 24)}", seen)

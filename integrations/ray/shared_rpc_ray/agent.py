@@ -337,7 +337,7 @@ class NodeAgent:
         return ClusterStatus(
             cluster=self._place.cluster,
             node=self._place.node,
-            state="joined" if self._joined.is_set() else "looking for the directory",
+            state="joined" if self._joined.is_set() else "connecting to the directory",
             nodes=self._nodes,
             objects=len(self._held),
             bytes_received=self._received_nbytes,

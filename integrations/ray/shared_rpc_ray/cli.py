@@ -122,5 +122,5 @@ def _state(key: dict[str, Any]) -> str:
     words += [f"waiting: {', '.join(key['waiting'])}"] if key["waiting"] else []
     words += ["is refreshed"] if key["refreshing"] else []
     words += [f"left out: {node}: {reason}" for node, reason in key["left_out"].items()]
-    words += [f"built apart for each {', '.join(key['differs'])}"] if key["differs"] else []
+    words += [f"built once for each {', '.join(key['differs'])}"] if key["differs"] else []
     return "; ".join(words) or "-"

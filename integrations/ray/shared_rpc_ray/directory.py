@@ -346,7 +346,7 @@ class Directory:
     ) -> None:
         """Have a node receive a version from one of the sources, and from another one if that fails."""
         failed: list[str] = []
-        problem = "no node that holds it is left"
+        problem = "all nodes that hold it have left"
         place = self._member(node).statement.place
         for _ in range(_TRANSFERS):
             places = {name: self._members[name].statement.place for name in sources() if name in self._members and name != node}

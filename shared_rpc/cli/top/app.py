@@ -1,4 +1,4 @@
-"""The live view: a Textual application. tables.py makes its tables, watching.py its snapshots."""
+"""The live view as a Textual application. Its tables are made in tables.py, its snapshots in watching.py."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _LEAST = 14
 
 
 class Grid(DataTable[Text]):
-    """A table whose rows are replaced repeatedly."""
+    """A table whose rows are replaced at each poll."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("j", "cursor_down", "Down", show=False),
@@ -48,10 +48,10 @@ class Grid(DataTable[Text]):
     ]
 
     def show(self, table: Table) -> None:
-        """Replace the rows. The first row stays under the cursor; any other keeps it, wherever it is now."""
+        """Replace the rows. A cursor on the first row stays there; a cursor on another row follows that row."""
         place, scrolled = self.cursor_row, self.scroll_offset
         kept = self.selected if place else None
-        # Without its watchers: they would scroll to the cursor, away from the place to which the user has scrolled.
+        # Without its watchers, which would scroll to the cursor, away from the user's scroll position.
         self.set_reactive(DataTable.cursor_coordinate, Coordinate(0, 0))
         self.clear(columns=True)
         titles, *rows = table.aligned(max(self.app.size.width // 3, _LEAST))
@@ -75,7 +75,7 @@ class Grid(DataTable[Text]):
 
 
 class Question(ModalScreen[str]):
-    """A question answered with one key."""
+    """A question that is answered with one key."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -86,13 +86,13 @@ class Question(ModalScreen[str]):
         yield Static(self._text, markup=False)
 
     def on_key(self, event: Key) -> None:
-        """Take any key as the answer."""
+        """Return the key as the answer."""
         event.stop()
         self.dismiss(event.key)
 
 
 class TopApp(App[None]):
-    """The view of a server.
+    """The live view of a server.
 
     :param watcher: queries the server, in threads.
     :param interval: seconds between two polls.
@@ -158,7 +158,7 @@ class TopApp(App[None]):
 
     @work
     async def poll(self, action: Action | None = None, server_id: str = "") -> None:
-        """Query the server, after any action on the server of that id, and show the result. Threads wait, so keys do not."""
+        """Query the server in a thread and show the result, after executing an action, if any, on the server of that id."""
         async with self._asking:
             notice = await asyncio.to_thread(self._watcher.execute, action, server_id) if action is not None else ""
             begin = time.monotonic()
@@ -171,7 +171,7 @@ class TopApp(App[None]):
         if notice:
             self.notify(notice, markup=False)
         self.show(found)
-        # One timer for the next poll, also if an action has caused one in between.
+        # One timer for the next poll, also if an action caused a poll in between.
         if self._next is not None:
             self._next.stop()
         self._next = self.set_timer(pause(self._interval, time.monotonic() - begin), self.poll)
@@ -229,7 +229,7 @@ class TopApp(App[None]):
         self._draw()
 
     def action_end(self, number: int) -> None:
-        """End like on a signal."""
+        """Exit as if killed by the signal ``number``."""
         self.exit(return_code=128 + number)
 
     def action_help(self) -> None:
@@ -240,7 +240,7 @@ class TopApp(App[None]):
             self.action_show_help_panel()
 
     def action_sort(self, step: int) -> None:
-        """Sort by the next order or the previous one."""
+        """Select the next or previous sort order."""
         names = list(ORDERS)
         self._choose(sort=names[(names.index(self._choice.sort) + step) % len(names)], reverse=False)
 
@@ -268,7 +268,7 @@ class TopApp(App[None]):
         self._entered()
 
     def action_invalidate(self) -> None:
-        """Drop the selected object or its endpoint's, if the user confirms."""
+        """Drop the selected object, or all objects of its endpoint, once the user has confirmed."""
         item = self._selected()
         if item is None or self._shot is None:
             self.notify("there is no object to invalidate")
@@ -276,20 +276,20 @@ class TopApp(App[None]):
         object_id, endpoint, label = item["object_id"], item["endpoint"], one_line(origin(item))
         server_id = self._shot.server["server_id"]
         if not item["cached"]:
-            self.notify(f"{label} is not in the cache: it goes with its last holder", markup=False)
+            self.notify(f"{label} is not in the cache: it is dropped with its last holder", markup=False)
             return
 
         def free(client: Client) -> str:
-            return f"buffer {object_id} {'freed' if client.free_buffer(object_id) else 'had gone already'}"
+            return f"buffer {object_id} {'freed' if client.free_buffer(object_id) else 'was already freed'}"
 
         def drop(client: Client) -> str:
-            return f"{label} {'dropped from the cache' if client.invalidate_object(object_id) else 'had gone already'}"
+            return f"{label} {'dropped from the cache' if client.invalidate_object(object_id) else 'was already dropped'}"
 
         def drop_all(client: Client) -> str:
             return f"{several(client.invalidate_endpoint_cache(endpoint), 'cached result')} of {one_line(endpoint)} dropped"
 
         actions: dict[str | None, Action] = {"y": free}
-        question = f"free buffer {object_id}?  y free it  Esc leave it"
+        question = f"free buffer {object_id}?  y free it  Esc keep it"
         if item["kind"] != "buffer":
             same = sum(one["endpoint"] == endpoint and one["cached"] for one in self._shot.objects)
             actions = {"y": drop, "e": drop_all}
@@ -299,7 +299,7 @@ class TopApp(App[None]):
             if key in actions:
                 self.poll(actions[key], server_id)
             else:
-                self.notify("left as it is")
+                self.notify("nothing changed")
 
         self.push_screen(Question(question), answered)
 

@@ -56,7 +56,7 @@ def top(
 
 
 def _print_once(find: Callable[[str], Client], interval: float, console: Console) -> None:
-    """Print the second of two snapshots: rates need two."""
+    """Print the second of two snapshots, because rates need two."""
     from shared_rpc.cli.top.tables import ObjectChoice, arranged, objects, others, summary
     from shared_rpc.cli.top.watching import ServerWatcher
 

@@ -1,4 +1,4 @@
-"""Tables of a snapshot, for the live view and the printed one. The most important columns are first."""
+"""Tables of a snapshot, for the live and the printed view. The most important columns come first."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Table(NamedTuple):
     keys: Sequence[str] = ()
 
     def aligned(self, first: int | None = None) -> list[Sequence[Text]]:
-        """Pad all cells to the width of their column, and return the rows, that of the titles first.
+        """Pad all cells to the width of their column; return the row of titles, then the others.
 
         :param first: maximum width of the first column.
         """
@@ -51,14 +51,14 @@ class Table(NamedTuple):
         return rows
 
     def lines(self) -> Text:
-        """Lay out the table, a line for each row."""
+        """Return the table as text, one line for each row."""
         head, *rows = (Text("  ").join(cells) for cells in self.aligned())
         head.stylize("bold reverse")
         return Text("\n").join([head, *rows])
 
 
 class ObjectChoice(NamedTuple):
-    """The user's choice of objects and of their order."""
+    """The user's filter and sort order of objects."""
 
     sort: str = "size"
     reverse: bool = False
@@ -66,7 +66,7 @@ class ObjectChoice(NamedTuple):
 
 
 def summary(shot: Snapshot) -> Text:
-    """Describe the server in one line, and the sums in a second one, the most important first."""
+    """Describe the server in one line and the sums in a second line, the most important facts first."""
     server, used = shot.server, shot.server["descriptors"]
     path = one_line(server["socket_path"] or "")
     facts = f"  pid {server['pid']}  {_device(server['device'])}  up {lasted(server['uptime'])}  {path}\n"
@@ -88,13 +88,13 @@ def summary(shot: Snapshot) -> Text:
 
 
 def others(shot: Snapshot) -> list[Table]:
-    """Make the tables other than that of the objects, the most important first; empty ones are left out."""
+    """Return the tables other than the table of objects, the most important first, without empty ones."""
     tables = (make(shot) for make in (_memory, _builds, _calls, _workers, _clients))
     return [table for table in tables if table.rows]
 
 
 def arranged(found: Sequence[ListedObjectInfo], choice: ObjectChoice) -> list[ListedObjectInfo]:
-    """Return the shown objects, in their order."""
+    """Return the objects that pass the filter, sorted."""
     (key, descending), wanted = ORDERS[choice.sort], choice.filter.casefold()
     shown = [item for item in found if wanted in (item["endpoint"] or "buffer").casefold()]
     # By id first, so that equal ones do not change places.
@@ -104,7 +104,7 @@ def arranged(found: Sequence[ListedObjectInfo], choice: ObjectChoice) -> list[Li
 
 
 def objects(shot: Snapshot, shown: Sequence[ListedObjectInfo]) -> Table:
-    """Make the table of objects."""
+    """Return the table of objects."""
     return Table(
         ("objects", "size>", "held>", "age>", "state", "used>", "active>", "tier", "device", "gen>", "endpoint", "held by"),
         [
@@ -129,9 +129,9 @@ def objects(shot: Snapshot, shown: Sequence[ListedObjectInfo]) -> Table:
 
 
 def detail(shot: Snapshot, item: ListedObjectInfo) -> str:
-    """Describe one object, with its id and its copies, which no column shows."""
+    """Describe one object, including its id and its copies, which no column shows."""
     tiers = f"tier {tier_of(item)}, copies {copies_of(item)}, active in {item['active']} of {item['leases']}"
-    return f"{item['object_id']}  {one_line(origin(item))}\n{tiers}\nheld by {_holders(shot, item) or 'nobody'}"
+    return f"{item['object_id']}  {one_line(origin(item))}\n{tiers}\nheld by {_holders(shot, item) or 'none'}"
 
 
 def _memory(shot: Snapshot) -> Table:
@@ -195,7 +195,7 @@ def _clients(shot: Snapshot) -> Table:
 
 
 def bar(parts: Sequence[tuple[float, str]], total: float) -> Text:
-    """Draw the parts of a whole, each with its style. An excess is not drawn."""
+    """Draw a bar of the parts of a whole, each in its style. Any excess is cut off."""
     line, begun = Text(), 0.0
     for mark, (amount, style) in zip("█▓▒", parts, strict=False):
         begun += amount
@@ -234,5 +234,5 @@ def _text(value: object, style: str = "") -> Text:
 
 
 def _device(device: str) -> str:
-    """Abbreviate a device: of a GPU's UUID the part that is also in socket names."""
+    """Abbreviate a device: a GPU's UUID to the part that is also used in socket names."""
     return one_line(device[: len("GPU-") + 8] if device.startswith("GPU-") else device)

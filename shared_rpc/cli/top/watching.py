@@ -17,7 +17,7 @@ from shared_rpc.protocol.infos import DeviceInfo, EndpointStatistics, ListedObje
 
 #: At most this fraction of the time is spent on answers: watching a server with many objects must not slow it down.
 _SHARE = 10
-#: Seconds to wait for a device driver's facts before the latest known ones are shown; and if none are known yet.
+#: Seconds to wait to wait for facts of the device driver before showing the latest known ones; and if none are known yet.
 _DEVICE_PATIENCE, _FIRST_DEVICE_PATIENCE = 0.2, 1.0
 
 #: A request of the user: it returns its result as a text.
@@ -33,14 +33,14 @@ class Rates(NamedTuple):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All shown facts of a server.
+    """All facts of a server that are shown.
 
     :param at: seconds of a monotonic clock, for rates.
     :param wall: Unix seconds, for ages.
     :param server: the reply of ``get_server_info``; the other fields are likewise named after their requests.
     :param sessions: those of other processes.
     :param endpoints: counters since the server's start, by endpoint.
-    :param rates: by endpoint, since the previous snapshot; none for the first one.
+    :param rates: rates by endpoint since the previous snapshot; empty for the first one.
     :param commands: command lines by process id, of the known processes.
     """
 
@@ -57,7 +57,7 @@ class Snapshot:
 
 
 def rates(earlier: Snapshot, at: float, endpoints: Mapping[str, EndpointStatistics]) -> dict[str, Rates]:
-    """Compute rates by endpoint; a new endpoint, and each one of a restarted server, counts from zero."""
+    """Compute rates by endpoint. New endpoints, and all endpoints of a restarted server, count from zero."""
     found = {}
     for name, now in endpoints.items():
         before = earlier.endpoints.get(name, {"calls": 0, "hits": 0})
@@ -72,7 +72,7 @@ def pause(interval: float, answered_in: float) -> float:
 
 
 class ServerWatcher:
-    """Client of the watched server, or of its successor. Used in one thread at a time.
+    """A client of the watched server or its successor. Used by one thread at a time.
 
     :param find: returns a client of the server to watch, given the socket of the previous one. It raises a
         :class:`SharedRPCError` with the reason if there is none.
@@ -88,9 +88,9 @@ class ServerWatcher:
         self._commands: dict[int, str] = {}
 
     def poll(self) -> Snapshot:
-        """Query all facts of the server.
+        """Query the server; return a snapshot.
 
-        :raises SharedRPCError: if no server answers, with the loss or the way to start one.
+        :raises SharedRPCError: if no server answers; says that the server was lost, or how to start one.
         """
         try:
             if self._client is None:
@@ -100,14 +100,14 @@ class ServerWatcher:
             self._path = self._client.socket_path
         except (SharedRPCError, OSError) as error:
             self.close()
-            raise SharedRPCError(f"lost the server, and looking for it: {error}" if self._path else str(error)) from error
+            raise SharedRPCError(f"server lost; reconnecting: {error}" if self._path else str(error)) from error
         return self._latest
 
     def execute(self, action: Action, server_id: str) -> str:
-        """Execute an action of a user who saw the server of that id; return its result as a text."""
+        """Execute an action if the server still has this id; return the result as a text for the user."""
         try:
             if self._client is None or self._client.get_server_info()["server_id"] != server_id:
-                return "not done, because the server had gone"
+                return "not done: the server has exited"
             return action(self._client)
         except (SharedRPCError, OSError) as error:
             return str(error)
@@ -136,7 +136,7 @@ class ServerWatcher:
         return Snapshot(at, time.time(), server, objects, devices, runs, sessions, endpoints, speed, self._commands)
 
     def _ask_devices(self, client: Client) -> list[DeviceInfo]:
-        """Return the known facts of the devices. A GPU's are queried from a worker, which may be busy for long."""
+        """Return the latest known facts of the devices. A thread updates them, because the worker of a GPU may be busy."""
         if self._asking is None or not self._asking.is_alive():
 
             def ask() -> None:
