@@ -118,6 +118,14 @@ def test_python_on_a_page_uses_existing_names() -> None:
                 assert node.attr in there, f"{path.name}: {ast.unparse(node)}"
 
 
+def test_files_of_the_package_on_a_page_exist() -> None:
+    """A page names a file by its path in the repository, in the package, or in a distribution of ``integrations``."""
+    roots = (ROOT, ROOT / "shared_rpc", *(ROOT / "integrations").iterdir())
+    for path in sorted(DOCS.rglob("*.md")):
+        for name in re.findall(r"`([\w./]+/\w+\.py)`", path.read_text()):
+            assert any((root / name).is_file() for root in roots), f"{path.name}: {name}"
+
+
 def test_commands_on_a_page_have_existing_options() -> None:
     """Every ``shared-rpc …`` on every page is an existing command with existing options."""
     for path, language, block in BLOCKS:
