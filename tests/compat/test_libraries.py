@@ -37,7 +37,7 @@ def report(visit: tuple[str, str], reports: Reports, request: pytest.FixtureRequ
 
 
 @pytest.mark.parametrize(("visit", "case"), CASES, ids=OF_CASES)
-def test_what_people_do_with_an_object_works_with_an_attached_one(case: str, report: dict[str, Any]) -> None:
+def test_attached_objects_behave_like_own_ones(case: str, report: dict[str, Any]) -> None:
     """Compared bit for bit, and everything that ``checks.py`` lists works as with an object of one's own."""
     assert case in report["cases"], report["visitor"] or report["log"]
     fails = {check: words for check, (outcome, words, _) in report["cases"][case].items() if outcome == "fails"}

@@ -318,7 +318,9 @@ class BackendConformance:
         assert seen <= {b"one", b"two"}
         assert segment_peer.load(backend, address, 3) == b"one"
 
-    def test_what_cannot_be_vacated_says_so(self, backend: Backend, segment: Segment, mapped: Callable[..., int]) -> None:
+    def test_backends_that_cannot_vacate_refuse_it(
+        self, backend: Backend, segment: Segment, mapped: Callable[..., int]
+    ) -> None:
         """If the mechanism chooses addresses, nothing is unmapped, and the error names a mechanism that can."""
         if self.vacates:
             assert backend.vacates
@@ -389,7 +391,7 @@ class BackendConformance:
         other.ask(f"write 1 {b'eir'.hex()}")
         assert segment_peer.load(backend, address, 4) == b"oeir"
 
-    def test_what_a_killed_maker_leaves(
+    def test_memory_after_the_kill_of_its_maker(
         self,
         nothing_left: None,
         backend: Backend,

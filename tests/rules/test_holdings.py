@@ -1,4 +1,4 @@
-"""Objects as sessions hold them: leases for what is there, what is told of an object, and the page of its revision."""
+"""Objects as sessions hold them: leases on existing objects, descriptions, and the page of the revision."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class Shelf:
         self.leases.grant(TaskHolder("task"), stored.object_id)
         return stored
 
-    def told(self, stored: StoredObject) -> dict[str, Any]:
-        """What a client is told of an object."""
+    def description(self, stored: StoredObject) -> dict[str, Any]:
+        """Return what clients get as the description of an object."""
         return cast(Any, m.GetObjectInfo.read(self.holdings.get_info(Mock(), m.GetObjectInfo(stored.object_id))))
 
 
@@ -91,24 +91,24 @@ def test_leases_that_were_held_are_given_back(shelf: Shelf) -> None:
     shelf.leases.end_session(TaskHolder("task"))
     assert shelf.holdings.release(caller(), m.Release([stored.object_id, stored.object_id, "gone"])) == m.Count(1)
     with pytest.raises(StaleHandleError, match=f"server has no object {stored.object_id}"):
-        shelf.told(stored)
+        shelf.description(stored)
 
 
-def test_what_is_told_of_an_object(shelf: Shelf) -> None:
-    """A task holds it, but does not use it; a move, a candidate and a buffer's terms are told where there are any."""
+def test_description_of_an_object(shelf: Shelf) -> None:
+    """A task holds it, but does not use it; moves, candidates and terms of buffers are included if there are any."""
     stored = shelf.add("read_write", candidate=True)
     shelf.leases.grant("mine", stored.object_id)
-    told = shelf.told(stored)
-    assert (told["leases"], told["active"], told["copies"], told["candidate"]) == (2, 1, {"host": 4096}, True)
-    assert not {"moving", "lifetime", "state"} & told.keys()
+    facts = shelf.description(stored)
+    assert (facts["leases"], facts["active"], facts["copies"], facts["candidate"]) == (2, 1, {"host": 4096}, True)
+    assert not {"moving", "lifetime", "state"} & facts.keys()
     stored.invalidated, shelf.moving = True, cast(Any, {"to": "host", "done": 1, "total": 2})
-    told = shelf.told(stored)
-    assert "candidate" not in told and told["moving"] == {"to": "host", "done": 1, "total": 2}
-    assert shelf.told(shelf.add("read_write", kind="buffer"))["state"] == "unknown"
+    facts = shelf.description(stored)
+    assert "candidate" not in facts and facts["moving"] == {"to": "host", "done": 1, "total": 2}
+    assert shelf.description(shelf.add("read_write", kind="buffer"))["state"] == "unknown"
 
 
-def test_holders_are_told(shelf: Shelf) -> None:
-    """Of an object that is there."""
+def test_holders_of_an_existing_object_are_listed(shelf: Shelf) -> None:
+    """For other objects the request fails."""
     stored = shelf.add("read_write")
     answer = shelf.holdings.list_holders(Mock(), m.ListHolders(stored.object_id))
     assert [(each["kind"], each["session"]) for each in m.ListHolders.read(answer)] == [("task", "task")]
@@ -149,7 +149,7 @@ def revision_of(shelf: Shelf, stored: StoredObject, asking: Mock) -> g.RevisionP
     ],
 )
 def test_a_revision_has_one_page(shelf: Shelf, no_leaks: None, accesses: list[Access], local: bool, access: Access) -> None:
-    """It is made once, for a descriptor; that of read-only memory is read-only elsewhere. Each kind of memory is told once."""
+    """It is made once, for a descriptor; that of read-only memory is read-only elsewhere. Each kind of memory counts once."""
     stored = shelf.add(*accesses)
     shelf.capacity.require_descriptors.side_effect = ServerBusy("none is left")
     with pytest.raises(ServerBusy):
