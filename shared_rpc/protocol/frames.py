@@ -22,7 +22,6 @@ from __future__ import annotations
 import os
 import struct
 from collections import deque
-from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import msgspec
@@ -136,23 +135,10 @@ class FrameDecoder:
         self.frames: deque[Frame] = deque()
         self._header: tuple[int, int, int, int, int] | None = None
 
-    def feed(self, data: bytes | memoryview, fds: Iterable[int] = ()) -> None:
-        """Add received bytes and their descriptors, which the decoder owns from now on."""
-        self.fds += fds
-        self.partial += data
-        self.check_fds()
-
     def check_fds(self) -> None:
         """Refuse descriptors that no frame can have announced."""
         if len(self.fds) > 2 * self.limits.fds:
             raise ProtocolError(f"received {len(self.fds)} file descriptors for a frame of at most {self.limits.fds}")
-
-    def next_frame(self) -> Frame | None:
-        """Return the next complete frame, None if more bytes are needed.
-
-        :raises ProtocolError: see :meth:`ready`.
-        """
-        return self.frames.popleft() if self.ready() else None
 
     def ready(self) -> bool:
         """Return True if a complete frame is among :attr:`frames`.

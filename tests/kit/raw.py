@@ -15,6 +15,7 @@ from shared_rpc.protocol.catalogue import decode_message, encode_message
 from shared_rpc.protocol.frames import Frame, encode_frame
 from shared_rpc.protocol.messages import Message
 from shared_rpc.protocol.socket import FrameSocket
+from tests.kit.feeding import next_frame
 
 #: linux/fcntl.h
 F_ADD_SEALS, F_SEAL_SHRINK, F_SEAL_WRITE = 1033, 0x2, 0x8
@@ -73,7 +74,7 @@ class Raw:
 
     def hear_frame(self) -> Frame:
         """Receive the next frame, whose descriptors the caller owns."""
-        while (frame := self._frames.next_frame()) is None:
+        while (frame := next_frame(self._frames)) is None:
             self._frames.receive()
         return frame
 

@@ -35,6 +35,7 @@ from shared_rpc.protocol.records import EMPTY_TABLE
 from shared_rpc.protocol.socket import FrameBuffers
 from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
 from tests.kit.descriptors import new_fd, nothing_leaks
+from tests.kit.feeding import feed, next_frame
 from tests.kit.raw import frame_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
@@ -68,7 +69,7 @@ class Connection:
             data, _ = self.buffers._outbox[0]
             part = data[:limit] if limit is not None else data
             limit = limit - len(part) if limit is not None else None
-            self._written.feed(part)
+            feed(self._written, part)
             self.buffers._wrote.append(len(part))
             self.buffers._note()
 
@@ -76,13 +77,13 @@ class Connection:
         """Return the output since the last call, with the requests' numbers."""
         self.write()
         messages = []
-        while (frame := self._written.next_frame()) is not None:
+        while (frame := next_frame(self._written)) is not None:
             messages.append((frame.request_id, decode_message(frame)))
         return messages
 
     def come(self, message: m.Message, number: int, fds: int = 0) -> list[Exchange]:
         """Feed a frame."""
-        self.buffers.feed(frame_of(message, number, fds=fds), [new_fd() for _ in range(fds)])
+        feed(self.buffers, frame_of(message, number, fds=fds), [new_fd() for _ in range(fds)])
         return self.exchanges.deliver()
 
     def ask(self, message: m.Message | None = None, **options: Any) -> Exchange:
@@ -192,7 +193,7 @@ def test_any_chunking_order_and_end_is_handled(chosen: list[Plan], end: int | No
         connection = Connection()
         begin_all(connection, chosen)
         for moment, (content, fds) in enumerate(arrivals(data, chosen, end)):
-            connection.buffers.feed(content, fds)
+            feed(connection.buffers, content, fds)
             connection.exchanges.deliver()
             for plan in chosen:
                 go_on(connection, plan, moment)
@@ -366,7 +367,7 @@ def test_both_sides_know_the_same_segments(results: list[list[int]], chance: Ran
                 server.add(segment.info, True)
             answer = m.Result(msgspec.Raw(EMPTY_TABLE), [segment.info for segment in segments], kept)
             fds = [os.dup(segment.fileno()) for segment in came]
-            connection.buffers.feed(frame_of(answer, exchange.number, fds=len(fds)), fds)
+            feed(connection.buffers, frame_of(answer, exchange.number, fds=len(fds)), fds)
             connection.exchanges.deliver()
             taken.append((segments, exchange))
         chance.shuffle(taken)
@@ -385,7 +386,7 @@ def test_both_sides_know_the_same_segments(results: list[list[int]], chance: Ran
 def test_unreadable_answers_are_errors(connection: Connection) -> None:
     """For their request only."""
     exchange, other = connection.ask(), connection.ask()
-    connection.buffers.feed(b"".join(encode_frame(encode_message(m.Pong())[0], 1, b"garbage", b"", 1)), [new_fd()])
+    feed(connection.buffers, b"".join(encode_frame(encode_message(m.Pong())[0], 1, b"garbage", b"", 1)), [new_fd()])
     connection.exchanges.deliver()
     with pytest.raises(ProtocolError, match="cannot decode a Pong message"):
         connection.exchanges.reply(exchange)
@@ -396,7 +397,7 @@ def test_unreadable_answers_are_errors(connection: Connection) -> None:
 def test_garbage_ends_the_connection(connection: Connection) -> None:
     """Earlier complete frames are delivered."""
     exchange = connection.ask()
-    connection.buffers.feed(frame_of(m.Pong(), 1) + b"HTTP/1.1 400 Bad Request")
+    feed(connection.buffers, frame_of(m.Pong(), 1) + b"HTTP/1.1 400 Bad Request")
     with pytest.raises(ProtocolError, match="not a shared_rpc frame"):
         connection.exchanges.deliver()
     assert connection.exchanges.reply(exchange).message == m.Pong()

@@ -26,6 +26,7 @@ from shared_rpc.protocol.frames import (
 )
 from shared_rpc.zygote import wire
 from tests.kit.descriptors import new_fd, nothing_leaks
+from tests.kit.feeding import feed, next_frame
 
 
 @dataclass
@@ -82,8 +83,8 @@ def test_any_chunking_gives_the_same_frames(sent: list[Plan], data: st.DataObjec
         files = [file_of(fd) for fd in fds]
         decoder, frames, begin = FrameDecoder(), [], 0
         for end in cuts:
-            decoder.feed(stream[begin:end], [fd for at, fd in zip(arrivals, fds, strict=True) if begin <= at < end])
-            while (frame := decoder.next_frame()) is not None:
+            feed(decoder, stream[begin:end], [fd for at, fd in zip(arrivals, fds, strict=True) if begin <= at < end])
+            while (frame := next_frame(decoder)) is not None:
                 frames.append(frame)
             begin = end
         assert [(f.kind, f.request_id, f.body, f.payload, len(f.fds)) for f in frames] == [
@@ -124,12 +125,12 @@ def test_invalid_headers_are_refused_at_once(first: bytes, message: str) -> None
     """Before the announced data arrives; later bytes are ignored, and descriptors are closed."""
     with nothing_leaks():
         decoder = FrameDecoder(Limits(body=100, payload=200))
-        decoder.feed(first, [new_fd()])
+        feed(decoder, first, [new_fd()])
         with pytest.raises(ProtocolError, match=message):
-            decoder.next_frame()
-        decoder.feed(Plan(1, 1, b"", b"").encode())
+            next_frame(decoder)
+        feed(decoder, Plan(1, 1, b"", b"").encode())
         with pytest.raises(ProtocolError):
-            decoder.next_frame()
+            next_frame(decoder)
         decoder.close()
 
 
@@ -139,9 +140,9 @@ def test_mismatched_descriptors_are_refused(announced: int, cut: int) -> None:
     with nothing_leaks():
         decoder = FrameDecoder()
         data = Plan(8, 1, b"body", b"", fds=announced).encode()
-        decoder.feed(data[: len(data) - cut], [new_fd(), new_fd()])
+        feed(decoder, data[: len(data) - cut], [new_fd(), new_fd()])
         with pytest.raises(ProtocolError, match=f"2 file descriptors with a frame that announced {announced}"):
-            decoder.next_frame()
+            next_frame(decoder)
         decoder.close()
 
 
@@ -161,8 +162,8 @@ def test_descriptors_without_a_frame_are_bounded() -> None:
         decoder = FrameDecoder()
         with pytest.raises(ProtocolError, match=f"file descriptors for a frame of at most {MAX_FDS}"):
             for byte in header():
-                decoder.feed(bytes([byte]), [new_fd() for _ in range(FDS_PER_MESSAGE)])
-                assert decoder.next_frame() is None
+                feed(decoder, bytes([byte]), [new_fd() for _ in range(FDS_PER_MESSAGE)])
+                assert next_frame(decoder) is None
         decoder.close()
 
 
@@ -175,10 +176,10 @@ def test_the_maximum_of_descriptors_is_accepted() -> None:
         fds = [new_fd() for _ in range(MAX_FDS)]
         files = [file_of(fd) for fd in fds]
         for index, start in enumerate(range(0, MAX_FDS, FDS_PER_MESSAGE)):
-            assert decoder.next_frame() is None
-            decoder.feed(data[index : index + 1], fds[start : start + FDS_PER_MESSAGE])
-        decoder.feed(data[len(range(0, MAX_FDS, FDS_PER_MESSAGE)) :])
-        frame = decoder.next_frame()
+            assert next_frame(decoder) is None
+            feed(decoder, data[index : index + 1], fds[start : start + FDS_PER_MESSAGE])
+        feed(decoder, data[len(range(0, MAX_FDS, FDS_PER_MESSAGE)) :])
+        frame = next_frame(decoder)
         assert frame is not None and [file_of(fd) for fd in frame.fds] == files
         frame.close()
 
@@ -190,9 +191,9 @@ def test_damaged_streams_are_errors_or_other_frames(sent: list[Plan], data: st.D
     stream[data.draw(st.integers(0, len(stream) - 1))] ^= data.draw(st.integers(1, 255))
     with nothing_leaks():
         decoder = FrameDecoder(Limits(body=1000, payload=1000))
-        decoder.feed(bytes(stream), [new_fd() for _ in range(sum(plan.fds for plan in sent))])
+        feed(decoder, bytes(stream), [new_fd() for _ in range(sum(plan.fds for plan in sent))])
         try:
-            while (frame := decoder.next_frame()) is not None:
+            while (frame := next_frame(decoder)) is not None:
                 frame.close()
         except ProtocolError:
             pass
