@@ -104,9 +104,10 @@ class Mapping(msgspec.Struct, eq=False):
             raise CodecError(f"a {what} of {nbytes} bytes at {offset} is not within its segment of {self.info.nbytes} bytes")
         return self.address + offset
 
-    def users_of(self, object_id: str) -> bool:
-        """Return True if a live tensor or buffer of an object uses the mapping."""
-        return any(use.object_id == object_id and use() is not None for use in self.uses)
+    @property
+    def objects(self) -> set[str]:
+        """The ids of the server's objects that use the mapping; ``""`` for other users."""
+        return {use.object_id for use in self.uses if use() is not None}
 
     def publish(self, access: Access) -> None:
         """Seal a segment made by this process, before it is first sent; see :meth:`Backend.seal`.
@@ -324,7 +325,7 @@ class MappingTable:
         with self._lock:
             for mapping in self._mappings.values():
                 if not mapping.vacated and mapping.info.access not in _APART:
-                    for object_id in object_ids & {use.object_id for use in mapping.uses if use() is not None}:
+                    for object_id in object_ids & mapping.objects:
                         found.setdefault(object_id, []).append(mapping)
         return found
 
@@ -445,8 +446,10 @@ class MappingTable:
             self.suspended = before | {object_id}
             try:
                 if not in_use():
-                    self._require_vacating(object_id)
                     with self._lock:
+                        for mapping in self._mappings.values():
+                            if not mapping.backend.vacates and object_id in mapping.objects:
+                                mapping.backend.vacate(mapping.address, mapping.info.nbytes)  # raises the reason
                         due = [mapping for mapping in self._mappings.values() if self._is_due(mapping)]
                     self._vacate(due)
                     suspended = True
@@ -479,7 +482,7 @@ class MappingTable:
                 places = [
                     (mapping, by_name.get((mapping.info.name, mapping.info.access)))
                     for mapping in self._mappings.values()
-                    if mapping.info.access not in _APART and mapping.users_of(object_id)
+                    if mapping.info.access not in _APART and object_id in mapping.objects
                 ]
             new: list[tuple[Mapping, Segment]] = []
             for mapping, segment in places:
@@ -488,36 +491,22 @@ class MappingTable:
                 if mapping.vacated or mapping.info.id != segment.info.id:
                     new.append((mapping, segment))
             _synchronize([mapping for mapping, _ in new if not mapping.vacated], "resume")
-            filled: list[Mapping] = []
             try:
                 for mapping, segment in new:
-                    was_vacated = mapping.vacated
                     with self._lock:
                         self._fill(mapping, segment, owner)
-                    if was_vacated:
-                        filled.append(mapping)
             except BaseException:
-                with self._lock:
-                    for mapping in filled:
-                        if self._is_due(mapping):
-                            self._vacate_one(mapping)
+                self._vacate_late(lambda backend: backend.synchronize())
                 raise
             activate()
             self.suspended -= {object_id}
-
-    def _require_vacating(self, object_id: str) -> None:
-        with self._lock:
-            mappings = [mapping for mapping in self._mappings.values() if mapping.users_of(object_id)]
-        for mapping in mappings:
-            if not mapping.backend.vacates:
-                mapping.backend.vacate(mapping.address, mapping.info.nbytes)  # raises the reason
 
     def _is_due(self, mapping: Mapping) -> bool:
         """Return True if a mapping can be vacated: all its objects are suspended, and no block uses it."""
         if mapping.vacated or mapping.pins or mapping.pooled or mapping.info.access in _APART or not mapping.backend.vacates:
             return False
-        owners = {use.object_id for use in mapping.uses if use() is not None}
-        return bool(owners) and owners <= self.suspended
+        objects = mapping.objects
+        return bool(objects) and objects <= self.suspended
 
     def _vacate(self, due: Sequence[Mapping]) -> None:
         _synchronize(due, "suspend")
@@ -563,7 +552,7 @@ class MappingTable:
             mapping.descriptor = segment.duplicate()
 
     def _vacate_late(self, may_unmap: Callable[[Backend], bool]) -> None:
-        """Vacate mappings that were still in use when their objects were suspended."""
+        """Vacate mappings of suspended objects that were in use then, or were filled by a :meth:`resume` that failed."""
         with self._lock:
             late = [mapping for mapping in self._mappings.values() if self._is_due(mapping)]
         late = [mapping for mapping in late if may_unmap(mapping.backend)]
@@ -575,8 +564,7 @@ class MappingTable:
     def _forget_ended(self) -> None:
         """Forget suspended objects without living tensors in this process."""
         with self._lock:
-            living = {use.object_id for mapping in self._mappings.values() for use in mapping.uses if use() is not None}
-            self.suspended &= living
+            self.suspended &= {object_id for mapping in self._mappings.values() for object_id in mapping.objects}
 
     # Looking up.
 

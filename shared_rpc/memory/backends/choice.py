@@ -7,12 +7,14 @@ given by a provider. Consumers have no choice: a segment has its mechanism.
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Literal, NamedTuple, get_args
 
 from shared_rpc.errors import CapabilityError, ConfigurationError
 from shared_rpc.forks import fork_safe_lock
+from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.segments import Backend, Segment, gpu_support
 from shared_rpc.protocol.infos import MechanismInfo
 from shared_rpc.protocol.records import EXPORTER_OWNED, Mechanism
@@ -183,27 +185,22 @@ def backend_for(device: str, mechanism: Mechanism | None = None) -> Backend:
     return _backend_for(device, mechanism)
 
 
+#: The class of a GPU mechanism's backend, in the module imported with its first use.
+_BACKENDS: dict[Mechanism, str] = {
+    "vmm": "vmm.VmmBackend",
+    "host_vmm": "vmm.HostVmmBackend",
+    "ipc": "legacy_ipc.IpcBackend",
+    "pool": "pool_ipc.PoolBackend",
+}
+
+
 @functools.cache
 def _backend_for(device: str, mechanism: Mechanism) -> Backend:
     if mechanism == "file" or (device == "cpu") != (mechanism == "memfd"):
         raise CapabilityError(f"device {device} does not share memory by the mechanism {mechanism!r}")
     if mechanism == "memfd":
-        from shared_rpc.memory.backends.host import HOST
-
         return HOST
+    module, _, name = _BACKENDS[mechanism].partition(".")
     with gpu_support(f"memory on {device} shared by the mechanism {mechanism!r}"):
-        if mechanism == "ipc":
-            from shared_rpc.memory.backends.legacy_ipc import IpcBackend
-
-            return IpcBackend(device)
-        if mechanism == "pool":
-            from shared_rpc.memory.backends.pool_ipc import PoolBackend
-
-            return PoolBackend(device)
-        if mechanism == "host_vmm":
-            from shared_rpc.memory.backends.vmm import HostVmmBackend
-
-            return HostVmmBackend(device)
-        from shared_rpc.memory.backends.vmm import VmmBackend
-
-        return VmmBackend(device)
+        backend: Backend = getattr(importlib.import_module(f"shared_rpc.memory.backends.{module}"), name)(device)
+    return backend
