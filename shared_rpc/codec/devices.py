@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from shared_rpc.errors import CapabilityError
 
@@ -60,13 +61,6 @@ def host_tensors(obj: Any) -> Iterator[torch.Tensor]:
     for (module, name), attributes in _CLASSES.items():
         kind = getattr(sys.modules.get(module), name, None)
         if kind is not None and isinstance(obj, kind):
-            yield from _held([getattr(obj, attribute, None) for attribute in attributes] if attributes else vars(obj))
-
-
-def _held(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        if value.device.type == "cpu" and value.layout is torch.strided:
-            yield value
-    elif isinstance(value, (dict, list, tuple)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _held(item)
+            for value in tree_leaves([getattr(obj, attribute, None) for attribute in attributes] or vars(obj)):
+                if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.layout is torch.strided:
+                    yield value

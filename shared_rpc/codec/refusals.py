@@ -86,26 +86,8 @@ def _of_kind(kind: type) -> str | None:
     return None
 
 
-def packed_for_the_cpu(kind: str) -> str:
-    """Return the error text for packed weights on another kind of device than the CPU."""
-    return (
-        f"is packed for the CPU by the processor's library, but memory is shared on {kind!r} here: choose device='cpu' for the "
-        f"Provider, or share the module before it is quantised"
-    )
-
-
 #: Without compressed sparse tensors: torch cannot bind one to other memory in place.
 _LAYOUTS = {torch.strided, torch.sparse_coo, torch.jagged}
-
-
-def refuse_tensor(tensor: torch.Tensor) -> None:
-    """Refuse a tensor without its own memory, or with memory that other processes could not map.
-
-    :raises PickleRefused: with the reason.
-    """
-    reason = reason_against(tensor)
-    if reason is not None:
-        raise PickleRefused(reason, tensor)
 
 
 def reason_against(tensor: torch.Tensor) -> str | None:

@@ -29,7 +29,7 @@ from shared_rpc.codec.modules import (
     reduce_parameter,
 )
 from shared_rpc.codec.paths import locate
-from shared_rpc.codec.refusals import PickleRefused, packed_for_the_cpu, refuse_kind, refuse_tensor
+from shared_rpc.codec.refusals import PickleRefused, reason_against, refuse_kind
 from shared_rpc.codec.tensors import named
 from shared_rpc.errors import CapabilityError
 from shared_rpc.memory.devices import device_id, torch_device
@@ -108,7 +108,9 @@ class Scan:
         number = self._tensor_numbers.get(id(tensor))
         if number is not None:
             return number
-        refuse_tensor(tensor)
+        reason = reason_against(tensor)
+        if reason is not None:
+            raise PickleRefused(reason, tensor)
         self._check_device(tensor, tensor.numel())
         self.graph = self.graph or tensor.grad_fn is not None
         plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_quantized and not named(tensor)
@@ -151,13 +153,11 @@ class Scan:
     def _check_device(self, memory: torch.Tensor | torch.UntypedStorage, size: int) -> None:
         if memory.device.type == self.kind:
             return
-        # An empty tensor has no memory to share; a jagged tensor on a GPU keeps row lengths as shapes of empty host tensors.
-        if memory.device.type != "cpu" or not (size == 0 or self._belongs_on_the_host(memory)):
-            raise PickleRefused(wrong_device("", memory.device, self.kind).lstrip())
-
-    def _belongs_on_the_host(self, memory: torch.Tensor | torch.UntypedStorage) -> bool:
         storage = memory.untyped_storage() if isinstance(memory, torch.Tensor) and memory.layout is torch.strided else memory
-        return isinstance(storage, torch.UntypedStorage) and storage._cdata in self.hosted
+        hosted = isinstance(storage, torch.UntypedStorage) and storage._cdata in self.hosted
+        # An empty tensor has no memory to share; a jagged tensor on a GPU keeps row lengths as shapes of empty host tensors.
+        if memory.device.type != "cpu" or not (size == 0 or hosted):
+            raise PickleRefused(wrong_device("", memory.device, self.kind).lstrip())
 
     def fresh(self) -> Scan:
         """Return an empty scan, for a part of the same value."""
@@ -228,7 +228,11 @@ class _Pickler(cloudpickle.Pickler):
         for tensor in tree_leaves(reduced[2]):
             if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
                 if tensor.device.type == "cpu" != self._scan.kind:
-                    raise PickleRefused(packed_for_the_cpu(self._scan.kind), packed)
+                    raise PickleRefused(
+                        f"is packed for the CPU by the processor's library, but memory is shared on {self._scan.kind!r} here: "
+                        f"choose device='cpu' for the Provider, or share the module before it is quantised",
+                        packed,
+                    )
                 self._scan.repacked.update(part.untyped_storage()._cdata for part in parts_of(tensor))
         return reduced
 

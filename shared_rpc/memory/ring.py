@@ -148,15 +148,18 @@ class Ring:
         return self._sides[0].pid
 
     @property
+    def _taken(self) -> _Side:
+        assert self._own is not None, "a side was taken"
+        return self._own
+
+    @property
     def turn(self) -> int:
         """The next slot for this side."""
-        assert self._own is not None, "a side was taken"
-        return self._own.count % self.slots
+        return self._taken.count % self.slots
 
     def advance(self) -> None:
         """Publish the slot to the readers, or acknowledge it."""
-        assert self._own is not None, "a side was taken"
-        self._own.advance()
+        self._taken.advance()
 
     def check_readers(self) -> None:
         """Check that all readers are present.
@@ -169,8 +172,7 @@ class Ring:
 
     def given(self) -> bool:
         """Return True if this reader's slot is published. Later reads of the slot are at least as new."""
-        assert self._own is not None, "a side was taken"
-        given = self._sides[0].count != self._own.count
+        given = self._sides[0].count != self._taken.count
         futex.fence()
         return given
 
@@ -207,9 +209,8 @@ class Ring:
 
     def wait_given(self, until: float) -> None:
         """Wait briefly until the sender publishes this reader's slot. Otherwise like :meth:`wait_acknowledged`."""
-        assert self._own is not None, "a side was taken"
         seen = self._sides[0].count
-        if seen == self._own.count:
+        if seen == self._taken.count:
             self._wait(self._sides[0], seen, until)
 
     def _wait(self, side: _Side, seen: int, until: float) -> None:
