@@ -49,7 +49,7 @@ class Mapping(msgspec.Struct, eq=False):
     info: SegmentInfo
     address: int
     backend: Backend
-    #: The open segment, if this process may publish the memory again; the mapping itself needs no descriptor.
+    #: The segment, if this process may publish the memory again, closed while vacated; the mapping itself needs no descriptor.
     descriptor: Segment | None = None
     #: Distinguishes mappings of one segment with one access: copy-on-write ones, or two at addresses kept by suspension.
     number: int = 0
@@ -60,9 +60,9 @@ class Mapping(msgspec.Struct, eq=False):
     #: True if this process made the segment; True until it has published it.
     made: bool = False
     fresh: bool = False
-    #: True if this process may publish the memory again, once it is mapped; True if consumers may map it only for reading.
-    publishes: bool = False
+    #: True if consumers may map it only for reading.
     sealed: bool = False
+    #: The number of running blocks that use the mapping, and the unended uses of it.
     pins: int = 0
     uses: set[_Use] = msgspec.field(default_factory=set)
     #: Descriptions of the objects in the segment, for messages.
@@ -89,11 +89,6 @@ class Mapping(msgspec.Struct, eq=False):
     def key(self) -> tuple[str, Access, int]:
         """The key in a :class:`MappingTable`."""
         return self.info.id, self.info.access, self.number
-
-    @property
-    def users(self) -> int:
-        """The number of running blocks and unended uses of the mapping."""
-        return self.pins + len(self.uses)
 
     def address_of(self, offset: int, nbytes: int, what: str = "storage") -> int:
         """Return the address of bytes.
@@ -237,7 +232,7 @@ class MappingTable:
         except BaseException:
             segment.close()
             raise
-        mapping.descriptor, mapping.publishes, mapping.made, mapping.fresh = segment, True, True, True
+        mapping.descriptor, mapping.made, mapping.fresh = segment, True, True
         try:
             yield mapping
         finally:
@@ -270,7 +265,6 @@ class MappingTable:
                     mapping.owner = owner or mapping.owner
                     mapping.label(label)
                     if (keep or self.keeps) and not mapping.pooled and mapping.info.access != "copy":
-                        mapping.publishes = True
                         mapping.descriptor = mapping.descriptor or segment.duplicate()
             yield [*mappings]
         finally:
@@ -402,7 +396,7 @@ class MappingTable:
             mapping = self._mappings.get((info.id, info.access, 0))
             if mapping is None or mapping not in self._slabs or mapping.vacated or info.access in _APART:
                 return None
-            if self.keeps and not mapping.publishes:
+            if self.keeps and mapping.descriptor is None:
                 return None
             hold = self._hold(mapping, object_id)
         made = make(mapping)
@@ -522,7 +516,8 @@ class MappingTable:
         if mapping.info.device == "cpu":
             FAULTS.install()
         mapping.backend.vacate(mapping.address, mapping.info.nbytes)
-        _close(mapping)
+        if mapping.descriptor is not None:
+            mapping.descriptor.close()
 
     def _filled(self, segment: Segment) -> Mapping | None:
         """Map a segment at the address of a vacated incarnation of it; return None if there is none."""
@@ -547,8 +542,8 @@ class MappingTable:
         mapping.info, mapping.number, mapping.vacated = info, number, False
         mapping.owner = owner or mapping.owner
         self._mappings[mapping.key] = mapping
-        _close(mapping)
-        if mapping.publishes:
+        if mapping.descriptor is not None:
+            mapping.descriptor.close()
             mapping.descriptor = segment.duplicate()
 
     def _vacate_late(self, may_unmap: Callable[[Backend], bool]) -> None:
@@ -642,7 +637,7 @@ class MappingTable:
 
     def _retire_unused(self, mapping: Mapping) -> None:
         key = mapping.key
-        if mapping.users or mapping in self._slabs or self._mappings.get(key) is not mapping:
+        if mapping.pins or mapping.uses or mapping in self._slabs or self._mappings.get(key) is not mapping:
             return
         del self._mappings[key]
         mapped = [other for other in self._by_address[1] if other is not mapping]
@@ -670,7 +665,6 @@ class MappingTable:
         self._gone = deque()
         self._lingers_until = 0.0  # the finaliser thread's jobs are the parent's
         for mapping in (*self._mappings.values(), *self._unused):
-            mapping.publishes = False
             _close(mapping)
         for mapping in self._mappings.values():
             if mapping.info.device != "cpu":

@@ -93,20 +93,10 @@ class PoolBackend(ExporterOwnedCudaBackend):
 
     def open(self, exported: ExportDescriptor) -> Memory:
         """Fetch the pool's descriptor from its maker, and open its allocation."""
+        data = opaque(driver.CUmemPoolPtrExportData(), exported.handle)
         fd = fetch(exported.fd_server, exported.token)
         try:
-            return self.open_pool(fd, exported)
-        finally:
-            os.close(fd)
-
-    def open_pool(self, fd: int, exported: ExportDescriptor) -> Memory:
-        """Open the allocation of a pool, given the pool's descriptor.
-
-        :raises CapabilityError: if the driver refuses.
-        """
-        data = opaque(driver.CUmemPoolPtrExportData(), exported.handle)
-        with self.working():
-            try:
+            with self.working():
                 pool = check(driver.cuMemPoolImportFromShareableHandle(fd, POSIX_FD, 0))
                 try:
                     self._allow(pool)
@@ -114,8 +104,10 @@ class PoolBackend(ExporterOwnedCudaBackend):
                 except DriverError:
                     check(driver.cuMemPoolDestroy(pool))
                     raise
-            except DriverError as error:
-                raise CapabilityError(str(error)) from error
+        except DriverError as error:
+            raise CapabilityError(str(error)) from error
+        finally:
+            os.close(fd)
         return Memory(int(address), pool=pool)
 
     def _allow(self, pool: Any) -> None:
