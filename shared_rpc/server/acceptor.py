@@ -69,7 +69,7 @@ class Acceptor:
         tasks = self._core.tasks.table.counts()
         return Usage(
             clients=len(self._core.sessions.ids - apart),
-            leases=len(leases) - sum(leases.count(session) for session in apart),
+            leases=len(leases) - sum(len(leases.of_session(session)) for session in apart),
             tasks=tasks["pending"] + tasks["running"],
             running=len(self._core.state.runs),
         )

@@ -99,7 +99,12 @@ class Core:
         self.socket_path = socket_path
         self.registry = registry
         self.transfers = executor.transfers
-        self._joiner = _joiner_of(cluster, socket_path)
+        self._joiner: Joiner | None = None
+        if cluster:
+            from shared_rpc.server.joiner import Joiner
+
+            assert socket_path is not None, "a server that others join has a socket"
+            self._joiner = Joiner(cluster, socket_path)
         self._listeners = Listeners(self.server_id)
         self._clock = clock = BootClock()
         self._sweeper = Sweeper(clock)
@@ -367,12 +372,3 @@ class Core:
             self._executor.reclaim()  # otherwise other objects lie in all of its segments
         self._listeners.freed(stored)
         self.capacity.changed()
-
-
-def _joiner_of(cluster: str, socket_path: str | None) -> Joiner | None:
-    if not cluster:
-        return None
-    from shared_rpc.server.joiner import Joiner
-
-    assert socket_path is not None, "a server that others join has a socket"
-    return Joiner(cluster, socket_path)

@@ -109,14 +109,13 @@ class Holdings:
         :raises StaleHandleError: if the server does not own the object.
         :raises ServerBusy: if no descriptor is left for its page.
         """
-        objects = self._state.objects
         stored = self._state.stored(message.object_id)
         sealed = any(segment.info.access == "read" for segment in stored.record.segments)
         page = stored.page
         if page is None:
             self._state.capacity.require_descriptors(1)
-            page = new_page("read" if sealed else "read_write")
-            objects.add_page(stored, page)
+            page = stored.page = new_page("read" if sealed else "read_write")
+            self._state.objects.notify(stored)
         # This process may write to memory that it shares read-only.
         with read_only(page) if sealed and not caller.local else page.duplicate() as handed:
             caller.reply(g.RevisionPage(handed.info, _memory_of(stored)), owners=(handed.owner,))

@@ -96,7 +96,7 @@ class RemoteClient:
         """
         self._silence = asyncio.get_running_loop().call_later(_HANDSHAKE_TIMEOUT, self._handshake_timed_out)
         self.core.sessions.connections += 1
-        self._intake.connections.add(self)
+        self._intake.connections[self.stream] = self._exhausts
         self.stream.start()
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ class RemoteClient:
         if self.stream.closed:
             return
         self.stream.close()
-        self._intake.leave(self)
+        self._intake.leave(self.stream)
         if self._silence is not None:
             self._silence.cancel()
             self.core.sessions.connections -= 1
@@ -121,7 +121,7 @@ class RemoteClient:
         self.send(m.Error(error.code, str(error)), 0)
         self.close()
 
-    def end(self, why: str) -> None:
+    def _exhausts(self, why: str) -> None:
         """End the connection soon, because it exhausts shared resources."""
         self.stream.stop_reading()
         asyncio.get_running_loop().call_soon(self._end_now, why)
@@ -130,16 +130,6 @@ class RemoteClient:
         if not self.stream.closed:
             _log.warning("closed the connection of pid %d: %s", self.peer.pid, why)
             self.refuse(ServerBusy(f"the server (pid {os.getpid()}) closed the connection: {why}"))
-
-    @property
-    def held_fds(self) -> int:
-        """The number of descriptors of incomplete frames, and of unread answers."""
-        return self.stream.held_fds
-
-    @property
-    def paused(self) -> bool:
-        """True while requests are not read because the client does not read its replies."""
-        return self.stream.paused
 
     def send(self, message: m.Message, number: int, payload: bytes = b"", owners: tuple[FdOwner, ...] = ()) -> bool:
         """Send a message. Never blocks or raises; return False if an error was sent instead, or the connection has ended."""
@@ -157,7 +147,7 @@ class RemoteClient:
             return False
 
     def _holds(self, nbytes: int) -> None:
-        self._intake.note(self, nbytes, self.core.now())
+        self._intake.note(self.stream, nbytes, self.core.now())
         if nbytes:
             self.core.wake_within(STALLED)
         if self.stream.newest_fd >= 0:

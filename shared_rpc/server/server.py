@@ -6,6 +6,7 @@ import logging
 import os
 import resource
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from shared_rpc.errors import ConfigurationError, ConnectionClosed
@@ -200,18 +201,15 @@ class Server:
             descriptors=Descriptors(mapped_limit, CLOSER.__len__),
             cluster=self._provider.cluster if options.cluster is None else options.cluster,
         )
-        exporter = self._take_metrics_port()
-        acceptor: Acceptor | None = None
-        try:
+        with ExitStack() as failed:
+            exporter = self._take_metrics_port()
+            if exporter is not None:
+                failed.callback(exporter.close)
             acceptor = Acceptor(core, path, options.max_connections)
+            failed.callback(acceptor.close)
             engine = Engine(core, executor, f"the server of this process at {path}", acceptor.serve)
             engine.start()
-        except BaseException:
-            if acceptor is not None:
-                acceptor.close()
-            if exporter is not None:
-                exporter.close()
-            raise
+            failed.pop_all()
         self._engine, self._acceptor = engine, acceptor
         MAPPINGS.servers[core.server_id] = path
         MAPPINGS.homes.add(path)

@@ -116,7 +116,7 @@ class Sessions:
     def end(self, session: Session) -> None:
         """End a session, after its connection ended."""
         del self._by_id[session.session_id]
-        leases = self._leases.count(session.session_id)
+        leases = len(self._leases.of_session(session.session_id))
         # A process that sent no goodbye but lives on has ended its session on purpose.
         clean = session.closing or not _ends(session.peer.pid)
         self._on_end(session.session_id, clean)
@@ -155,7 +155,7 @@ class Sessions:
             {
                 "session": session.session_id,
                 "pid": session.peer.pid,
-                "leases": leases.count(session.session_id),
+                "leases": len(leases.of_session(session.session_id)),
                 "nbytes": sum(usage_of(objects.held_by(session.session_id)).values()),
                 "since": session.since,
             }

@@ -115,7 +115,10 @@ class Tasks:
 
         if message.events:
             changed(self.info(task))
-        watcher = self._watch(task, caller.session, changed if message.events else None, holds=not message.look)
+        watcher = Watcher(caller.session, changed if message.events else None, not message.look)
+        task.watchers[watcher] = None
+        if task.finished:
+            self._end_watches(task)
         try:
             await watcher.ended
             if message.look:
@@ -123,7 +126,9 @@ class Tasks:
             elif (answering := self._answer(caller, task)) is not None:
                 await answering
         finally:
-            self._leave(task, watcher)
+            task.watchers.pop(watcher, None)
+            if watcher.held:
+                self._state.release(watcher.session, [watcher.held])
 
     @handles(m.FetchTask)
     def fetch(self, caller: Caller, message: m.FetchTask) -> Answer:
@@ -177,22 +182,6 @@ class Tasks:
         """Describe a task and the capacity that it waits for; for ``users`` see :meth:`Capacity.why`."""
         why = self._state.waits_for(task.waiter, users) if task.waiter is not None else ""
         return msgspec.structs.replace(task.info, waits_for=why) if why else task.info
-
-    # Requests that wait for a task's end.
-
-    def _watch(self, task: Task[Waiter], session: str, changed: Callable[[TaskInfo], None] | None, *, holds: bool) -> Watcher:
-        watcher = Watcher(session, changed, holds)
-        task.watchers[watcher] = None
-        if task.finished:
-            self._end_watches(task)
-        return watcher
-
-    def _leave(self, task: Task[Waiter], watcher: Watcher) -> None:
-        """End the lease of a watcher on the result, and the watch if the task has not ended."""
-        if watcher.held:
-            self._state.release(watcher.session, [watcher.held])
-        if not task.finished:
-            del task.watchers[watcher]
 
     def _give(self, caller: Caller, stored: StoredObject, task_id: str) -> None:
         """Deliver a result, whose lease passes from the task to the client."""

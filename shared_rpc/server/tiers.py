@@ -274,13 +274,13 @@ class Tiers:
         :raises StaleHandleError, EndpointNotFound: if there is none.
         """
         if OBJECT_ID.fullmatch(target):
-            self._state.stored(target)
+            found = [self._state.stored(target)]
         else:
-            self._state.registry.get(target)
-        one = self._objects.get(target)
+            name = self._state.registry.get(target).name
+            found = [stored for stored in self._objects if stored.endpoint == name]
         moved: list[MoveInfo] = []
         refusals: list[SharedRPCError] = []
-        for stored in [one] if one is not None else [each for each in self._objects if each.endpoint == target != ""]:
+        for stored in found:
             try:
                 moved += await move(stored)
             except SharedRPCError as error:
@@ -536,10 +536,7 @@ class Tiers:
             raise ServerBusy(f"{_named(group[0])} is not copied while it is being updated")
         sources = []
         for segment_id in infos:
-            segment = self._objects.segment(segment_id)
-            above = self._objects.copies.get(segment_id, "host") if segment is None else None
-            source = segment if segment is not None else above.segment if above is not None else None
-            assert source is not None, "an object has memory, or a copy in the tier above"
+            source = self._objects.segment(segment_id) or self._objects.copies.highest(segment_id).segment
             sources.append(source.duplicate())
         into: dict[str, Segment] = {}
         for segment_id in infos if move.to == "host" else ():

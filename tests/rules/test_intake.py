@@ -42,7 +42,7 @@ def connected(intake: Intake) -> Callable[..., FakeConnection]:
 
     def make(held_fds: int = 0) -> FakeConnection:
         connection = FakeConnection(held_fds)
-        intake.connections.add(connection)
+        intake.connections[connection] = connection.end
         return connection
 
     return make

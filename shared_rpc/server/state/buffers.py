@@ -97,7 +97,8 @@ class BufferTable:
         :param linger: seconds during which it is listed after the end of its last lease.
         :param name: a name that no other listed buffer has, ``""`` for none.
         """
-        stored = self._objects.add_buffer(record)
+        stored = self._objects.add("", None, record, None, managed=True, kind="buffer")
+        stored.listed = True  # the cache neither evicts nor expires it
         self._leases.grant(session, stored.object_id)
         expires_at = self._clock.now() + ttl if ttl is not None else None
         kept = keep or ttl is not None

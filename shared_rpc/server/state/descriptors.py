@@ -11,8 +11,8 @@ import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
+from shared_rpc.execution.stream import FramedStream
 from shared_rpc.protocol.infos import DescriptorInfo
 
 #: 1/16 of the descriptors is reserved for workers and the memory of calls; it is not used to admit clients.
@@ -79,21 +79,6 @@ class Descriptors:
         return {"used": len(os.listdir("/proc/self/fd")), "limit": self.available()}
 
 
-class LimitedConnection(Protocol):
-    """A connection with limited resources."""
-
-    @property
-    def held_fds(self) -> int:
-        """The number of descriptors of incomplete frames, and of unread answers."""
-
-    @property
-    def paused(self) -> bool:
-        """True while nothing is read from the client because it does not read its replies."""
-
-    def end(self, why: str) -> None:
-        """End it, in a later turn of the loop."""
-
-
 class Intake:
     """Unfinished work of the connections of all servers of this process: incomplete frames, and unread answers. A connection
     that exhausts shared resources is ended. On one event loop. All times are of one clock.
@@ -101,12 +86,13 @@ class Intake:
 
     def __init__(self, descriptors: Descriptors) -> None:
         self._descriptors = descriptors
-        self.connections: set[LimitedConnection] = set()
+        #: The functions that end a connection in a later turn of the loop, because of the given reason.
+        self.connections: dict[FramedStream, Callable[[str], None]] = {}
         #: Bytes of an incomplete frame and the time of its last byte, by connection; oldest first.
-        self._partial: dict[LimitedConnection, tuple[int, float]] = {}
+        self._partial: dict[FramedStream, tuple[int, float]] = {}
         self._nbytes = 0
 
-    def note(self, connection: LimitedConnection, nbytes: int, now: float = 0.0) -> None:
+    def note(self, connection: FramedStream, nbytes: int, now: float = 0.0) -> None:
         """Record the bytes of a connection's incomplete frame."""
         before, _ = self._partial.pop(connection, (0, 0.0))
         self._nbytes += nbytes - before
@@ -128,14 +114,15 @@ class Intake:
                 text = f"it holds {most.held_fds} of {self._descriptors.available()} descriptors, more than any other"
                 self._end(most, f"{text}: read answers, and complete frames, before asking for more")
 
-    def leave(self, connection: LimitedConnection) -> None:
+    def leave(self, connection: FramedStream) -> None:
         """Forget a connection that has ended."""
-        self.connections.discard(connection)
+        self.connections.pop(connection, None)
         self.note(connection, 0)
 
-    def _end(self, connection: LimitedConnection, why: str) -> None:
+    def _end(self, connection: FramedStream, why: str) -> None:
+        end = self.connections[connection]
         self.leave(connection)  # it is ended once
-        connection.end(why)
+        end(why)
 
     def expire(self, now: float) -> float | None:
         """End connections whose frames make no progress; return the seconds until the next check, None for never."""

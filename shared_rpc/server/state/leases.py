@@ -134,10 +134,6 @@ class LeaseTable:
         """Return the objects that a session holds."""
         return tuple(self._by_session.get(session, ()))
 
-    def count(self, session: Holder) -> int:
-        """Return the number of objects that a session holds."""
-        return len(self._by_session.get(session, ()))
-
     def __len__(self) -> int:
         """Return the number of leases."""
         return sum(len(sessions) for sessions in self._by_object.values())

@@ -65,7 +65,7 @@ class StoredObject:
     stale: bool = False
     #: The id of the previous current object of the key, ``""`` for none.
     previous_id: str = ""
-    #: The page of the object's revision, see :mod:`shared_rpc.memory.revisions`; None until a client asks for it.
+    #: Its own page of its revision, see :mod:`shared_rpc.memory.revisions`; None until a client asks for it.
     page: Segment | None = None
     #: The number of the run that made the object, in the order of their starts; 0 if no run of this server made it.
     run: int = 0
@@ -349,20 +349,6 @@ class ObjectStore:
         if self.observer is not None:
             for stored in changed:
                 self.observer(stored)
-
-    def add_page(self, stored: StoredObject, page: Segment) -> None:
-        """Attach a page of revisions to an object, which owns it."""
-        stored.page = page
-        self.notify(stored)
-
-    def add_buffer(self, record: Record) -> StoredObject:
-        """Keep a record that no endpoint made. It is listed until :meth:`unlist`: the cache neither evicts nor expires it.
-
-        The observer is notified by the caller, which has its terms.
-        """
-        stored = self.add("", None, record, None, managed=True, kind="buffer")
-        stored.listed = True
-        return stored
 
     def _count_build(self, key: str) -> int:
         count = self._generations.pop(key, 0)
