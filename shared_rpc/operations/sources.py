@@ -68,11 +68,9 @@ class _SourceMethods(Part):
             except ConnectError as error:
                 raise ConnectionClosed(f"no further misses come: {error}") from error
             except ClusterError:
-                if self._closed:
+                if self._closed or self._number != number:
                     return None
                 raise
-            if not misses:
-                return None
             self._after = misses[-1].id
             self._misses.extend(misses)
         return self._misses.popleft()

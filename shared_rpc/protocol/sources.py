@@ -36,9 +36,7 @@ class AttachSource(Query[tuple[int, str]]):
 
 
 class AwaitMisses(Query[list[Miss]]):
-    """Request for the open misses with ids above ``after``, in their order, when there are any; for none once the source was
-    detached.
-    """
+    """Request for the open misses with ids above ``after``, in their order, when there are any."""
 
     source: int
     after: int = 0

@@ -73,8 +73,10 @@ class Reservation:
 
     def release(self) -> None:
         """End the reservation: an object owns the memory now, or it was never allocated. Idempotent."""
-        sizes, self.sizes = self.sizes, Counter()
-        self._capacity._end(sizes)
+        if self.sizes:
+            self._capacity._taken.subtract(self.sizes)
+            self.sizes = Counter()
+            self._capacity.changed()
 
     def __enter__(self) -> Reservation:
         return self
@@ -249,11 +251,6 @@ class Capacity:
     def _is_stale_copy(self, one: _Candidate) -> bool:
         copies = [self._objects.copies.get(name, "host") for name in infos_of(one.group)]
         return one.copies and all(copy is None or copy.revision == STALE for copy in copies)
-
-    def _end(self, sizes: Mapping[str, int]) -> None:
-        if sizes:
-            self._taken.subtract(sizes)
-            self.changed()
 
     # The queue.
 

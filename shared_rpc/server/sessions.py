@@ -19,7 +19,7 @@ from shared_rpc.protocol.infos import HolderInfo, SessionInfo
 from shared_rpc.protocol.options import ClientCode
 from shared_rpc.protocol.peers import Peer, shares_pid_namespace
 from shared_rpc.server.state.leases import Holder, LeaseTable
-from shared_rpc.server.state.objects import ObjectStore, usage_of
+from shared_rpc.server.state.objects import ObjectStore, infos_of, usage_of
 
 
 class Session:
@@ -150,17 +150,20 @@ class Sessions:
 
     def infos(self) -> list[SessionInfo]:
         """Return all sessions."""
-        leases, objects = self._leases, self._objects
-        return [
-            {
-                "session": session.session_id,
-                "pid": session.peer.pid,
-                "leases": len(leases.of_session(session.session_id)),
-                "nbytes": sum(usage_of(objects.held_by(session.session_id)).values()),
-                "since": session.since,
-            }
-            for session in self._by_id.values()
-        ]
+        infos: list[SessionInfo] = []
+        for session in self._by_id.values():
+            held = self._leases.of_session(session.session_id)
+            there = [stored for object_id in held if (stored := self._objects.get(object_id)) is not None and not stored.cold]
+            infos.append(
+                {
+                    "session": session.session_id,
+                    "pid": session.peer.pid,
+                    "leases": len(held),
+                    "nbytes": sum(usage_of(infos_of(there)).values()),
+                    "since": session.since,
+                }
+            )
+        return infos
 
     @property
     def ids(self) -> set[str]:

@@ -56,15 +56,12 @@ def make_token() -> str:
 
 
 class Attachment(msgspec.Struct, eq=False):
-    """One attachment of a session as the source of records; ``since`` is in Unix seconds, and ``detached`` is True if it was
-    closed or its session has ended.
-    """
+    """One attachment of a session as the source of records; ``since`` is in Unix seconds."""
 
     number: int
     session: str
     since: float
     status: ClusterStatus = msgspec.field(default_factory=ClusterStatus)
-    detached: bool = False
 
 
 class Sources:
@@ -125,19 +122,17 @@ class Sources:
 
     @handles(s.AwaitMisses)
     async def wait(self, caller: Caller, message: s.AwaitMisses) -> m.Answer:
-        """Wait for open misses with numbers above the given one; none are left once the source was detached.
+        """Wait for open misses with numbers above the given one.
 
-        :raises ClusterError: if the session is not that source.
+        :raises ClusterError: if the session is not that source, or no longer.
         """
-        source = self._find(caller.session, message.source)
-        while not source.detached:
+        while True:
             self._find(caller.session, message.source)
             if found := [run for run in self._misses.values() if run.miss > message.after]:
                 for run in found:
                     run.offered = True
                 return m.Answer.of([self._shown(run) for run in found])
             await self._changed.wait()
-        return m.Answer.of([])
 
     @handles(s.BuildMiss)
     def build(self, caller: Caller, message: s.BuildMiss) -> None:
@@ -327,8 +322,7 @@ class Sources:
 
     def _lose(self, why: str) -> None:
         """Handle the loss of the source."""
-        assert self._source is not None, "there is a source to lose"
-        self._source.detached, self._source = True, None
+        self._source = None
         self._until = self._state.clock.now() + self._grace
         self._take_back()
         for run in [run for run in self._misses.values() if not run.waiters]:

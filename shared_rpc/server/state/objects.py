@@ -177,16 +177,6 @@ class ObjectStore:
         first = {segment_id: next(iter(shares)) for segment_id, shares in self._segments.items()}
         return {segment_id: segment.info for segment_id, segment in first.items() if not segment.closed}
 
-    def held_by(self, session: str) -> dict[str, SegmentInfo]:
-        """Return the segments of the objects that a session holds, by id."""
-        return {
-            segment.info.id: segment.info
-            for object_id in self._leases.of_session(session)
-            if object_id in self._objects
-            for segment in self._objects[object_id].record.segments
-            if not segment.closed
-        }
-
     def used(self, device: str) -> int:
         """Return the bytes of the segments on a device, without duplicates."""
         return self._nbytes[device]
