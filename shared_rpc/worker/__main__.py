@@ -8,13 +8,14 @@ import sys
 from typing import NoReturn
 
 from shared_rpc.errors import ConfigurationError, SharedRPCError, sendable
+from shared_rpc.lifecycle.ending import end_within
 from shared_rpc.observability.logs import configure
 from shared_rpc.protocol.options import ServeOptions
 from shared_rpc.provider.app import load_providers
 from shared_rpc.provider.main_end import close_all
 from shared_rpc.provider.runtime import set_host
 from shared_rpc.settings import environment, program
-from shared_rpc.worker.host import WorkerHost
+from shared_rpc.worker.host import GRACE, WorkerHost
 from shared_rpc.zygote.imports import changes_since, imported
 from shared_rpc.zygote.process import die_with_parent
 
@@ -74,7 +75,7 @@ def main() -> None:
     except SharedRPCError as error:
         host.refuse(error)
     except BaseException:
-        host.abandon()
+        end_within(GRACE, 1)  # the app failed to load
         raise
     finally:
         close_all()

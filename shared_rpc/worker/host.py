@@ -44,8 +44,8 @@ from shared_rpc.worker.runtime import WorkerRuntime
 
 _log = logging.getLogger("shared_rpc.worker")
 
-#: Seconds for threads to end after the broker has closed the connection, before the process ends.
-_GRACE = 0.5
+#: Seconds for threads to end after the broker has closed the connection, or the app failed to load.
+GRACE = 0.5
 
 
 class WorkerHost:
@@ -147,7 +147,7 @@ class WorkerHost:
             end_now(code)
         sys.stdout.flush()
         sys.stderr.flush()
-        end_within(_GRACE, code)
+        end_within(GRACE, code)
         raise SystemExit(code)
 
     def refuse(self, error: SharedRPCError) -> NoReturn:
@@ -155,12 +155,8 @@ class WorkerHost:
         self._post(Error(*to_wire(error)))
         sent = threading.Event()
         self._on_loop(sent.set)
-        sent.wait(_GRACE)
+        sent.wait(GRACE)
         self.leave(1)
-
-    def abandon(self) -> None:
-        """End the process soon with the error being raised: the app failed to load."""
-        end_within(_GRACE, 1)
 
     def _here(self) -> bool:
         return threading.current_thread() is self._thread

@@ -136,28 +136,22 @@ def _forget_folders() -> None:
 
 
 def own_path(options: Sequence[str], words: Sequence[str]) -> list[str]:
-    """Return the entries that the interpreter puts first on a program's module path, see :func:`run_program`."""
+    """Return the entries that the interpreter puts first on a program's module path, see :func:`run_program`.
+
+    :raises OSError: if the working directory or the script has been removed.
+    """
     if sys.flags.safe_path or "-P" in options:
         return []
     if words[0] == "-m":
-        try:
-            return [os.getcwd()]
-        except OSError:  # the directory has been removed
-            return []
+        return [os.getcwd()]
     if pkgutil.get_importer(_absolute(words[0])) is not None:
         return [_absolute(words[0])]
-    try:
-        return [os.path.dirname(os.path.realpath(words[0], strict=True))]
-    except OSError:
-        return [os.path.dirname(words[0])]
+    return [os.path.dirname(os.path.realpath(words[0], strict=True))]
 
 
 def _absolute(path: str) -> str:
     """Prefix a relative path with the working directory, leaving it otherwise unchanged."""
-    try:
-        return path if os.path.isabs(path) else os.getcwd() if path == "." else f"{os.getcwd()}/{path}"
-    except OSError:  # the directory has been removed
-        return path
+    return path if os.path.isabs(path) else os.getcwd() if path == "." else f"{os.getcwd()}/{path}"
 
 
 def run_program(words: Sequence[str]) -> NoReturn:

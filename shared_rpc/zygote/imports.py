@@ -146,19 +146,6 @@ def shadowed(folders: Iterable[str]) -> str:
     return ""
 
 
-def changeable() -> str:
-    """Return the reason why imported code may change at any time without a request of a client; empty for none."""
-    own = os.path.dirname(os.path.dirname(__file__))  # this library
-    for name, module in list(sys.modules.items()):
-        file = file_of(module)
-        if os.path.isabs(file) and not file.startswith(own + os.sep) and not is_installed(file):
-            return (
-                f"the module {name} is not an installed package (its directory in sys.path has no *.dist-info) and may change "
-                f"at any time: {file}"
-            )
-    return ""
-
-
 class Files:
     """Snapshot of the files of all imported modules."""
 

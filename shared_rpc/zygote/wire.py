@@ -31,8 +31,8 @@ from typing import Any
 #: Maximum bytes of a message: execve(2) takes less.
 _LIMIT = 1 << 25
 _LENGTH = 4
-#: Descriptors of one sendmsg(2); the kernel's limit is 253 (SCM_MAX_FD).
-_FDS = 200
+#: The kernel's limit of descriptors of one sendmsg(2), SCM_MAX_FD.
+_FDS = 253
 #: The last argument of a process that changes its command line: a new one must fit into the memory of the old one.
 PADDING = "x" * 2000
 #: The byte that lets a process run which has reported that it is ready.
@@ -55,12 +55,10 @@ GREETING = framed({"type": "Greeting"})
 def send(sock: socket.socket, data: bytes, fds: Sequence[int] = ()) -> None:
     """Send a frame, and descriptors with it.
 
-    :raises OSError: that of the socket, including TimeoutError.
+    :raises OSError: that of the socket, including TimeoutError; and for too many descriptors.
     """
-    for start in range(0, len(fds), _FDS):
-        socket.send_fds(sock, [data[:1]], fds[start : start + _FDS])
-        data = data[1:]
-    sock.sendall(data)
+    sent = socket.send_fds(sock, [data[:1]], fds) if fds else 0
+    sock.sendall(data[sent:])
 
 
 def receive_fds(sock: socket.socket, nbytes: int, most: int) -> tuple[bytes, list[int], int]:
@@ -104,7 +102,7 @@ def _message(data: bytes) -> object:
 def _exactly(sock: socket.socket, size: int, fds: list[int]) -> bytes:
     data = b""
     while len(data) < size:
-        part, more, flags = receive_fds(sock, min(size - len(data), 1 << 16), 253)
+        part, more, flags = receive_fds(sock, min(size - len(data), 1 << 16), _FDS)
         fds += more
         if flags & socket.MSG_CTRUNC:
             raise Lost("file descriptors were lost: too many are open in this process (RLIMIT_NOFILE, ulimit -n)")

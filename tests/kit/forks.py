@@ -301,7 +301,8 @@ def _begin(request: dict[str, Any], fds: list[int]) -> NoReturn:
     unbuffered = "-u" in request["switches"] or bool(variables.get("PYTHONUNBUFFERED"))
     sys.stdin, sys.stdout, sys.stderr = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=unbuffered) for _ in range(3))
     entries = variables.get("PYTHONPATH", "").split(os.pathsep)
-    path = [*own_path(request["switches"], words), *(os.path.abspath(entry) for entry in entries if entry), *_path]
+    own = [""] if words[0] == "-c" and "-P" not in request["switches"] else own_path(request["switches"], words)
+    path = [*own, *(os.path.abspath(entry) for entry in entries if entry), *_path]
     become(
         dict(zip(request["fds"], fds, strict=True)),
         argv=words if words[0] not in ("-c", "-m") else [words[0], *words[2:]],
