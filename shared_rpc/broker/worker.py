@@ -8,7 +8,7 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -75,24 +75,28 @@ class WorkerCommand:
         return program("shared_rpc.worker", *self.words(number, fd), "--parent", str(os.getpid()))
 
     def start(self, number: int) -> Begun:
-        """Start a worker in its own process group: Ctrl-C at a terminal is for the broker."""
-        ours, theirs = socket.socketpair()
-        with theirs, ExitStack() as undo:
-            undo.callback(ours.close)
-            process = subprocess.Popen(
-                self.program(number, theirs.fileno()),
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                process_group=0,
-                bufsize=0,
-            )
-            undo.pop_all()
-        return process, process.stderr, ours
+        """Start a worker as a new process."""
+        return start_linked(lambda fd: self.program(number, fd))
 
 
-#: A worker's process, its standard error, and this end of its socket pair.
+#: A process, its standard error, and this end of its socket pair.
 Begun = tuple[Process, IO[bytes] | None, socket.socket]
+
+
+def start_linked(words: Callable[[int], Sequence[str]], stdout: int | None = None) -> Begun:
+    """Start a process with one end of a socket pair, in its own process group: Ctrl-C at a terminal is for the broker.
+
+    :param words: returns the command line, for the number of the descriptor.
+    """
+    ours, theirs = socket.socketpair()
+    with theirs, ExitStack() as undo:
+        undo.callback(ours.close)
+        fd, pipe, null = theirs.fileno(), subprocess.PIPE, subprocess.DEVNULL
+        process = subprocess.Popen(
+            words(fd), pass_fds=(fd,), stdin=null, stdout=stdout, stderr=pipe, process_group=0, bufsize=0
+        )
+        undo.pop_all()
+    return process, process.stderr, ours
 
 
 class Worker:

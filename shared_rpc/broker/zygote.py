@@ -16,7 +16,7 @@ from typing import Any, Literal
 import anyio
 import anyio.to_thread
 
-from shared_rpc.broker.worker import Begun, WorkerCommand
+from shared_rpc.broker.worker import Begun, WorkerCommand, start_linked
 from shared_rpc.execution.child import Child, last_lines
 from shared_rpc.protocol.infos import ZygoteInfo
 from shared_rpc.protocol.worker import Loaded
@@ -60,21 +60,12 @@ class _Running:
         #: The number of its modules, and those that it could not import, with the reasons.
         self.modules = 0
         self.dropped: dict[str, str] = {}
+        words = ("--parent", str(os.getpid()), PADDING)
+        begun = start_linked(lambda fd: program("shared_rpc.zygote", "--fd", str(fd), *words), subprocess.DEVNULL)
+        process, errors, self._socket = begun
         with ExitStack() as opened:
-            self._socket, theirs = socket.socketpair()
             opened.enter_context(self._socket)
-            number = str(theirs.fileno())
-            with theirs:
-                process = subprocess.Popen(
-                    program("shared_rpc.zygote", "--fd", number, "--parent", str(os.getpid()), PADDING),
-                    pass_fds=(theirs.fileno(),),
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.PIPE,
-                    process_group=0,
-                    bufsize=0,
-                )
-            self.child = Child(process, process.stderr, lambda: lost(self), passes_on=False)
+            self.child = Child(process, errors, lambda: lost(self), passes_on=False)
             opened.pop_all()
 
     async def prepare(self, **request: Any) -> dict[str, Any]:
