@@ -11,11 +11,10 @@ from contextlib import suppress
 from typing import NamedTuple, NoReturn
 
 from shared_rpc.errors import ConfigurationError, ConnectError, one_line
-from shared_rpc.protocol.peers import foreign_owner, is_own, named, peer_of
 from shared_rpc.scripts.front import ignored_signals, stand_for
 from shared_rpc.scripts.key import interpreter_options, key_of
 from shared_rpc.settings import ScriptSettings, environment, inheritable, resolve_base_path, script_settings
-from shared_rpc.zygote.wire import Lost, ask
+from shared_rpc.zygote.wire import Lost, ask, connect
 
 #: Seconds for a listening zygote's answer. It forks for one script after another, in some ten milliseconds each.
 _PATIENCE = 20.0
@@ -132,18 +131,14 @@ class _Run:
         raise ConnectError(f"the zygotes at {self._path} end: {reason}")
 
     def _connect(self) -> socket.socket:
-        connection = _connected(self._path)
+        connection = connect(self._path, _PATIENCE)
         if connection is None:
             from shared_rpc.scripts.starting import start_zygote
 
             start_zygote(self._path, self._settings, self._environ)
-            connection = _connected(self._path)
+            connection = connect(self._path, _PATIENCE)
             if connection is None:
                 raise ConnectError(f"the zygote ended at once: see {self._path}.log")
-        peer = peer_of(connection)
-        if not is_own(peer.uid):
-            connection.close()
-            raise ConnectError(f"pid {peer.pid} of another user ({named(peer.uid)}) listens at {self._path}")
         return connection
 
     def _ask(self, connection: socket.socket) -> int:
@@ -172,24 +167,6 @@ class _Run:
             case "ForkRefused":
                 raise (_Gone if answer["stale"] else ConnectError)(answer["why"])
         raise ConnectError(f"the fork ended before the script began: {answer}")
-
-
-def _connected(path: str) -> socket.socket | None:
-    """Return a connection to the process that listens at a path, None if there is none."""
-    if os.path.islink(path) and (owner := foreign_owner(path)) is not None:
-        raise ConnectError(f"{path} is a link of another user ({named(owner)})")
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    try:
-        # The kernel waits for a full backlog; it admits thousands.
-        connection.settimeout(_PATIENCE)
-        connection.connect(path)
-    except (FileNotFoundError, ConnectionRefusedError, NotADirectoryError):
-        connection.close()
-        return None
-    except OSError as error:
-        connection.close()
-        raise ConnectError(f"cannot connect to {path}: {error}") from None
-    return connection
 
 
 def _fill_gaps() -> None:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from shared_rpc.protocol.peers import foreign_owner, is_own, peer_of
+from shared_rpc.protocol.peers import peer_of
 from shared_rpc.settings import resolve_base_path
 from shared_rpc.zygote.process import is_readable
-from shared_rpc.zygote.wire import Lost, ask
+from shared_rpc.zygote.wire import Lost, ask, connect
 
 #: Seconds for a zygote to answer.
 _PATIENCE = 2.0
@@ -42,24 +41,22 @@ def stop_zygotes(base_path: str | None, passed_over: Callable[[str], None]) -> l
 def _answering(base_path: str | None, passed_over: Callable[[str], None]) -> Iterator[tuple[str, int, dict[str, Any]]]:
     """Query the zygotes of this user in turn; yield the path, a pidfd and the facts of each that answers."""
     for path in map(str, sorted(Path(resolve_base_path(base_path)).parent.glob("*.zygote"))):
-        if os.path.islink(path) and foreign_owner(path) is not None:
-            continue
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock, ExitStack() as opened:
-            sock.settimeout(_PATIENCE)
+        with ExitStack() as opened:
             try:
-                sock.connect(path)
-                peer = peer_of(sock)
-                pidfd = os.pidfd_open(peer.pid)
-            except OSError:  # the process has just ended
+                sock = connect(path, _PATIENCE)
+                if sock is None:
+                    continue
+                opened.enter_context(sock)
+                pid = peer_of(sock).pid
+                pidfd = os.pidfd_open(pid)
+            except OSError:  # another user's, or the process has just ended
                 continue
             opened.callback(os.close, pidfd)
-            if not is_own(peer.uid):
-                continue
             try:
                 facts = ask(sock, {"type": "TellState"})
                 if facts.pop("type") != "ZygoteState":
                     raise Lost("the answer is not a zygote's")
             except (OSError, Lost) as error:
-                passed_over(f"{path} (pid {peer.pid}) did not answer as a zygote: {error}")
+                passed_over(f"{path} (pid {pid}) did not answer as a zygote: {error}")
             else:
                 yield path, pidfd, facts

@@ -78,7 +78,6 @@ class WorkerHost:
         self._hang_up: asyncio.Event
         self._loop: asyncio.AbstractEventLoop
         self._ready = threading.Event()
-        self._over = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="shared-rpc-worker", daemon=True)
 
     def start(self) -> None:
@@ -139,7 +138,7 @@ class WorkerHost:
 
     def wait(self) -> None:
         """Wait until the broker hangs up."""
-        self._over.wait()
+        self._thread.join()
 
     def leave(self, code: int) -> NoReturn:
         """End the process without joining the threads that run endpoints."""
@@ -177,7 +176,6 @@ class WorkerHost:
             _log.exception("the worker's loop failed")
         finally:
             self._ready.set()
-            self._over.set()
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()

@@ -28,6 +28,9 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from shared_rpc.errors import ConnectError
+from shared_rpc.protocol.peers import foreign_owner, is_own, named, peer_of
+
 #: Maximum bytes of a message: execve(2) takes less.
 _LIMIT = 1 << 25
 _LENGTH = 4
@@ -110,6 +113,32 @@ def _exactly(sock: socket.socket, size: int, fds: list[int]) -> bytes:
             raise Lost("the other side hung up")
         data += part
     return data
+
+
+def connect(path: str, seconds: float) -> socket.socket | None:
+    """Connect to the zygote that listens at a path; return None if there is none.
+
+    :param seconds: the timeout of the socket.
+    :raises ConnectError: if the link or the process there is another user's, or it cannot be connected to.
+    """
+    if os.path.islink(path) and (owner := foreign_owner(path)) is not None:
+        raise ConnectError(f"{path} is a link of another user ({named(owner)})")
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        # The kernel waits for a full backlog; it admits thousands.
+        connection.settimeout(seconds)
+        connection.connect(path)
+        peer = peer_of(connection)
+    except (FileNotFoundError, ConnectionRefusedError, NotADirectoryError):
+        connection.close()
+        return None
+    except OSError as error:
+        connection.close()
+        raise ConnectError(f"cannot connect to {path}: {error}") from None
+    if not is_own(peer.uid):
+        connection.close()
+        raise ConnectError(f"pid {peer.pid} of another user ({named(peer.uid)}) listens at {path}")
+    return connection
 
 
 def ask(sock: socket.socket, request: Mapping[str, Any], fds: Sequence[int] = ()) -> dict[str, Any]:
