@@ -14,9 +14,8 @@ from shared_rpc.zygote.process import fork, is_readable
 
 #: Devices without state, which processes may share.
 HARMLESS = frozenset({"/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"})
-#: Devices of the NVIDIA driver that its management library opens, which need not indicate CUDA. CUDA needs /dev/nvidia-uvm,
-#: which the library opens too with some drivers: then CUDA's own library is queried.
-_NVIDIA, _CUDA = "/dev/nvidia", "/dev/nvidia-uvm"
+#: Devices of the NVIDIA driver that its management library opens too, without CUDA.
+_NVIDIA = "/dev/nvidia"
 #: CUDA_ERROR_NOT_INITIALIZED, returned by every function of the driver's interface before cuInit().
 _NOT_INITIALIZED = 3
 #: Files by which that library waits for events (both seen with driver 580). Forks inherit them with the devices, and do not
@@ -38,8 +37,7 @@ def unsafe(known: frozenset[int]) -> str:
     if threading.active_count() > 1 or _thread._count() > 0:
         names = ", ".join(thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
         return f"it has threads ({names or 'without names'})"
-    torch = sys.modules.get("torch")
-    if torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized():
+    if cuda_is_initialised():
         return "CUDA is initialised"
     try:
         os.waitpid(-1, os.WNOHANG)
@@ -49,8 +47,6 @@ def unsafe(known: frozenset[int]) -> str:
         return "it has child processes"
     opened = {fd: os.readlink(f"/proc/self/fd/{fd}") for fd in open_descriptors()}
     devices = [name for name in opened.values() if name.startswith(_NVIDIA)]
-    if any(name.startswith(_CUDA) for name in devices) and cuda_is_initialised():
-        return "CUDA is initialised"
     harmless = (*HARMLESS, *devices, *(_EVENTS if devices else ()))
     return next((f"{name} is open" for fd, name in opened.items() if fd not in known and not name.startswith(harmless)), "")
 
