@@ -15,7 +15,7 @@ from shared_rpc.cli.options import Arguments, BasePath, Json, Misuse, Socket, as
 from shared_rpc.cli.rendering import ago, as_json, command_of, copies_of, listing, origin, several, size, span, tier_of
 from shared_rpc.errors import ConfigurationError, SharedRPCError, one_line
 from shared_rpc.operations.client import Client
-from shared_rpc.protocol.infos import ListedObjectInfo, MoveInfo
+from shared_rpc.protocol.infos import HolderInfo, ListedObjectInfo, MoveInfo
 
 #: Seconds for a move of an object, or of all those of an endpoint, to a slow disk; and for the server's answers meanwhile, to
 #: requests that are a second apart.
@@ -42,14 +42,17 @@ def objects(context: typer.Context, socket: Socket = None, base_path: BasePath =
         "generation>": lambda item: item["generation"],
         "cached": lambda item: "yes" if item["cached"] and item["kind"] == "result" else "no",
         "active>": lambda item: item["active"],
-        "held by": lambda item: ", ".join(_holder(holder["pid"]) for holder in item["holders"]) or "none",
+        "held by": lambda item: ", ".join(map(_holder, item["holders"])) or "none",
         "age>": lambda item: ago(item["created_at"]),
         "last used>": lambda item: ago(item["last_accessed_at"]),
     }
     listing("", items, columns, json)
 
 
-def _holder(pid: int) -> str:
+def _holder(holder: HolderInfo) -> str:
+    if holder["kind"] == "task":
+        return f"task {holder['session']}, not fetched"
+    pid = holder["pid"]
     command = one_line(command_of(pid))
     if not command:
         return str(pid)

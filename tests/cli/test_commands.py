@@ -15,7 +15,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from shared_rpc import Client, ClusterStatus, Provider, Server, __version__
+from shared_rpc import Client, ClusterStatus, Provider, Server, TaskStatus, __version__
 from shared_rpc.cli import discovery
 from shared_rpc.cli.app import app as program
 from shared_rpc.cli.doctor import examine
@@ -24,7 +24,7 @@ from shared_rpc.cli.rendering import lasted, span
 from shared_rpc.errors import ConfigurationError
 from tests.kit.apps import Connect, Serve
 from tests.kit.commands import cli, spawn
-from tests.kit.processes import Child, python
+from tests.kit.processes import Child, eventually, python
 
 TOTAL = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
@@ -178,6 +178,14 @@ def test_objects_and_their_holders(served: Server, connect: Connect) -> None:
     assert base[8] == "1" and re.fullmatch(rf"{os.getpid()} \(.+\)", base[9])
     assert [item["object_id"] for item in data] == [base[0], big[0]]
     assert [[one["pid"] for one in item["holders"]] for item in data] == [[os.getpid()], []]
+
+
+def test_an_unfetched_result_is_held_by_its_task(served: Server, connect: Connect) -> None:
+    """Not by the process that submitted that, which may have exited."""
+    client = connect()
+    task_id = client.submit("load", 16)
+    eventually(lambda: client.get_task_status(task_id).status is TaskStatus.COMPLETED)
+    assert cli("objects").rows[1][9] == f"task {task_id}, not fetched"
 
 
 def test_buffers_are_marked(served: Server, connect: Connect) -> None:
