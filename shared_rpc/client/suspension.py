@@ -153,7 +153,7 @@ class Context(Driver):
                 yield from released(self, [object_id], [session])
 
 
-def suspended(ctx: Context, handle: Lease[Any]) -> Operation[None]:
+def suspend_handle(ctx: Context, handle: Lease[Any]) -> Operation[None]:
     """Suspend a handle on request, unless a block needs it.
 
     :raises StaleHandleError: if the lease has ended, so that the memory could not be restored.

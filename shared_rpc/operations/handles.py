@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, overlo
 
 from shared_rpc.client.handle import Lease, closing_scope
 from shared_rpc.client.steps import BlockingMethods, CoroutineMethods, Operation, Work
-from shared_rpc.client.suspension import resumed, suspended
+from shared_rpc.client.suspension import resumed, suspend_handle
 from shared_rpc.errors import StaleHandleError
 from shared_rpc.operations.binding import Leased, Steps, Unbound, bound, operation
 
@@ -291,7 +291,7 @@ def _active(handle: Handle[T], timeout: float | None) -> Iterator[T]:
         yield handle.value
     finally:
         if handle._leave_block():
-            handle._run(suspended(handle._issuer, handle))
+            handle._run(suspend_handle(handle._issuer, handle))
 
 
 @asynccontextmanager
@@ -305,7 +305,7 @@ async def _active_async(handle: AsyncHandle[T], timeout: float | None) -> AsyncI
     finally:
         if handle._leave_block():
             with CancelScope(shield=True):  # a cancelled block suspends again too
-                await handle._run(suspended(handle._issuer, handle))
+                await handle._run(suspend_handle(handle._issuer, handle))
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from shared_rpc.client.handle import Lease
 from shared_rpc.client.steps import query
-from shared_rpc.client.suspension import Context, resumed, suspended
+from shared_rpc.client.suspension import Context, resumed, suspend_handle
 from shared_rpc.operations.binding import Steps, id_of, operation
 from shared_rpc.protocol import tiers as t
 from shared_rpc.protocol.infos import MoveInfo
@@ -48,7 +48,7 @@ class TierOperations:
     def suspend(ctx: Context, handle: Lease[Any]) -> Steps[None]:
         """Unmap an object's memory for a while, and keep the lease: see :meth:`Handle.suspend`."""
         if handle._request_suspension():
-            yield from suspended(ctx, handle)
+            yield from suspend_handle(ctx, handle)
 
     @operation
     def resume(ctx: Context, handle: Lease[Any], timeout: float | None = None) -> Steps[None]:

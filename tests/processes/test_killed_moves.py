@@ -75,7 +75,7 @@ EFFECTS = {
 
 #: The functions of a client, with their modules.
 OF_CLIENTS = {
-    "suspended": "shared_rpc.client.suspension",
+    "suspend_handle": "shared_rpc.client.suspension",
     "awakened": "shared_rpc.client.suspension",
     "_unmapped": "shared_rpc.client.suspension",
     "_mapped": "shared_rpc.client.suspension",
@@ -83,14 +83,14 @@ OF_CLIENTS = {
     **EFFECTS,
 }
 SUSPENDING = [
-    "before suspended",
-    "before suspended, after Link._start",
+    "before suspend_handle",
+    "before suspend_handle, after Link._start",
     "before _unmapped",
     "before MappingTable._vacate_one",
     "after MappingTable._vacate_one",
     "after _unmapped",
     "after _unmapped, after Link._start",
-    "after suspended",
+    "after suspend_handle",
 ]
 RESUMING = [
     "before awakened",
