@@ -207,7 +207,7 @@ def _unmapped(object_id: str, handle: Lease[Any] | None) -> None:
             raise
 
 
-def resumed(ctx: Context, handle: Lease[Any], timeout: float | None = None) -> Operation[None]:
+def resume_handle(ctx: Context, handle: Lease[Any], timeout: float | None = None) -> Operation[None]:
     """Resume a handle, if it is suspended.
 
     :param timeout: seconds; None for the client's own.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, overlo
 
 from shared_rpc.client.handle import Lease, closing_scope
 from shared_rpc.client.steps import BlockingMethods, CoroutineMethods, Operation, Work
-from shared_rpc.client.suspension import resumed, suspend_handle
+from shared_rpc.client.suspension import resume_handle, suspend_handle
 from shared_rpc.errors import StaleHandleError
 from shared_rpc.operations.binding import Leased, Steps, Unbound, bound, operation
 
@@ -287,7 +287,7 @@ def until_of(timeout: float | None) -> float:
 def _active(handle: Handle[T], timeout: float | None) -> Iterator[T]:
     handle._enter_block()
     try:
-        handle._run(resumed(handle._issuer, handle, timeout))
+        handle._run(resume_handle(handle._issuer, handle, timeout))
         yield handle.value
     finally:
         if handle._leave_block():
@@ -300,7 +300,7 @@ async def _active_async(handle: AsyncHandle[T], timeout: float | None) -> AsyncI
 
     handle._enter_block()
     try:
-        await handle._run(resumed(handle._issuer, handle, timeout))
+        await handle._run(resume_handle(handle._issuer, handle, timeout))
         yield handle.value
     finally:
         if handle._leave_block():

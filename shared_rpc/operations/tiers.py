@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from shared_rpc.client.handle import Lease
 from shared_rpc.client.steps import query
-from shared_rpc.client.suspension import Context, resumed, suspend_handle
+from shared_rpc.client.suspension import Context, resume_handle, suspend_handle
 from shared_rpc.operations.binding import Steps, id_of, operation
 from shared_rpc.protocol import tiers as t
 from shared_rpc.protocol.infos import MoveInfo
@@ -54,4 +54,4 @@ class TierOperations:
     def resume(ctx: Context, handle: Lease[Any], timeout: float | None = None) -> Steps[None]:
         """Map the memory of a suspended handle again, at its address: see :meth:`Handle.resume`."""
         handle._request_resumption()
-        yield from resumed(ctx, handle, timeout)
+        yield from resume_handle(ctx, handle, timeout)
