@@ -33,7 +33,7 @@ from shared_rpc.client.steps import (
     Work,
     goes_to_operation,
 )
-from shared_rpc.client.suspension import renewed
+from shared_rpc.client.suspension import renew_handles
 from shared_rpc.client.transfer import TransferClosed
 from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
 
@@ -151,7 +151,7 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
                     outdated = await self._run(session, timeout=None)
                 link = self._link
             if outdated:
-                await self._run(renewed(self, outdated), timeout=RENEWAL)
+                await self._run(renew_handles(self, outdated), timeout=RENEWAL)
         if self._closed:
             raise ConnectionClosed("this client is closed")
         if link is None:

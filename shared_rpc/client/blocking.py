@@ -28,7 +28,7 @@ from shared_rpc.client.steps import (
     Work,
     drive,
 )
-from shared_rpc.client.suspension import renewed
+from shared_rpc.client.suspension import renew_handles
 from shared_rpc.client.transfer import TransferClosed
 from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
 from shared_rpc.memory.mapping import MAPPINGS
@@ -175,4 +175,4 @@ class BlockingDriver(BaseClient, BlockingMethods):
                     opening.ended.set()
             if outdated:
                 seconds = min(RENEWAL, max(deadline - time.monotonic(), 0.0))
-                self._run(renewed(self, outdated), patience=0, timeout=seconds)
+                self._run(renew_handles(self, outdated), patience=0, timeout=seconds)

@@ -70,7 +70,7 @@ class Renewal:
 
     While the earlier one was lost, nothing was active, and objects could be evicted. The server compares the memory mapped here
     with its present memory, and grants inactive leases on objects whose memory differs: see
-    :func:`shared_rpc.client.suspension.renewed`.
+    :func:`shared_rpc.client.suspension.renew_handles`.
 
     Handles may be suspended and resumed between :attr:`request` and :meth:`move`: :meth:`corrections` and :meth:`outdated`
     account for that.

@@ -218,7 +218,7 @@ def resume_handle(ctx: Context, handle: Lease[Any], timeout: float | None = None
         yield from awakened(ctx, handle)
 
 
-def renewed(ctx: Context, handles: Iterable[Lease[Any]]) -> Operation[None]:
+def renew_handles(ctx: Context, handles: Iterable[Lease[Any]]) -> Operation[None]:
     """Map the present memory of objects in place of earlier incarnations, for active handles.
 
     Their session has taken the leases over from a lost one, as inactive ones. If the memory is not available now, the
