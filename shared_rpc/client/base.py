@@ -21,7 +21,7 @@ from shared_rpc.client.handle import Lease
 from shared_rpc.client.link import Link
 from shared_rpc.client.session import LeaseBook, Search, connected
 from shared_rpc.client.steps import Lend, Operation, Reply, Request, Step, Tell, Work, drive
-from shared_rpc.client.suspension import Context, Suspensions, released
+from shared_rpc.client.suspension import Context, Suspensions, release_leases
 from shared_rpc.client.transfer import ClientTransfer, TransferClosed
 from shared_rpc.errors import ConnectionClosed, SharedRPCError
 from shared_rpc.forks import after_fork
@@ -234,7 +234,7 @@ class BaseClient(Context):
 
     def _end_lease_soon(self, object_id: str, session: object) -> None:
         if session in self._links():  # else its leases have ended
-            drive(released(self, [object_id], [session], waits=False), functools.partial(self._perform_apart, session))
+            drive(release_leases(self, [object_id], [session], waits=False), functools.partial(self._perform_apart, session))
 
     def _perform_apart(self, session: object, step: Step) -> Any:
         """Perform a step that needs no answer, in the finaliser thread."""

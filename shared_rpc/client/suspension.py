@@ -150,7 +150,7 @@ class Context(Driver):
         """Release the lease of a dropped handle. Raises no error of its own."""
         if session is self._known():
             with suppress(SharedRPCError, OSError):  # the connection has ended, and the session's leases with it
-                yield from released(self, [object_id], [session])
+                yield from release_leases(self, [object_id], [session])
 
 
 def suspend_handle(ctx: Context, handle: Lease[Any]) -> Operation[None]:
@@ -313,7 +313,7 @@ def _mapped(book: Suspensions, object_id: str, reply: Reply, handle: Lease[Any] 
             segment.close()
 
 
-def released(ctx: Context, object_ids: list[str], sessions: Sequence[object], *, waits: bool = True) -> Operation[int]:
+def release_leases(ctx: Context, object_ids: list[str], sessions: Sequence[object], *, waits: bool = True) -> Operation[int]:
     """Release leases in one round trip; return the number of those that this process held.
 
     :param sessions: the session of each lease, or None.

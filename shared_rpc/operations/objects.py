@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shared_rpc.client.handle import Lease, drop_handles
 from shared_rpc.client.steps import Request, Work, query
-from shared_rpc.client.suspension import Context, released
+from shared_rpc.client.suspension import Context, release_leases
 from shared_rpc.errors import ConnectError, ConnectionClosed, StaleHandleError
 from shared_rpc.operations.binding import Leased, Steps, id_of, operation, taken
 from shared_rpc.operations.handles import lending
@@ -84,12 +84,12 @@ class ObjectOperations:
     @operation
     def release(ctx: Context, handle: Lease[Any] | str) -> Steps[bool]:
         """Release one lease, of a handle or an object id; return True if this process held it."""
-        return (yield from released(ctx, *drop_handles([handle]))) == 1
+        return (yield from release_leases(ctx, *drop_handles([handle]))) == 1
 
     @operation
     def release_many(ctx: Context, handles: Iterable[Lease[Any] | str]) -> Steps[int]:
         """Release several leases in one round trip; return the number of those that this process held."""
-        return (yield from released(ctx, *drop_handles(handles)))
+        return (yield from release_leases(ctx, *drop_handles(handles)))
 
     @lending
     def open_ticket(ctx: Context, ticket: Ticket | str | os.PathLike[str]) -> Steps[Leased[Any]]:

@@ -12,7 +12,7 @@ from shared_rpc.client.exported import ExportedRecord, SegmentBytes
 from shared_rpc.client.handle import Lease, drop_handles
 from shared_rpc.client.sending import lower
 from shared_rpc.client.steps import Lend, Operation, Reply, Request, Work, ask, message_of, query, reached
-from shared_rpc.client.suspension import Context, released
+from shared_rpc.client.suspension import Context, release_leases
 from shared_rpc.errors import ProtocolError
 from shared_rpc.memory.mapping import MAPPINGS, MappingHold
 from shared_rpc.memory.segments import Segment
@@ -213,7 +213,7 @@ def given(
         if allocated is not record:
             allocated._unmap()
         raise
-    yield from released(ctx, *drop_handles(allocated._unmap()))
+    yield from release_leases(ctx, *drop_handles(allocated._unmap()))
     return answer
 
 
