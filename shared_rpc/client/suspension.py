@@ -140,7 +140,7 @@ class Context(Driver):
     def _sent(
         self, kind: type[m.Call], endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], what: str, *, pooled: bool = False
     ) -> Operation[tuple[Reply, ClientTransfer | None]]:
-        """Send a call of a kind; return the arguments of :func:`taken`.
+        """Send a call of a kind; return the arguments of :func:`take_result`.
 
         :param pooled: True if its arguments and result may lie in pools.
         """

@@ -167,7 +167,7 @@ def _shown(annotation: str, kind: type[Driver]) -> str:
     return re.sub(r"\bLeased?\b", kind._HANDLE.__name__, inner[1] if inner else annotation)
 
 
-def taken(ctx: Context, what: str, reply: Reply, transfer: ClientTransfer | None = None) -> Operation[Any]:
+def take_result(ctx: Context, what: str, reply: Reply, transfer: ClientTransfer | None = None) -> Operation[Any]:
     """Take the result from a reply: a handle if the value has a lease.
 
     :param transfer: see :func:`shared_rpc.client.results.result_of`.

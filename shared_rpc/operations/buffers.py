@@ -11,7 +11,7 @@ from shared_rpc.client.steps import Operation, Request, Work, ask, query
 from shared_rpc.client.suspension import Context
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.memory.devices import device_id
-from shared_rpc.operations.binding import Leased, Steps, id_of, operation, taken
+from shared_rpc.operations.binding import Leased, Steps, id_of, operation, take_result
 from shared_rpc.operations.handles import lending
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.infos import DeviceInfo
@@ -68,7 +68,7 @@ class BufferOperations:
         :raises BufferNotFound: if the buffer does not exist or is no longer available; ``reason`` says why.
         """
         what = f"get_buffer({buffer_id!r})"
-        handle: Leased[torch.Tensor] = yield from taken(ctx, what, (yield Request(m.GetBuffer(buffer_id), what)))
+        handle: Leased[torch.Tensor] = yield from take_result(ctx, what, (yield Request(m.GetBuffer(buffer_id), what)))
         return handle
 
     @operation
@@ -89,7 +89,7 @@ class BufferOperations:
 
 def created(ctx: Context, message: m.CreateBuffer) -> Operation[Any]:
     """Create a buffer, and return its handle."""
-    return (yield from taken(ctx, "create_buffer", (yield Request(message, "create_buffer"))))
+    return (yield from take_result(ctx, "create_buffer", (yield Request(message, "create_buffer"))))
 
 
 def request_of(

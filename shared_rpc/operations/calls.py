@@ -7,7 +7,7 @@ from typing import Any
 from shared_rpc.client.sending import lower
 from shared_rpc.client.steps import Request, ask, reached
 from shared_rpc.client.suspension import Context
-from shared_rpc.operations.binding import Steps, operation, taken
+from shared_rpc.operations.binding import Steps, operation, take_result
 from shared_rpc.protocol import messages as m
 
 
@@ -30,7 +30,7 @@ class CallOperations:
         """
         what = f"{endpoint}()"
         reply, transfer = yield from ctx._sent(m.Call, endpoint, args, kwargs, what, pooled=True)
-        return (yield from taken(ctx, what, reply, transfer))
+        return (yield from take_result(ctx, what, reply, transfer))
 
     @operation
     def invalidate_call_cache(ctx: Context, endpoint: str, /, *args: Any, **kwargs: Any) -> Steps[int]:

@@ -31,7 +31,7 @@ from shared_rpc.memory.arena import aligned
 from shared_rpc.memory.devices import device_id
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.ring import MOST_READERS, Ring
-from shared_rpc.operations.binding import BlockingPart, CoroutinePart, Part, Steps, bound, operation, taken
+from shared_rpc.operations.binding import BlockingPart, CoroutinePart, Part, Steps, bound, operation, take_result
 from shared_rpc.operations.buffers import created, request_of
 from shared_rpc.operations.generations import GenerationOperations
 from shared_rpc.operations.handles import HandleOperations, until_of
@@ -128,10 +128,10 @@ def create(
 def open_once(ctx: Context, name: str) -> Operation[Parts]:
     """Get and return the buffers of a channel."""
     what = f"open_channel({name!r})"
-    control: Lease[Any] = yield from taken(ctx, what, (yield Request(m.GetBuffer("", name[: _NAME + 1]), what)))
+    control: Lease[Any] = yield from take_result(ctx, what, (yield Request(m.GetBuffer("", name[: _NAME + 1]), what)))
     page = yield from GenerationOperations.revision_page.body(ctx, control.object_id)
     settings: _Settings = yield Work(lambda: _settings_of(control.value, name))
-    data: Lease[Any] = yield from taken(ctx, what, (yield Request(m.GetBuffer(settings.buffer_id), what)))
+    data: Lease[Any] = yield from take_result(ctx, what, (yield Request(m.GetBuffer(settings.buffer_id), what)))
     if data.value.nbytes < settings.nbytes * settings.slots:
         raise ProtocolError(f"channel {name!r} has slots of {settings.nbytes} bytes outside of its buffer")
     return Parts(name, settings, data, control, Ring(page, settings.slots, settings.readers, f"channel {name!r}"))

@@ -10,7 +10,7 @@ from shared_rpc.client.steps import Operation, Reply, Request, Within, ask, mess
 from shared_rpc.client.suspension import Context
 from shared_rpc.errors import ConnectError, ConnectionClosed, ProtocolError
 from shared_rpc.memory.segments import Segment
-from shared_rpc.operations.binding import BlockingIterator, CoroutineIterator, Leased, Part, Steps, operation, taken
+from shared_rpc.operations.binding import BlockingIterator, CoroutineIterator, Leased, Part, Steps, operation, take_result
 from shared_rpc.operations.handles import lending
 from shared_rpc.protocol import generations as g
 from shared_rpc.protocol.generations import Generation, Refreshes
@@ -50,7 +50,7 @@ class GenerationOperations:
         """Return a handle of the current generation: see :meth:`Handle.latest`."""
         handle._check_held()
         what = f"latest() of object {handle.object_id}"
-        found: Leased[T] = yield from taken(ctx, what, (yield Request(g.GetLatest(handle.object_id), what)))
+        found: Leased[T] = yield from take_result(ctx, what, (yield Request(g.GetLatest(handle.object_id), what)))
         return found
 
     @operation

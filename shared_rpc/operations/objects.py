@@ -10,7 +10,7 @@ from shared_rpc.client.handle import Lease, drop_handles
 from shared_rpc.client.steps import Request, Work, query
 from shared_rpc.client.suspension import Context, release_leases
 from shared_rpc.errors import ConnectError, ConnectionClosed, StaleHandleError
-from shared_rpc.operations.binding import Leased, Steps, id_of, operation, taken
+from shared_rpc.operations.binding import Leased, Steps, id_of, operation, take_result
 from shared_rpc.operations.handles import lending
 from shared_rpc.protocol import generations as g
 from shared_rpc.protocol import messages as m
@@ -113,5 +113,5 @@ class ObjectOperations:
             message: m.Message = m.GetBuffer(found.object_id)
         else:
             message = g.GetObject(found.object_id, found.cache_key or "")
-        handle: Leased[Any] = yield from taken(ctx, what, (yield Request(message, what)))
+        handle: Leased[Any] = yield from take_result(ctx, what, (yield Request(message, what)))
         return handle

@@ -8,7 +8,7 @@ from typing import Any, cast
 from shared_rpc.client.results import ReceivedResult, result_of
 from shared_rpc.client.steps import Operation, Reply, Request, Within, ask, message_of, query
 from shared_rpc.client.suspension import Context
-from shared_rpc.operations.binding import Steps, operation, taken
+from shared_rpc.operations.binding import Steps, operation, take_result
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
 
@@ -36,7 +36,7 @@ def _ended(
 def _awaited(ctx: Context, task_id: str, timeout: float | None, callback: Callback | None) -> Operation[Any]:
     """Wait for a task to end; return its result."""
     what = f"wait_for_task({task_id!r})"
-    return (yield from taken(ctx, what, (yield from _ended(task_id, what, timeout, callback))))
+    return (yield from take_result(ctx, what, (yield from _ended(task_id, what, timeout, callback))))
 
 
 def _submitted(ctx: Context, endpoint: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Operation[str]:
@@ -91,7 +91,7 @@ class TaskOperations:
         :raises TaskError: if the task is unknown, has expired or not ended, or its result was fetched and released.
         """
         what = f"get_task_result({task_id!r})"
-        return (yield from taken(ctx, what, (yield Request(m.FetchTask(task_id), what))))
+        return (yield from take_result(ctx, what, (yield Request(m.FetchTask(task_id), what))))
 
     @operation
     def wait_for_task(ctx: Context, task_id: str, timeout: float | None = None, callback: Callback | None = None) -> Steps[Any]:

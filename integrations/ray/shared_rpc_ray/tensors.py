@@ -24,7 +24,7 @@ from shared_rpc.forks import fork_safe_lock
 from shared_rpc.lifecycle.finalizer import FINALIZER
 from shared_rpc.memory.arena import aligned
 from shared_rpc.memory.mapping import MAPPINGS
-from shared_rpc.operations.binding import Leased, Steps, bound, taken
+from shared_rpc.operations.binding import Leased, Steps, bound, take_result
 from shared_rpc.operations.client import Client
 from shared_rpc.operations.handles import Handle, lending
 from shared_rpc.protocol import messages as m
@@ -133,7 +133,7 @@ class TensorClient(Client):
 
 def _kept(ctx: Any, segment_ids: Sequence[str], linger: float) -> Operation[Any]:
     what = f"keep_segments({', '.join(segment_ids)[:200]})"
-    return (yield from taken(ctx, what, (yield Request(m.KeepSegments(list(segment_ids), linger), what))))
+    return (yield from take_result(ctx, what, (yield Request(m.KeepSegments(list(segment_ids), linger), what))))
 
 
 _clients: dict[str, TensorClient] = {}
