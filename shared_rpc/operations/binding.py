@@ -174,7 +174,7 @@ def take_result(ctx: Context, what: str, reply: Reply, transfer: ClientTransfer 
     """
     if reply.live:
         assert isinstance(reply.message, m.Result), "only a Result has a value"
-        return (yield from lent(ctx, reply.message, reply.value)) if reply.message.managed else reply.value
+        return (yield from make_handle(ctx, reply.message, reply.value)) if reply.message.managed else reply.value
     result = result_of(what, reply, transfer)
     message = result.message
     with result:
@@ -189,10 +189,10 @@ def take_result(ctx: Context, what: str, reply: Reply, transfer: ClientTransfer 
             value = yield Work(functools.partial(rebuild, result, ctx._values), nbytes)
         elif not message.managed and message.object_id in MAPPINGS.suspended:
             yield Work(functools.partial(MAPPINGS.resume, message.object_id, result.segments, message.owner))
-    return (yield from lent(ctx, message, value)) if message.managed else value
+    return (yield from make_handle(ctx, message, value)) if message.managed else value
 
 
-def lent(ctx: Context, message: Any, value: Any) -> Operation[Any]:
+def make_handle(ctx: Context, message: Any, value: Any) -> Operation[Any]:
     """Return the handle of a value with a lease, see :class:`Lend`; map the memory again if the object was suspended."""
     handle: Lease[Any] = yield Lend(message, value)
     if ctx._suspensions.concerns(handle.object_id):

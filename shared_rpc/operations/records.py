@@ -16,7 +16,7 @@ from shared_rpc.client.suspension import Context, release_leases
 from shared_rpc.errors import ProtocolError
 from shared_rpc.memory.mapping import MAPPINGS, MappingHold
 from shared_rpc.memory.segments import Segment
-from shared_rpc.operations.binding import Leased, Steps, id_of, lent, operation
+from shared_rpc.operations.binding import Leased, Steps, id_of, make_handle, operation
 from shared_rpc.operations.handles import lending
 from shared_rpc.protocol import exported as x
 from shared_rpc.protocol import generations as g
@@ -51,7 +51,7 @@ class RecordOperations:
         header = RecordHeader.from_bytes(frame.payload)
         if len(frame.fds) != len(header.segments):
             raise ProtocolError(f"the server answered {what} with {len(frame.fds)} descriptors")
-        lease = yield from lent(ctx, message, None)
+        lease = yield from make_handle(ctx, message, None)
         parts = [message.parts.get(number, x.SlabPart(info, 0)) for number, info in enumerate(header.segments)]
         # Copy-on-write segments are only read here.
         infos = [replace(part.slab, access="read") if part.slab.access == "copy" else part.slab for part in parts]

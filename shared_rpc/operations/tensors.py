@@ -12,7 +12,7 @@ from shared_rpc.errors import BufferNotFound, ConnectError, ProtocolError, Stale
 from shared_rpc.forks import after_fork, fork_safe_lock
 from shared_rpc.lifecycle.finalizer import FINALIZER
 from shared_rpc.memory.mapping import MAPPINGS, MappingHold
-from shared_rpc.operations.binding import lent
+from shared_rpc.operations.binding import make_handle
 from shared_rpc.operations.client import Client
 from shared_rpc.operations.handles import Handle
 from shared_rpc.protocol import generations as g
@@ -38,7 +38,7 @@ def memory_of(client: Client, object_id: str, segment: str) -> Operation[Handle[
     MAPPINGS.servers[message.owner] = client.socket_path
     with result:
         holds = yield Work(functools.partial(_held, result))
-    return cast(Handle[dict[str, MappingHold]], (yield from lent(client, message, holds)))
+    return cast(Handle[dict[str, MappingHold]], (yield from make_handle(client, message, holds)))
 
 
 def _held(result: ReceivedResult) -> dict[str, MappingHold]:
