@@ -188,10 +188,10 @@ def _adopted(
         answer: m.Message = yield from ask(Request(message, what, record.header.to_bytes()), kind)
         return answer
 
-    return (yield from given(ctx, record, x.CheckRecord(True, named, *encoded), send))
+    return (yield from send_record(ctx, record, x.CheckRecord(True, named, *encoded), send))
 
 
-def given(
+def send_record(
     ctx: Context, record: ExportedRecord, question: x.CheckRecord, send: Callable[[list[str]], Operation[T]]
 ) -> Operation[T]:
     """Pass an allocated record, or an allocated copy of another one, to the server, and close it when the server has it.

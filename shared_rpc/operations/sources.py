@@ -10,7 +10,7 @@ from shared_rpc.client.steps import Lend, Operation, Request, Tell, Within, ask,
 from shared_rpc.errors import ClusterError, ConnectError, ConnectionClosed, ProtocolError, SharedRPCError, to_wire
 from shared_rpc.operations.binding import BlockingIterator, CoroutineIterator, Leased, Part, Steps, bound, operation
 from shared_rpc.operations.handles import lending
-from shared_rpc.operations.records import given
+from shared_rpc.operations.records import send_record
 from shared_rpc.protocol import exported as x
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import sources as s
@@ -104,7 +104,7 @@ class _SourceMethods(Part):
             message = s.AdoptMiss(self._number, miss.id, buffers)
             return (yield from _leased(message, f"the adoption of {miss.cache_key}", record.header.to_bytes()))
 
-        return cast("Leased[None]", (yield from given(self._driver, record, x.CheckRecord(), send)))
+        return cast("Leased[None]", (yield from send_record(self._driver, record, x.CheckRecord(), send)))
 
     @operation
     def fail(self, miss: Miss, error: SharedRPCError | str) -> Steps[None]:
