@@ -19,7 +19,7 @@ import msgspec
 from shared_rpc.client.exchange import release_for
 from shared_rpc.client.handle import Lease
 from shared_rpc.client.link import Link
-from shared_rpc.client.session import LeaseBook, Search, connected
+from shared_rpc.client.session import LeaseBook, Search, connect
 from shared_rpc.client.steps import Lend, Operation, Reply, Request, Step, Tell, Work, drive
 from shared_rpc.client.suspension import Context, Suspensions, release_leases
 from shared_rpc.client.transfer import ClientTransfer, TransferClosed
@@ -185,7 +185,7 @@ class BaseClient(Context):
         """
         earlier, deadline = self._link, time.monotonic() + seconds
         search = Search(self.socket_path, patience, deadline, self._summon)
-        link, renewal = yield from connected(search, self._leases, earlier, deadline)
+        link, renewal = yield from connect(search, self._leases, earlier, deadline)
         try:
             with self._lock:
                 if self._closed or self._link is not earlier:

@@ -110,9 +110,7 @@ class Renewal:
         return [handle for handle in self._moved if handle.object_id in self._inactive and not handle.suspended]
 
 
-def connected(
-    search: Search, leases: LeaseBook, earlier: Link | None, deadline: float
-) -> Operation[tuple[Any, Renewal | None]]:
+def connect(search: Search, leases: LeaseBook, earlier: Link | None, deadline: float) -> Operation[tuple[Any, Renewal | None]]:
     """Return a link to the server, and the leases that it has taken over from an ended one, if there are any.
 
     :param deadline: of the search (time.monotonic()).
