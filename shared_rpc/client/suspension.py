@@ -215,7 +215,7 @@ def resume_handle(ctx: Context, handle: Lease[Any], timeout: float | None = None
     if handle.suspended:
         if timeout is not None:
             yield Within(timeout)
-        yield from awakened(ctx, handle)
+        yield from map_again(ctx, handle)
 
 
 def renew_handles(ctx: Context, handles: Iterable[Lease[Any]]) -> Operation[None]:
@@ -248,7 +248,7 @@ def _replaced(ctx: Context, handle: Lease[Any]) -> Operation[None]:
             "the memory of a GPU is replaced by resume() alone, because no kernel may use it during that time"
         )
     written = any(mapping.info.access == "read_write" for mapping in mapped)
-    yield from awakened(ctx, handle, activates=False)
+    yield from map_again(ctx, handle, activates=False)
     _log.log(
         logging.WARNING if written else logging.INFO,
         "object %s was evicted while the session with the server was lost: its present memory is mapped at its address%s",
@@ -269,7 +269,7 @@ def _mark_outdated(handles: Sequence[Lease[Any]], why: str) -> None:
     )
 
 
-def awakened(ctx: Context, handle: Lease[Any], *, activates: bool = True) -> Operation[None]:
+def map_again(ctx: Context, handle: Lease[Any], *, activates: bool = True) -> Operation[None]:
     """Map an object's memory again; with ``activates`` the handle becomes active."""
     book, object_id = ctx._suspensions, handle.object_id
     try:

@@ -19,7 +19,7 @@ from shared_rpc.client.steps import (
     Reply,
     Work,
 )
-from shared_rpc.client.suspension import Context, awakened, outdated
+from shared_rpc.client.suspension import Context, map_again, outdated
 from shared_rpc.client.transfer import ClientTransfer
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.protocol import messages as m
@@ -196,7 +196,7 @@ def make_handle(ctx: Context, message: Any, value: Any) -> Operation[Any]:
     """Return the handle of a value with a lease, see :class:`Lend`; map the memory again if the object was suspended."""
     handle: Lease[Any] = yield Lend(message, value)
     if ctx._suspensions.concerns(handle.object_id):
-        yield from awakened(ctx, handle)
+        yield from map_again(ctx, handle)
     return handle
 
 

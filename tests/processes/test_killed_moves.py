@@ -76,7 +76,7 @@ EFFECTS = {
 #: The functions of a client, with their modules.
 OF_CLIENTS = {
     "suspend_handle": "shared_rpc.client.suspension",
-    "awakened": "shared_rpc.client.suspension",
+    "map_again": "shared_rpc.client.suspension",
     "_unmapped": "shared_rpc.client.suspension",
     "_mapped": "shared_rpc.client.suspension",
     "Link._start": "shared_rpc.client.link",
@@ -93,13 +93,13 @@ SUSPENDING = [
     "after suspend_handle",
 ]
 RESUMING = [
-    "before awakened",
-    "before awakened, after Link._start",
+    "before map_again",
+    "before map_again, after Link._start",
     "before _mapped",
     "before MappingTable._fill",
     "after MappingTable._fill",
     "after _mapped",
-    "after awakened",
+    "after map_again",
 ]
 
 MODEL = """
