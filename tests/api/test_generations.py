@@ -21,9 +21,8 @@ from shared_rpc.errors import (
     RefreshError,
     StaleHandleError,
 )
-from shared_rpc.memory.mapping import MAPPINGS
 from tests.kit.apps import App, Connect, Serve, at_once
-from tests.kit.processes import Program, eventually
+from tests.kit.processes import Program, eventually, mapped_segments
 
 
 class Builds:
@@ -220,10 +219,10 @@ def test_old_memory_is_freed_with_its_last_holder(provider: Provider, serve: Ser
     other.close()
     eventually(lambda: server.info()["objects"] == 1)
     assert number(also.value) == 1  # this process's mapping keeps it
-    mapped = len(MAPPINGS)
+    mapped = mapped_segments()
     del also
     gc.collect()
-    eventually(lambda: len(MAPPINGS) < mapped)
+    assert mapped_segments() < mapped
 
 
 # Under load.

@@ -192,8 +192,7 @@ def tell(event):
 def test_brokers_take_hooks_from_their_command_line(broker_app: BrokerApp, tmp_path: Path) -> None:
     """The hook sees calls, and starts and ends of workers, without metrics."""
     (tmp_path / "my_hooks.py").write_text(HOOK)
-    child = Child("-m", "shared_rpc.cli", "serve", str(broker_app.file), "--hook", "my_hooks:tell", cwd=tmp_path)
-    broker_app._children.append(child)
+    child = broker_app.begin("--hook", "my_hooks:tell", cwd=tmp_path)
     started = child.expect("event")
     child.expect("serving")
     client = broker_app.connect()
@@ -209,9 +208,7 @@ def test_brokers_take_hooks_from_their_command_line(broker_app: BrokerApp, tmp_p
 
 def test_invalid_hooks_are_refused_at_the_start(broker_app: BrokerApp) -> None:
     """In one line that names the hook; nothing is served."""
-    child = Child("-m", "shared_rpc.cli", "serve", str(broker_app.file), "--hook", "os:environ", cwd=broker_app.file.parent)
-    broker_app._children.append(child)
-    code, text = child.close()
+    code, text = broker_app.begin("--hook", "os:environ").close()
     assert code == 1
     assert text.startswith("shared-rpc: --hook os:environ: ") and text.count("\n") == 1
 

@@ -175,14 +175,13 @@ def test_receptions_leak_nothing(device: str, get: Serve, elsewhere: Run, client
     """After a thousand buffers a receiver has the same descriptors and mappings as after one."""
     get(torch.zeros(1))
     code = """
-from tests.kit.processes import open_fds
-from shared_rpc.memory.mapping import MAPPINGS
+from tests.kit.processes import mapped_segments, open_fds
 import gc
 def receive(data):
     return pickle.loads(base64.b64decode(data))[0].item()
 answer = [receive(data) for data in batch]
-gc.collect(); MAPPINGS.drain()
-answer += [open_fds(), len(MAPPINGS)]
+gc.collect()
+answer += [mapped_segments(), open_fds()]
 """
     counts = []
     for _ in range(10):
@@ -190,9 +189,9 @@ answer += [open_fds(), len(MAPPINGS)]
             buffers = [stack.enter_context(client.create_buffer(4096)) for _ in range(100)]
             for number, buffer in enumerate(buffers):
                 buffer.value.fill_(number)
-            *first, fds, mappings = elsewhere(code, batch=[text_of(dumps(buffer.value)) for buffer in buffers])
+            *first, mappings, fds = elsewhere(code, batch=[text_of(dumps(buffer.value)) for buffer in buffers])
             assert first == list(range(100))
-            counts.append((fds, mappings))
+            counts.append((mappings, fds))
     assert counts[-1] == counts[1]
 
 

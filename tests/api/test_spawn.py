@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from shared_rpc import Client, Provider
-from shared_rpc.client.starting import log_path
 from shared_rpc.errors import ConfigurationError, ConnectError
 from shared_rpc.provider.spawn import target_of
 from tests.kit.brokers import is_running
@@ -104,7 +103,7 @@ class Scripts:
     @property
     def log(self) -> str:
         """The server's log."""
-        return Path(log_path(self.socket)).read_text()
+        return Path(f"{self.socket}.log").read_text()
 
     def waits(self, child: Child) -> bool:
         """Return whether a process takes part in the election."""
@@ -179,7 +178,7 @@ def test_the_server_is_detached(scripts: Scripts) -> None:
     server = int(child.expect("attached").split()[1])
     assert Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text() == ""
     assert os.getsid(server) not in (os.getsid(0), os.getsid(child.pid))
-    assert [os.readlink(f"/proc/{server}/fd/{fd}") for fd in range(3)] == ["/dev/null", *[log_path(scripts.socket)] * 2]
+    assert [os.readlink(f"/proc/{server}/fd/{fd}") for fd in range(3)] == ["/dev/null", *[f"{scripts.socket}.log"] * 2]
     child.tell("go on")
     assert child.close() == (0, "")
     assert server_at(scripts.socket) == server
@@ -233,7 +232,7 @@ def test_load_errors_reach_all_waiters(scripts: Scripts) -> None:
         text = scripts.refused(child)
         assert text.startswith("refused ConnectError the server for")
         assert "OSError: no such checkpoint" in text
-        assert log_path(scripts.socket) in text
+        assert f"{scripts.socket}.log" in text
     assert len(scripts.loads) == 1
     assert "OSError: no such checkpoint" in scripts.log
     scripts.write(ATTACH)
@@ -261,7 +260,7 @@ def test_a_slow_server_continues_after_a_timeout(scripts: Scripts) -> None:
 
 def test_logs_are_rotated(scripts: Scripts) -> None:
     """A server starts a new log once the present one is large, and keeps the previous one."""
-    log = Path(log_path(scripts.socket))
+    log = Path(f"{scripts.socket}.log")
     log.write_text("x" * ((1 << 20) + 1))
     scripts.attached()
     eventually(lambda: "serving weights" in scripts.log)

@@ -30,7 +30,7 @@ import multiprocessing, os
 import torch.multiprocessing as mp
 from tests.kit import family
 from tests.kit.family import Peer, peer
-from shared_rpc.memory.mapping import MAPPINGS
+from tests.kit.processes import mapped_segments
 
 # Its children are there at once: they have imported torch before they were forked.
 multiprocessing.set_forkserver_preload(["tests.kit.family"])
@@ -242,7 +242,7 @@ def test_nothing_is_left_after_the_last_tensor(device: str, get: Serve, elsewher
         def use(child):
             value = client.call("get")
             child.call(family.keep, value, value[1])
-            held = child.call(family.facts)[1:], len(MAPPINGS), family.descriptors()
+            held = child.call(family.facts)[1:], mapped_segments(), family.descriptors()
             child.call(family.drop)
             return held
 
@@ -252,7 +252,7 @@ def test_nothing_is_left_after_the_last_tensor(device: str, get: Serve, elsewher
             before = open_fds(), child.call(family.facts)[1:]
             held = use(child)
             gc.collect(); family.settle()
-            answer = [held, [open_fds() - before[0], child.call(family.facts)[1:] == before[1], before[1], len(MAPPINGS)]]
+            answer = [held, [open_fds() - before[0], child.call(family.facts)[1:] == before[1], before[1], mapped_segments()]]
         """
     )
     assert answer == [[[1, 0], 1, 0], [0, True, [0, 0], 0]]

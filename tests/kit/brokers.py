@@ -103,9 +103,15 @@ class BrokerApp:
 
         :param fresh: for tests of a broker's imports, or of the start of its workers.
         """
-        child = Child("-m", "shared_rpc.cli", "serve", str(self.file), *options, cwd=self.file.parent, fresh=fresh)
-        self._children.append(child)
+        child = self.begin(*options, fresh=fresh)
         child.expect("serving")
+        return child
+
+    def begin(self, *options: str, fresh: bool = False, cwd: Path | None = None) -> Child:
+        """Start a broker of the app, without waiting for it."""
+        cwd = cwd or self.file.parent
+        child = Child("-m", "shared_rpc.cli", "serve", str(self.file), *options, cwd=cwd, fresh=fresh)
+        self._children.append(child)
         return child
 
     def start_script(self) -> Child:

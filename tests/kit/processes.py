@@ -150,6 +150,14 @@ def open_fds() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+def mapped_segments() -> int:
+    """Return the number of segments that this process maps, after unused ones were unmapped."""
+    from shared_rpc.memory.mapping import MAPPINGS
+
+    MAPPINGS.drain()
+    return len(MAPPINGS)
+
+
 def rights(address: int) -> str:
     """Return the kernel's flags of the mapping at an address of this process, as ``"rw-s"``; ``""`` without one."""
     with open("/proc/self/maps") as maps:
