@@ -18,7 +18,6 @@ import pytest
 
 from shared_rpc import Client, Provider
 from shared_rpc.errors import ConfigurationError, ConnectError
-from shared_rpc.provider.spawn import target_of
 from tests.kit.brokers import is_running
 from tests.kit.processes import Child, eventually, links_of
 
@@ -277,7 +276,7 @@ def test_functions_without_a_file_are_refused(scripts: Scripts) -> None:
     assert scripts.run("-c", APP + ATTACH).expect("attached") == f"attached spawn {pid}"
 
 
-def test_cells_of_a_notebook_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cells_of_a_notebook_are_refused(monkeypatch: pytest.MonkeyPatch, base_path: str, tmp_path: Path) -> None:
     """Although the program that runs them has a file."""
     main: Any = ModuleType("__main__")
     main.__file__ = str(tmp_path / "launcher.py")
@@ -285,14 +284,17 @@ def test_cells_of_a_notebook_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_pa
     main.provider = Provider(device="cpu")
     exec(compile("@provider.share\ndef cell():\n    pass", "/tmp/ipykernel_1/2.py", "exec"), vars(main))
     monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setenv("SHARED_TENSOR_ROLE", "spawn")
     with pytest.raises(ConfigurationError, match=r"functions without a \.py file"):
-        target_of(main.provider)
+        main.provider.get_runtime_info()
 
 
 @pytest.mark.parametrize(
     ("modules", "error"), [([], "not a global of a module"), (["base", "other"], "are in several files: base, other")]
 )
-def test_providers_without_one_module_are_refused(monkeypatch: pytest.MonkeyPatch, modules: list[str], error: str) -> None:
+def test_providers_without_one_module_are_refused(
+    monkeypatch: pytest.MonkeyPatch, base_path: str, modules: list[str], error: str
+) -> None:
     """No worker could find it, or the choice is ambiguous."""
     provider = Provider(device="cpu")
     for name in modules:
@@ -300,8 +302,9 @@ def test_providers_without_one_module_are_refused(monkeypatch: pytest.MonkeyPatc
         module.provider = provider
         exec(f"@provider.share\ndef in_{name}():\n    pass", vars(module))
         monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setenv("SHARED_TENSOR_ROLE", "spawn")
     with pytest.raises(ConfigurationError, match=error):
-        target_of(provider)
+        provider.get_runtime_info()
 
 
 def test_the_module_with_the_functions_is_served(scripts: Scripts) -> None:
