@@ -12,8 +12,8 @@ import pickle
 from collections.abc import Sequence
 
 from shared_rpc.errors import CapabilityError, CodecError
-from shared_rpc.memory.arena import pack
 from shared_rpc.memory.backends.host import HOST, write_exactly
+from shared_rpc.memory.layout import pack
 from shared_rpc.memory.mapping import MAPPINGS, Mapping
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.records import Access, BufferEntry, TensorTable

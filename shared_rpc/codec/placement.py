@@ -21,9 +21,9 @@ from shared_rpc.codec.reducers import make_storage
 from shared_rpc.codec.skeleton import Scan, load
 from shared_rpc.codec.storages import copy_bytes, current_stream
 from shared_rpc.errors import CapabilityError
-from shared_rpc.memory.arena import aligned, pack
 from shared_rpc.memory.backends.choice import backend_for
 from shared_rpc.memory.devices import id_of
+from shared_rpc.memory.layout import aligned, pack
 from shared_rpc.memory.mapping import MAPPINGS, Mapping
 from shared_rpc.memory.pool import Pool
 from shared_rpc.memory.segments import Segment

@@ -23,10 +23,10 @@ from shared_rpc.codec.tensors import read_table, tensors_of
 from shared_rpc.errors import CodecError, raised_by_handler
 from shared_rpc.forks import fork_safe_lock
 from shared_rpc.lifecycle import collector
-from shared_rpc.memory.arena import aligned
 from shared_rpc.memory.backends.choice import backend_for
 from shared_rpc.memory.chunk_references import ChunkReferences
 from shared_rpc.memory.devices import device_kind, torch_device
+from shared_rpc.memory.layout import aligned
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.pool import Pool
 from shared_rpc.memory.records import Record

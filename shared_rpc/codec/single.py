@@ -15,9 +15,9 @@ from shared_rpc.codec.reducers import make_storage
 from shared_rpc.codec.storages import current_stream
 from shared_rpc.codec.tensors import NAMES, make_tensor, make_trusted, names_of, read_table
 from shared_rpc.errors import CodecError
-from shared_rpc.memory.arena import ALIGNMENT
 from shared_rpc.memory.chunk_references import ChunkReferences
 from shared_rpc.memory.devices import id_of, torch_device
+from shared_rpc.memory.layout import ALIGNMENT
 from shared_rpc.memory.mapping import MAPPINGS, Mapping
 from shared_rpc.memory.pool import Chunk, Pool
 from shared_rpc.memory.records import Record

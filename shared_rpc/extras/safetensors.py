@@ -22,9 +22,9 @@ import msgspec
 
 from shared_rpc.context import progress, raise_if_cancelled
 from shared_rpc.errors import CheckpointError
-from shared_rpc.memory.arena import pack
 from shared_rpc.memory.devices import device_id, torch_device
 from shared_rpc.memory.file_parts import Part, PartError, carrier_of, place_in, read_parts
+from shared_rpc.memory.layout import pack
 from shared_rpc.memory.mapping import MAPPINGS, Mapping
 
 if TYPE_CHECKING:

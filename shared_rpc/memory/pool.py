@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from shared_rpc.errors import CapabilityError, ConfigurationError
-from shared_rpc.memory.arena import Extents, aligned
+from shared_rpc.memory.layout import Extents, aligned
 from shared_rpc.memory.mapping import MAPPINGS, Mapping, MappingHold
 
 

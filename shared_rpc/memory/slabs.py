@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from shared_rpc.errors import CapabilityError
-from shared_rpc.memory.arena import aligned, pack
+from shared_rpc.memory.layout import aligned, pack
 from shared_rpc.memory.mapping import MAPPINGS, MappingHold
 from shared_rpc.protocol.records import Access
 

@@ -27,8 +27,8 @@ from shared_rpc.client.handle import Lease
 from shared_rpc.client.steps import Operation, Request, Work
 from shared_rpc.client.suspension import Context
 from shared_rpc.errors import CapabilityError, ChannelClosed, ConfigurationError, ProtocolError
-from shared_rpc.memory.arena import aligned
 from shared_rpc.memory.devices import device_id
+from shared_rpc.memory.layout import aligned
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.ring import MOST_READERS, Ring
 from shared_rpc.operations.binding import BlockingPart, CoroutinePart, Part, Steps, bound, operation, take_result

@@ -22,8 +22,8 @@ from shared_rpc.codec import by_value, placement
 from shared_rpc.codec.by_value import pickle_by_value
 from shared_rpc.codec.storages import whole_tensor
 from shared_rpc.errors import CapabilityError
-from shared_rpc.memory.arena import pack
 from shared_rpc.memory.backends.host import HOST
+from shared_rpc.memory.layout import pack
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.records import Record
 from shared_rpc.memory.segments import Segment

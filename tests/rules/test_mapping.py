@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from shared_rpc.errors import CapabilityError, ConfigurationError
 from shared_rpc.lifecycle.finalizer import FINALIZER
 from shared_rpc.memory import mapping as mapping_module
-from shared_rpc.memory.arena import pack
 from shared_rpc.memory.backends.host import HOST, MemfdBackend
 from shared_rpc.memory.devices import device_id
+from shared_rpc.memory.layout import pack
 from shared_rpc.memory.mapping import MappingTable
 from shared_rpc.memory.segments import Segment
 from tests.kit.bound_host import BoundHost

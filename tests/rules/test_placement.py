@@ -20,9 +20,9 @@ from shared_rpc.codec.results import decode_result, publish
 from shared_rpc.codec.tensors import read_table
 from shared_rpc.errors import CapabilityError
 from shared_rpc.memory import mapping as mapping_module
-from shared_rpc.memory.arena import pack
 from shared_rpc.memory.backends.host import HOST, MemfdBackend
 from shared_rpc.memory.chunk_references import ChunkReferences
+from shared_rpc.memory.layout import pack
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.pool import Pool, PoolOptions
 from shared_rpc.memory.records import Record
@@ -278,7 +278,7 @@ import torch
 from torch import nn
 
 from shared_rpc.codec.results import publish
-from shared_rpc.memory.arena import SEGMENT_LIMIT
+from shared_rpc.memory.layout import SEGMENT_LIMIT
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.pool import Pool, PoolOptions
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared_rpc.errors import ConfigurationError
-from shared_rpc.memory.arena import Extents
 from shared_rpc.memory.chunk_references import ChunkReferences
+from shared_rpc.memory.layout import Extents
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.pool import Chunk, Pool, PoolOptions
 

@@ -22,7 +22,7 @@ from shared_rpc.codec.reducers import StorageName
 from shared_rpc.errors import CapabilityError, SegmentNotFound, SharedRPCError
 from shared_rpc.forks import fork_safe_lock
 from shared_rpc.lifecycle.finalizer import FINALIZER
-from shared_rpc.memory.arena import aligned
+from shared_rpc.memory.layout import aligned
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.operations.binding import Leased, Steps, bound, take_result
 from shared_rpc.operations.client import Client
