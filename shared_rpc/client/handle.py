@@ -41,7 +41,7 @@ class Lease(Generic[T]):
         self._page: Page | None = None
         #: True while suspended; True if suspension was requested for the time outside of ``active()`` blocks; their number.
         self._suspended = False
-        self._resting = False
+        self._suspension_requested = False
         self._blocks = 0
         #: True if this process has older memory than the server, see :meth:`_become_outdated`.
         self._outdated = False
@@ -108,13 +108,13 @@ class Lease(Generic[T]):
         """
         self._check_held()
         with self._lock:
-            self._resting = True
+            self._suspension_requested = True
             return not self._suspended and not self._blocks
 
     def _become_suspended(self) -> bool:
         """Become suspended, if that is still requested."""
         with self._lock:
-            if self._released or self._blocks or not self._resting:
+            if self._released or self._blocks or not self._suspension_requested:
                 return False
             self._suspended = True
             return True
@@ -125,7 +125,7 @@ class Lease(Generic[T]):
         :raises StaleHandleError: if it was released.
         """
         self._check_held()
-        self._resting = False
+        self._suspension_requested = False
 
     def _become_active(self) -> None:
         """Become active, now that the memory is mapped."""
@@ -135,7 +135,7 @@ class Lease(Generic[T]):
     def _cancel_suspension(self) -> None:
         """Record that the handle could not be suspended, and that the end of a block must not retry."""
         with self._lock:
-            self._suspended = self._resting = False
+            self._suspended = self._suspension_requested = False
 
     def _become_outdated(self) -> None:
         """Become suspended while the old memory stays mapped: the server has replaced it."""
@@ -167,7 +167,7 @@ class Lease(Generic[T]):
         """End such a block; return True if the handle must be suspended now."""
         with self._lock:
             self._blocks -= 1
-            return self._resting and not (self._suspended or self._blocks or self._released)
+            return self._suspension_requested and not (self._suspended or self._blocks or self._released)
 
     def _drop(self) -> bool:
         """Drop the value; return True if there is a lease to release."""
