@@ -39,7 +39,7 @@ _SLICE = 0.1
 _LOOK, _SOON = 0.5, 0.05
 
 
-class Stranger(ConnectError):
+class ForeignServer(ConnectError):
     """The server of another user. Waiting does not help: only that user can end it."""
 
 
@@ -67,7 +67,7 @@ def connect(sock: socket.socket, path: str) -> None:
         if error.errno is None:  # a signal handler's own
             raise
         raise _connect_error(error, path) from error
-    _refuse_stranger(peer_of(sock), path)
+    _refuse_foreign(peer_of(sock), path)
     request_credentials(sock)
 
 
@@ -89,21 +89,21 @@ def no_listener(error: ConnectError) -> bool:
     return isinstance(cause, OSError) and cause.errno in (errno.ENOENT, errno.ECONNREFUSED)
 
 
-def _refuse_stranger(peer: Peer, path: str) -> None:
+def _refuse_foreign(peer: Peer, path: str) -> None:
     """Check the server's user: of the process that listens, before any I/O, and of the one that answers.
 
-    :raises Stranger: if it is neither this user nor root, or another user's link led to it.
+    :raises ForeignServer: if it is neither this user nor root, or another user's link led to it.
     """
     pid, uid = peer
     way_out = "choose another base_path (SHARED_TENSOR_BASE_PATH), or have that user stop the server"
     if not is_own_or_root(uid):
-        raise Stranger(
+        raise ForeignServer(
             f"the server at {path} belongs to {named(uid)}, not to you (uid {os.geteuid()}): it is pid {pid}; {way_out}"
         )
     owner = foreign_owner(path)
     if owner is not None and os.path.islink(path):
         # With fs.protected_symlinks, the kernel does not follow such a link.
-        raise Stranger(
+        raise ForeignServer(
             f"{path} is a link of {named(owner)}, not yours (uid {os.geteuid()}), to another server: remove it, or {way_out}"
         )
 
@@ -325,12 +325,12 @@ class Link:
     def _welcomed(self, greeting: Exchange) -> None:
         """Process the answer to the handshake, if this user or root sent it.
 
-        :raises Stranger: if another user did. The text of a refusal is accepted from any user: it may precede the handshake.
+        :raises ForeignServer: if another user did. The text of a refusal is accepted from any user: it may precede the handshake.
         """
         answer = greeting.answer
         refused = isinstance(answer, m.Error) and not answer.endpoint_raised
         if self.answerer is not None and not refused:
-            _refuse_stranger(self.answerer, self.path)
+            _refuse_foreign(self.answerer, self.path)
         welcome = self._exchanges.welcome(greeting)
         self.server_id, self.device = welcome.server_id, welcome.device
         self.pid = self.answerer.pid if self.answerer is not None else 0

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from shared_rpc.client.handle import Lease
-from shared_rpc.client.link import Link, Stranger, no_listener
+from shared_rpc.client.link import ForeignServer, Link, no_listener
 from shared_rpc.client.steps import Ask, Open, Operation, Pause, Reply, Request, message_of
 from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded
 from shared_rpc.memory.mapping import MAPPINGS
@@ -166,7 +166,7 @@ class Search:
 
         :raises ConnectError: if there is no next one.
         """
-        if isinstance(error, Stranger):
+        if isinstance(error, ForeignServer):
             raise error
         if self._summon is not None and self._summons and no_listener(error):
             self._summons -= 1
