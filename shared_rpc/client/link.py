@@ -325,7 +325,7 @@ class Link:
     def _welcomed(self, greeting: Exchange) -> None:
         """Process the answer to the handshake, if this user or root sent it.
 
-        :raises ForeignServer: if another user did. The text of a refusal is accepted from any user: it may precede the handshake.
+        :raises ForeignServer: if another user did. A refusal is accepted from any user: it may precede the handshake.
         """
         answer = greeting.answer
         refused = isinstance(answer, m.Error) and not answer.endpoint_raised
