@@ -375,14 +375,14 @@ class NodeAgent:
         :raises SourceFailed: if the source could not send it, or a digest differs.
         """
         writers = ThreadPoolExecutor(_AT_ONCE)
-        room: asyncio.Task[ExportedRecord] | None = None
+        allocated: asyncio.Task[ExportedRecord] | None = None
 
-        async def receive(room: asyncio.Task[ExportedRecord]) -> None:
+        async def receive(allocated: asyncio.Task[ExportedRecord]) -> None:
             for number in numbers:
                 async with asyncio.timeout(_ANSWER):
                     [given], digest = await agent.part.remote(key, version, transfer, number)
                     given = await given if transfer.mover == "objects" else given
-                write = functools.partial(take, given, await room, parts[number], transfer.mover)
+                write = functools.partial(take, given, await allocated, parts[number], transfer.mover)
                 if digest != await asyncio.get_running_loop().run_in_executor(writers, write):
                     raise SourceFailed(f"the digests differ: the bytes from {transfer.source} are damaged")
                 del given, write  # so that Ray frees the part
@@ -395,14 +395,14 @@ class NodeAgent:
             parts = parts_of(header.segments, transfer.part_nbytes)
             numbers = in_turn(len(parts), first)
             async with asyncio.TaskGroup() as tasks:
-                room = tasks.create_task(self._client.allocate(header))
+                allocated = tasks.create_task(self._client.allocate(header))
                 for _ in range(_AT_ONCE):
-                    tasks.create_task(receive(room))
-            return room.result()
+                    tasks.create_task(receive(allocated))
+            return allocated.result()
         except BaseException as problem:
             await asyncio.to_thread(writers.shutdown)  # wait for running writes
-            if room is not None and not room.cancelled() and room.exception() is None:
-                room.result().close()
+            if allocated is not None and not allocated.cancelled() and allocated.exception() is None:
+                allocated.result().close()
             error = problem.exceptions[0] if isinstance(problem, BaseExceptionGroup) else problem
             if isinstance(error, TimeoutError):
                 raise SourceFailed(f"{transfer.source} has not answered in {_ANSWER:g} s") from error
