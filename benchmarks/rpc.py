@@ -90,7 +90,7 @@ def _turns(run: Run, clients: dict[str, Side], rounds: int, calls: int, mebibyte
 
 def _cold_starts(run: Run, processes: int) -> None:
     def list_servers() -> None:
-        answer = run.program("-m", "shared_rpc.cli", "ls", "--json", "--base-path", run.base_path)
+        answer = run.program("-m", "shared_rpc.cli", "ls", "--json", SHARED_TENSOR_BASE_PATH=run.base_path)
         if run.base_path not in answer:
             raise RuntimeError(f"'shared-rpc ls' does not list the server at {run.base_path}: {answer}")
 

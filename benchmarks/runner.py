@@ -212,9 +212,9 @@ class Run:
             streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
             return subprocess.Popen([sys.executable, *words], cwd=self.folder, **{**streams, **options})
 
-    def program(self, *words: str) -> str:
-        """Run a Python program as :meth:`python` starts it, and return its output."""
-        with self.python(*words) as process:
+    def program(self, *words: str, **variables: str) -> str:
+        """Run a Python program as :meth:`python` starts it, with additional environment variables; return its output."""
+        with self.python(*words, env={**os.environ, **variables}) as process:
             output, _ = process.communicate(timeout=PATIENCE)
         if process.returncode:
             raise RuntimeError(f"python {words} ended with exit code {process.returncode}; see above")

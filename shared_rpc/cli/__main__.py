@@ -15,6 +15,12 @@ def main() -> None:
         if (script := parse(sys.argv[2:])) is not None:
             launch(script)
     _open_standard_streams()
+    if sys.argv[1:] in (["ls"], ["ls", "--json"]):
+        from shared_rpc.cli.listing import command_line, print_servers
+
+        with command_line():
+            print_servers(None, json="--json" in sys.argv)
+        return
     from shared_rpc.cli.app import main as commands
 
     commands()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import os
-import sys
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -13,15 +10,14 @@ import typer
 from typer.core import TyperGroup
 
 from shared_rpc import __version__
-from shared_rpc.cli.discovery import live_servers, pass_over, the_server
+from shared_rpc.cli.discovery import the_server
+from shared_rpc.cli.listing import command_line, print_servers
 from shared_rpc.cli.objects import evict, export_object, import_file, invalidate, objects, restore
-from shared_rpc.cli.options import BasePath, Json, Misuse, Socket
+from shared_rpc.cli.options import BasePath, Json, Socket
 from shared_rpc.cli.rendering import (
     MPS,
     ago,
     as_json,
-    complain,
-    contents,
     copies_of,
     listing,
     several,
@@ -32,9 +28,8 @@ from shared_rpc.cli.serving import reload, run, serve, stop
 from shared_rpc.cli.tasks import call, cancel, tasks, wait
 from shared_rpc.cli.top.command import top
 from shared_rpc.cli.verifying import verify
-from shared_rpc.errors import ConfigurationError, SharedRPCError
+from shared_rpc.errors import ConfigurationError
 from shared_rpc.protocol.infos import DeviceInfo, SourceInfo, ZygoteInfo
-from shared_rpc.scripts.listing import live_zygotes
 
 _GROUP = "shared_rpc.cli"
 #: Commands of known distributions, and how to install these.
@@ -77,71 +72,14 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Run the command line; an error of the library is one line on standard error and exit code 1, or 2 for misuse."""
-    # Characters that the terminal cannot show are replaced.
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
-    try:
+    """Run the command line."""
+    with command_line():
         app()
-    except SharedRPCError as error:
-        complain(str(error))
-        raise SystemExit(2 if isinstance(error, Misuse) else 1) from None
-    finally:
-        _flush_output()
-
-
-def _flush_output() -> None:
-    """Flush standard output. A closed pipe is no error, now or at the interpreter's end."""
-    stream = sys.__stdout__
-    if stream is not None and not stream.closed:
-        try:
-            stream.flush()
-        except BrokenPipeError:
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, stream.fileno())
-            os.close(null)
 
 
 def list_servers(base_path: BasePath = None, json: Json = False) -> None:
     """List the live servers of this user, and the zygotes of 'shared-rpc run'."""
-    with live_servers(base_path) as clients:
-        infos = [client.get_server_info() for client in clients]
-    zygotes = live_zygotes(base_path, pass_over)
-    if json:
-        as_json([*({"kind": "server", **info} for info in infos), *zygotes])
-        return
-    if not infos:
-        print("no server is alive")
-    else:
-        listing(
-            "",
-            infos,
-            {
-                "socket": lambda info: info["socket_path"],
-                "pid>": lambda info: info["pid"],
-                "device": lambda info: info["device"],
-                "endpoints": lambda info: ", ".join(info["endpoints"]),
-                "objects>": contents,
-                "memory>": lambda info: size(info["nbytes"]),
-                "leases>": lambda info: info["leases"],
-                "clients>": lambda info: info["clients"],
-                "up": lambda info: ago(info["started_at"]),
-            },
-        )
-    if zygotes:
-        listing(
-            "\nzygotes",
-            zygotes,
-            {
-                "zygote": lambda one: one["key"],
-                "pid>": lambda one: one["pid"],
-                "has imported": lambda one: ", ".join(one["preload"]),
-                "scripts>": lambda one: one["runs"],
-                "memory>": lambda one: size(one["rss"]),
-                "idle>": lambda one: f"{one['idle']:.0f} s",
-                "ends after>": lambda one: f"{one['idle_exit']:.0f} s",
-            },
-        )
+    print_servers(base_path, json)
 
 
 def info(socket: Socket = None, base_path: BasePath = None, json: Json = False) -> None:

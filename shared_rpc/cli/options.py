@@ -30,7 +30,9 @@ _FRACTION = re.compile(r"\d*\.\d+")
 
 
 class Misuse(ConfigurationError):
-    """Invalid options or arguments of a command; its exit code is 2."""
+    """Invalid options or arguments of a command."""
+
+    exit_code = 2
 
 
 @contextmanager

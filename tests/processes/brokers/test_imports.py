@@ -49,6 +49,11 @@ def test_a_blocking_client_loads_no_server_and_no_event_loop() -> None:
     assert not {"anyio", "asyncio", "shared_rpc.operations.channels"} & loaded
 
 
+def test_listing_servers_loads_no_parser() -> None:
+    """It would take most of the time."""
+    assert "typer" not in loaded_by("import sys; from shared_rpc.cli.__main__ import main; sys.argv[1:] = ['ls']; main()")
+
+
 def test_registering_modules_by_value_loads_no_torch() -> None:
     """An app being loaded is registered before its imports."""
     assert "torch" not in loaded_by("import shared_rpc.codec.by_value")
