@@ -17,7 +17,7 @@ from shared_rpc.broker.worker import Worker
 from shared_rpc.errors import CapabilityError, ConnectionClosed, EndpointNotFound, ProtocolError, ServerBusy, SharedRPCError
 from shared_rpc.execution.outcomes import Completed, Failure
 from shared_rpc.execution.run import Owner, Run
-from shared_rpc.execution.session_transfer import Transfers
+from shared_rpc.execution.transfer import Transfers
 from shared_rpc.memory.records import Arguments, Record
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import worker as w

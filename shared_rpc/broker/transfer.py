@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from shared_rpc.broker.worker import Worker
-from shared_rpc.execution.session_transfer import SessionTransfer
+from shared_rpc.execution.transfer import SessionTransfer
 from shared_rpc.memory.records import ChunkSink, Record
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import worker as w

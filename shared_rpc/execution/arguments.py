@@ -10,13 +10,12 @@ from collections.abc import Callable
 import msgspec
 
 from shared_rpc.errors import ProtocolError, SegmentNotFound
-from shared_rpc.execution.session_transfer import SessionTransfer, Transfers
+from shared_rpc.execution.transfer import SessionTransfer, Transfers
 from shared_rpc.memory.closing import CLOSER
 from shared_rpc.memory.records import Arguments
 from shared_rpc.memory.segments import Segment, new_segment_id
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.frames import Frame
-from shared_rpc.protocol.records import SegmentInfo
 
 SegmentOf = Callable[[str], Segment | None]
 
@@ -85,14 +84,11 @@ def _take_sent(
             if info.arena and transfer is not None:
                 segments[number] = transfer.add_arena(info, sent.popleft())
             else:
-                segments[number] = Segment.owning(info if trusted else _renamed(info), sent.popleft(), foreign=not trusted)
+                # With a new id, no client can pass its memory off as another segment.
+                own = info if trusted else msgspec.structs.replace(info, id=new_segment_id())
+                segments[number] = Segment.owning(own, sent.popleft(), foreign=not trusted)
     finally:
         CLOSER.discard(list(sent))
-
-
-def _renamed(info: SegmentInfo) -> SegmentInfo:
-    """Return a segment with a new id, so that no client can pass its memory off as another segment."""
-    return msgspec.structs.replace(info, id=new_segment_id())
 
 
 def _find_kept(

@@ -6,8 +6,10 @@ import asyncio
 import functools
 import os
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
+
+import msgspec
 
 from shared_rpc.context import CURRENT_RUN, RunContext
 from shared_rpc.errors import TaskCancelled
@@ -15,16 +17,22 @@ from shared_rpc.execution.coroutines import Coroutines, end_if_forked
 from shared_rpc.execution.endpoints import Endpoint
 from shared_rpc.execution.outcomes import Completed, Failure
 from shared_rpc.execution.publishing import Publisher, guarded, load, loads_soon, release_arguments
-from shared_rpc.execution.reporter import Reporter
 from shared_rpc.execution.run import Owner, Run
 from shared_rpc.execution.threads import Job, WorkerThreads
-from shared_rpc.execution.transfer import transfers_of
+from shared_rpc.execution.transfer import ServerTransfer, Transfers
+from shared_rpc.forks import fork_safe_lock
 from shared_rpc.lifecycle.finalizer import FINALIZER
 from shared_rpc.memory.devices import device_kind
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.memory.records import Arguments
 from shared_rpc.protocol.infos import ExecutorInfo
+from shared_rpc.protocol.tasks import Progress
+
+#: Seconds between two reports of a run.
+_PERIOD = 0.05
+#: Shared by all reporters: it is held for less than a microsecond, and creating a lock takes as long.
+_lock = fork_safe_lock()
 
 
 class InProcessExecutor:
@@ -47,7 +55,7 @@ class InProcessExecutor:
         shares: bool = True,
     ) -> None:
         self.endpoints = endpoints
-        self.transfers = transfers_of(pool)
+        self.transfers = Transfers(lambda session: ServerTransfer(pool or PoolOptions()))
         self.publisher = Publisher(device, self.transfers, shares=shares)
         self._device = device
         self._kind = device_kind(device)
@@ -116,6 +124,51 @@ class InProcessExecutor:
         if run.running and run.place is not None:
             run.place.cancelled = True
             self.coroutines.cancel(run)
+
+
+class Reporter(msgspec.Struct, eq=False):
+    """Forwards reports from any thread to the loop: the latest one of each period, and the last one.
+
+    :param report: called on the loop.
+    """
+
+    _loop: asyncio.AbstractEventLoop
+    _send: Callable[[Progress], None]
+    #: The report that was not sent yet, if any.
+    _latest: Progress | None = None
+    #: True while a call of :meth:`_flush` is pending.
+    _scheduled: bool = False
+    _timer: asyncio.TimerHandle | None = None
+    _closed: bool = False
+
+    def put(self, progress: Progress) -> None:
+        """Report, from any thread. Ignored after the end of the run or of the loop."""
+        with _lock:
+            if self._closed:
+                return
+            self._latest = progress
+            if self._scheduled:
+                return
+            self._scheduled = True
+        with suppress(RuntimeError):  # the loop is closed: the server stopped during the run
+            self._loop.call_soon_threadsafe(self._flush)
+
+    def close(self) -> None:
+        """Send any deferred report at the end of the run. On the loop."""
+        with _lock:
+            self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._flush()
+
+    def _flush(self) -> None:
+        with _lock:
+            latest, self._latest = self._latest, None
+            self._scheduled = latest is not None
+        if latest is not None:
+            self._send(latest)
+            if not self._closed:
+                self._timer = self._loop.call_later(_PERIOD, self._flush)
 
 
 class _Execution:

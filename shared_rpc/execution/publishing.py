@@ -10,8 +10,7 @@ from shared_rpc.errors import SharedRPCError
 from shared_rpc.execution.endpoints import Endpoint
 from shared_rpc.execution.outcomes import Completed, Failure
 from shared_rpc.execution.run import Run
-from shared_rpc.execution.session_transfer import Transfers
-from shared_rpc.execution.transfer import ServerTransfer
+from shared_rpc.execution.transfer import ServerTransfer, Transfers
 from shared_rpc.memory.devices import device_kind
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.records import Arguments, Record

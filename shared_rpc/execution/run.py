@@ -10,7 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import msgspec
 
 from shared_rpc.execution.outcomes import Completed, Failure
-from shared_rpc.execution.session_transfer import SessionTransfer, Transfers
+from shared_rpc.execution.transfer import SessionTransfer, Transfers
 from shared_rpc.memory.records import Arguments
 from shared_rpc.protocol.infos import ExecutorInfo
 from shared_rpc.protocol.specs import EndpointSpec

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from shared_rpc.execution.reporter import Reporter
+from shared_rpc.execution.in_process import Reporter
 from shared_rpc.protocol.tasks import Progress
 
 
