@@ -22,14 +22,6 @@ _TURN = 32
 _PEEK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
 
 
-def _nothing() -> None:
-    pass
-
-
-def _ignore(nbytes: int) -> None:
-    pass
-
-
 class FramedStream:
     """A framed socket, which it owns. The loop calls it when the socket is readable or writable: a task would cost each frame a
     turn of the loop. On the loop only.
@@ -49,10 +41,10 @@ class FramedStream:
         sock: socket.socket,
         on_frame: Callable[[Frame], None],
         on_end: Callable[[Exception | None], None],
-        on_drained: Callable[[], None] = _nothing,
+        on_drained: Callable[[], object] = lambda: None,
         backpressure: float = math.inf,
         fd_backpressure: float = math.inf,
-        on_held: Callable[[int], None] = _ignore,
+        on_held: Callable[[int], object] = lambda nbytes: None,
         limits: Limits | None = None,
     ) -> None:
         sock.setblocking(False)
