@@ -14,11 +14,10 @@ from shared_rpc.cli.discovery import live_servers, the_server
 from shared_rpc.cli.options import BasePath, Json, Misuse, Socket, amount_of, as_misuse, in_bytes, quotas_of
 from shared_rpc.cli.rendering import as_json, complain, several, size
 from shared_rpc.errors import SharedRPCError
-from shared_rpc.execution.limits import check_when_full
 from shared_rpc.memory.devices import check_name
 from shared_rpc.observability.logs import LogFormat, LogLevel
 from shared_rpc.protocol.infos import StopInfo
-from shared_rpc.protocol.options import ClientCode, ServeOptions
+from shared_rpc.protocol.options import ClientCode, ServeOptions, check_when_full
 from shared_rpc.scripts.listing import stop_zygotes
 from shared_rpc.settings import checked_path, program
 

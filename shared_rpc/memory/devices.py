@@ -1,4 +1,4 @@
-"""Names of devices: the users', those on the wire, and torch's.
+"""Devices: their names (the users', those on the wire, and torch's), their memory, and configured limits of it.
 
 On the wire and in socket paths a device is ``"cpu"`` or the UUID of a GPU, never an index, because
 ``CUDA_VISIBLE_DEVICES`` may differ between processes.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
 from shared_rpc.errors import CapabilityError, ConfigurationError
@@ -117,3 +118,43 @@ def free_bytes(device: str) -> int | None:
     with open("/proc/meminfo", encoding="ascii") as file:
         amounts = dict(line.split(":") for line in file)
     return int(amounts["MemAvailable"].split()[0]) * 1024
+
+
+# Configured limits.
+
+
+def resolve_quotas(quotas: Mapping[str, int | float], device: str) -> dict[str, int]:
+    """Return the configured quotas in bytes, by device id.
+
+    :param device: the id of the server's device.
+    :raises ConfigurationError: for a device of another server, and for an amount that is neither bytes nor a fraction.
+    """
+    resolved: dict[str, int] = {}
+    for name, amount in quotas.items():
+        what = f"quota {name}={amount!r}"
+        try:
+            chosen = device_id(name)
+        except (ConfigurationError, CapabilityError) as error:
+            raise ConfigurationError(f"{what}: {error}") from error
+        if chosen not in devices_of(device):
+            raise ConfigurationError(f"{what}: use a device of this server: {', '.join(devices_of(device))}")
+        if chosen in resolved:
+            raise ConfigurationError(f"{what}: another name of {chosen} has a quota already")
+        resolved[chosen] = _in_bytes(what, amount, chosen)
+    return resolved
+
+
+def resolve_host_quota(amount: float | None) -> int | None:
+    """Return the limit of host copies in bytes, None for no limit.
+
+    :raises ConfigurationError: for an amount that is neither bytes nor a fraction of the host's memory.
+    """
+    return _in_bytes(f"host_quota={amount!r}", amount, "cpu") if amount is not None else None
+
+
+def _in_bytes(what: str, amount: float, device: str) -> int:
+    if isinstance(amount, float) and 0 < amount <= 1:
+        return int(facts_of(device).total * amount)
+    if isinstance(amount, int) and not isinstance(amount, bool) and amount >= 0:
+        return amount
+    raise ConfigurationError(f"{what}: use bytes as an int, or a fraction of the device's memory as a float up to 1.0")

@@ -75,3 +75,17 @@ class ServeOptions(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
             return msgspec.json.decode(text, type=cls)
         except msgspec.DecodeError as error:
             raise ConfigurationError(f"--options {text}: {error}") from error
+
+
+def check_when_full(when_full: str, quotas: Mapping[str, int | float]) -> None:
+    """Check the policy for a full device.
+
+    :raises ConfigurationError: for an unknown word, and if no device has a quota and can become full.
+    """
+    if when_full not in ("evict", "refuse"):
+        raise ConfigurationError(f"when_full={when_full!r}: use 'evict' or 'refuse'")
+    if when_full == "evict" and not quotas:
+        raise ConfigurationError(
+            "when_full='evict' needs a quota: without one no device is full before its driver refuses memory. Give the server "
+            "quotas={'cuda:0': 0.8}, or --quota cuda:0=0.8"
+        )

@@ -17,10 +17,10 @@ import anyio
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.execution.device_memory import DeviceMemory
 from shared_rpc.execution.endpoints import Registry
-from shared_rpc.execution.limits import resolve_host_quota
 from shared_rpc.execution.run import Executor
 from shared_rpc.memory.backends.choice import makers
 from shared_rpc.memory.copies import LowerCopy
+from shared_rpc.memory.devices import resolve_host_quota
 from shared_rpc.memory.spill import SpillDirectory
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.infos import MechanismInfo, ReloadedServiceInfo, ReloadInfo, ServerInfo, StopInfo

@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from shared_rpc.errors import ConfigurationError, ConnectionClosed
 from shared_rpc.execution.endpoints import Endpoint, Registry
 from shared_rpc.execution.in_process import InProcessExecutor
-from shared_rpc.execution.limits import check_when_full, resolve_quotas
 from shared_rpc.lifecycle.signals import wait_for_signal
 from shared_rpc.memory.closing import CLOSER
-from shared_rpc.memory.devices import device_tag
+from shared_rpc.memory.devices import device_tag, resolve_quotas
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.memory.spill import SpillDirectory
 from shared_rpc.protocol.infos import MechanismInfo, ServerInfo
-from shared_rpc.protocol.options import ClientCode, ServeOptions
+from shared_rpc.protocol.options import ClientCode, ServeOptions, check_when_full
 from shared_rpc.server.acceptor import Acceptor
 from shared_rpc.server.core import Core
 from shared_rpc.server.engine import Engine

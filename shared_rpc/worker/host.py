@@ -19,13 +19,12 @@ from shared_rpc.errors import CapabilityError, ConfigurationError, EndpointNotFo
 from shared_rpc.execution.arguments import read_arguments
 from shared_rpc.execution.coroutines import run_loop
 from shared_rpc.execution.in_process import InProcessExecutor
-from shared_rpc.execution.limits import resolve_quotas
 from shared_rpc.execution.outcomes import Completed, Failure
 from shared_rpc.execution.run import Run
 from shared_rpc.execution.stream import FramedStream
 from shared_rpc.forks import after_fork
 from shared_rpc.lifecycle.ending import end_now, end_within
-from shared_rpc.memory.devices import devices_of, facts_of
+from shared_rpc.memory.devices import devices_of, facts_of, resolve_quotas
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.records import Arguments
 from shared_rpc.observability.events import HOOKS, BuildFinished, BuildStarted
