@@ -17,8 +17,8 @@ from shared_rpc.errors import ConfigurationError, SharedRPCError, one_line
 from shared_rpc.operations.client import Client
 from shared_rpc.protocol.infos import HolderInfo, ListedObjectInfo, MoveInfo
 
-#: Seconds for a move of an object, or of all those of an endpoint, to a slow disk; and for the server's answers meanwhile, to
-#: requests that are a second apart.
+#: Maximum seconds for a move of an object, or of all objects of an endpoint, to a slow disk; and for each of the
+#: server's answers during the move, to requests that are sent every second.
 _MOVING, _ANSWERING = 3600.0, 10.0
 
 Target = Annotated[str, typer.Argument(metavar="OBJECT|ENDPOINT", help="An object's id or cache key, or an endpoint.")]

@@ -4,8 +4,8 @@ An object stays while a session holds a lease on it or the cache lists it. The c
 ``idle_ttl`` passes without a lease or an access, or when a budget of bytes is exceeded: then the least recently used objects
 without a lease go first. Leased objects are never dropped, so clients may hold more than ``max_bytes``.
 
-An object that is evicted to a lower tier stays, without memory on its device: it is cold until it is restored. Meanwhile its
-segments have no descriptors, and already the ids of their next memory; its bytes are in :class:`Copies`.
+An object that is evicted to a lower tier stays, without memory on its device: it is cold until it is restored. The segments of
+a cold object have no descriptors, but already the ids of their next memory; its bytes are in :class:`Copies`.
 Objects that share a segment are cold together.
 
 Raw buffers are objects too. They are listed without a key, and not subject to the cache:
