@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from types import FunctionType
 from typing import Any
 
 #: Maximum length of a path: a longer one is not readable, and cycles end here.
@@ -64,8 +63,6 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         for name in (slots,) if isinstance(slots, str) else slots:
             if hasattr(value, name):
                 yield f".{name}", getattr(value, name)
-    if isinstance(value, FunctionType):
-        yield from _of_function(value)
 
 
 def _state(value: Any) -> Any:
@@ -74,17 +71,3 @@ def _state(value: Any) -> Any:
         return value.__getstate__()
     except Exception:
         return getattr(value, "__dict__", None)
-
-
-def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield the objects pickled with a function that is pickled as code."""
-    for index, cell in enumerate(function.__closure__ or ()):
-        try:
-            part = cell.cell_contents
-        except ValueError:
-            continue  # a name without a value yet
-        yield f".<closure {function.__code__.co_freevars[index]}>", part
-    yield from ((f".{name}", getattr(function, name)) for name in ("__defaults__", "__kwdefaults__"))
-    for name in function.__code__.co_names:
-        if name in function.__globals__:
-            yield f".<global {name}>", function.__globals__[name]
