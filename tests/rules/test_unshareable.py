@@ -59,10 +59,16 @@ class LeavesOut:
         return {"file": self.file}
 
 
+def _closed_socket() -> socket.socket:
+    """Return a socket that the error's traceback may keep without a warning."""
+    with socket.socket() as closed:
+        return closed
+
+
 #: Attributes that cannot be shared, each with the reason and the remedy. tests/compat has further classes of torch.
 ATTRIBUTES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "text file": (_reading, "", "is an open file of this process: keep its path"),
-    "socket": (socket.socket, "", "is a socket of this process: keep its address"),
+    "socket": (_closed_socket, "", "is a socket of this process: keep its address"),
     "lock": (threading.Lock, "", "cannot pickle '_thread.lock' object; make it in each process, or leave it out in a __getst"),
     "generator": (lambda: (number for number in range(3)), "", "cannot pickle 'generator' object"),
     "scripted function": (lambda: _quiet(lambda: torch.jit.script(plus_one)), "", "is TorchScript"),
