@@ -1,4 +1,4 @@
-"""Search for the attribute that makes a value unpicklable, for the error text."""
+"""Search for the attribute that cannot be shared, for the error text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def locate(value: Any, path: str, attempt: Callable[[Any], object], error: Excep
         if getattr(error, "subject", None) is value:
             break
         seen.add(id(value))
-        for name, part in _parts(value):
+        for name, part in parts_of(value):
             if id(part) in seen:
                 continue
             try:
@@ -36,7 +36,7 @@ def locate(value: Any, path: str, attempt: Callable[[Any], object], error: Excep
     return path, error
 
 
-def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+def parts_of(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the parts of a value, with the text of the access to each."""
     if isinstance(value, dict):
         for key, part in value.items():

@@ -233,10 +233,7 @@ def _copy_into(pool: Pool, placement: Placement, rest: list[Block], device: torc
         return False
     placement.chunks += [chunk.number for chunk in chunks]
     for block, chunk in zip(rest, chunks, strict=True):
-        mapping = chunk.arena.mapping
-        number = placement.segment(mapping, "read_write")
-        placement.put(block, number, chunk.offset, chunk.number)
-        _copy(block, mapping, chunk.offset)
+        _fill(placement, chunk.arena.mapping, [(block, chunk.offset)], "read_write", chunk.number)
     return True
 
 
@@ -255,15 +252,11 @@ def _segments(
             yield mapping, chosen
 
 
-def _fill(placement: Placement, mapping: Mapping, chosen: list[tuple[Block, int]], access: Access) -> None:
+def _fill(placement: Placement, mapping: Mapping, chosen: list[tuple[Block, int]], access: Access, chunk: int = 0) -> None:
     number = placement.segment(mapping, access)
     for block, offset in chosen:
-        _copy(block, mapping, offset)
-        placement.put(block, number, offset)
-
-
-def _copy(block: Block, mapping: Mapping, offset: int) -> None:
-    copy_bytes(mapping.backend, mapping.address + offset, block.address, block.nbytes, block.device)
+        copy_bytes(mapping.backend, mapping.address + offset, block.address, block.nbytes, block.device)
+        placement.put(block, number, offset, chunk)
 
 
 def _copy_private(placement: Placement, private: _Blocks) -> None:

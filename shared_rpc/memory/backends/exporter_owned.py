@@ -214,12 +214,7 @@ class ExporterOwnedBackend(ABC):
         """
         raise CapabilityError(self._no_ranges())
 
-    def free_range(self, address: int, nbytes: int) -> None:
-        """Raise: there is no vacated range.
-
-        :raises CapabilityError: always.
-        """
-        raise CapabilityError(self._no_ranges())
+    free_range = vacate
 
     def _no_ranges(self) -> str:
         return (
