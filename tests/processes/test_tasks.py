@@ -204,7 +204,7 @@ def test_an_uncached_result_is_fetched_once(app: App) -> None:
     assert kept(app.provider) == (1, 1)
     assert app.provider.get_task_result(task_id).tolist() == [1, 1]
     assert kept(app.provider) == (0, 0)
-    with pytest.raises(TaskError, match=f"the result of task {task_id} was fetched.*call 'ones' again") as caught:
+    with pytest.raises(TaskError, match=f"the result of task {task_id} was already fetched.*call 'ones' again") as caught:
         app.provider.wait_for_task(task_id)
     assert caught.value.reason == "released"
     assert status(app, task_id) == ("completed", False)
