@@ -26,7 +26,6 @@ from shared_rpc.forks import after_fork
 from shared_rpc.lifecycle.ending import end_now, end_within
 from shared_rpc.memory.devices import devices_of, facts_of, resolve_quotas
 from shared_rpc.memory.mapping import MAPPINGS
-from shared_rpc.memory.records import Arguments
 from shared_rpc.observability.events import HOOKS, BuildFinished, BuildStarted
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.catalogue import decode_message, encode_message
@@ -202,20 +201,18 @@ class WorkerHost:
 
     def _run(self, frame: Frame, message: w.StartRun) -> None:
         number = frame.request_id
-        executor = self._executors.get(message.key)
-        endpoint = executor.endpoints.get(message.endpoint) if executor is not None else None
-        arguments: Arguments | None = None
+        executor = self._executors[message.key]
+        endpoint = executor.endpoints.get(message.endpoint)
         try:
-            if executor is not None:  # even if the run fails: a client's arena is sent only once
-                arguments = read_arguments(frame, message, message.session, executor.transfers, None)
-            if executor is None or endpoint is None or arguments is None:
+            # Even if the run fails: a client's arena is sent only once.
+            arguments = read_arguments(frame, message, message.session, executor.transfers, None)
+            if endpoint is None:
+                arguments.close()
                 raise EndpointNotFound(
                     f"the worker (pid {os.getpid()}) has no endpoint {message.endpoint!r}: an earlier worker shared it after "
                     f"loading the app"
                 )
         except (SharedRPCError, OSError) as error:
-            if arguments is not None:
-                arguments.close()
             known = (
                 error if isinstance(error, SharedRPCError) else CapabilityError(f"the worker cannot accept the call: {error}")
             )
@@ -296,9 +293,9 @@ class WorkerHost:
         return None
 
     def _fail(
-        self, number: int, executor: InProcessExecutor | None, session: str, failure: Failure, unused: Sequence[int] = ()
+        self, number: int, executor: InProcessExecutor, session: str, failure: Failure, unused: Sequence[int] = ()
     ) -> None:
-        freed = [*(executor.transfers.returned(session) if executor is not None else ()), *unused]
+        freed = [*executor.transfers.returned(session), *unused]
         self._stream.send(w.RunFailed(failure.code, failure.text, failure.detail, freed), number, failure.pickled)
 
     def _stop(self, frame: Frame, message: w.Stop) -> None:
@@ -315,12 +312,10 @@ class WorkerHost:
             self._stream.send(w.RunWithdrawn(executor.transfers.returned(run.session)), run.number)
 
     def _give(self, frame: Frame, message: w.ReleaseChunks) -> None:
-        if (executor := self._executors.get(message.key)) is not None:
-            executor.transfers.release_results(message.session, message.chunks)
+        self._executors[message.key].transfers.release_results(message.session, message.chunks)
 
     def _end_session(self, frame: Frame, message: w.SessionEnded) -> None:
-        if (executor := self._executors.get(message.key)) is not None:
-            executor.transfers.end(message.session)
+        self._executors[message.key].transfers.end(message.session)
 
     def _reclaim(self, frame: Frame, message: w.Reclaim) -> None:
         for executor in self._executors.values():
