@@ -107,7 +107,7 @@ def client_environment(environ: Mapping[str, str] | None = None) -> dict[str, st
 
 
 def source_environment(token: str) -> dict[str, str]:
-    """Return the environment for a source of records started by a server: that of a client, with the server's token."""
+    """Return the environment for a source of records started by a server: a client's, with the server's token."""
     return {**client_environment(), _SOURCE_TOKEN: token}
 
 

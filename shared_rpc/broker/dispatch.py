@@ -137,7 +137,7 @@ class WorkerExecutor:
             self._waiting.add(run)
 
     def send_waiting(self) -> None:
-        """Send queued runs to available workers; end the runs if no worker will come."""
+        """Send queued runs to available workers; fail them if no worker will become available."""
         for run in self._waiting:
             self._send_or_end(run)
 
@@ -286,7 +286,7 @@ class WorkerExecutor:
         run.place.owner.ended(run, failure)
 
     def _lost(self, run: Run[Any], crash: SharedRPCError) -> None:
-        """Send the run of an ended worker to another one, once; a run that had begun fails."""
+        """Retry the run of an ended worker on another one, once; fail a run that had begun."""
         place: _Place = run.place
         self._sent.discard(run)
         if place.timer is not None:

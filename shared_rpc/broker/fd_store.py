@@ -130,7 +130,7 @@ def code_of(spec: EndpointSpec | None) -> str:
 
 
 class StateFile:
-    """A memfd that is written in place. Its two halves are written in turn, the head of a half last.
+    """A memfd that is updated in place. Its two halves are written alternately, the head of a half last.
 
     A half with a wrong digest was being written when its writer was killed: the other one is the latest then.
 

@@ -181,7 +181,7 @@ class Supervisor:
             return self._bare
 
     async def _end_unused(self, worker: Worker) -> None:
-        """End the bare worker after a period without an order. One that keeps memory of its own process stays."""
+        """End the bare worker after a period without an order, unless its process owns memory."""
         while worker is self._bare:
             left = worker.requests.answered_at + _UNUSED - time.monotonic()
             if len(worker.requests) or worker.keeps_memory or left > 0:
@@ -192,7 +192,7 @@ class Supervisor:
                 worker.retire()
 
     def refusal(self) -> SharedRPCError | None:
-        """Return the reason why no worker will come soon; None if there is or may be one."""
+        """Return the reason why no worker will become available soon; None if one is or may become available."""
         left = self._stopped_until - time.monotonic()
         if self.workers or self._last is None or left <= 0:
             return None

@@ -93,7 +93,7 @@ class ForwardedTransfer(SessionTransfer):
         return chunks
 
     def release(self, numbers: Iterable[int]) -> None:
-        """Keep chunks for the next reply, for example those that no worker has received."""
+        """Queue chunks for the next reply, such as chunks that no worker received."""
         self._returned += numbers
 
     def info(self) -> PoolInfo:

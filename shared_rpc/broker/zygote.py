@@ -122,7 +122,7 @@ class _Running:
         return f"the zygote (pid {self.child.pid}) {how}" + (f": {text}" if text else "")
 
     def end(self) -> None:
-        """Kill it. Its forks live on. The kernel needs a while to free its memory."""
+        """Kill the zygote. Its forks continue. The kernel needs time to free its memory."""
         self._socket.close()
         self.child.kill()
 
@@ -196,8 +196,8 @@ class WorkerZygote:
             self._due.set()
 
     def ended(self, loaded: bool, by_signal: bool) -> None:
-        """Handle the end of a fork. If it had not loaded the app, the zygote may be the reason: it ends, and the next worker is
-        a new process.
+        """Handle the end of a fork. If it had not loaded the app, the zygote may be the cause: it is ended, and the next worker
+        is a new process.
         """
         if loaded or self._state != "ready":
             return

@@ -90,7 +90,7 @@ def no_listener(error: ConnectError) -> bool:
 
 
 def _refuse_foreign(peer: Peer, path: str) -> None:
-    """Check the server's user: of the process that listens, before any I/O, and of the one that answers.
+    """Check the user of the process that listens, before any I/O, or of the process that answers.
 
     :raises ForeignServer: if it is neither this user nor root, or another user's link led to it.
     """

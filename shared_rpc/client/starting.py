@@ -85,7 +85,7 @@ def start_detached(
     variables: Mapping[str, str],
     until: float,
 ) -> tuple[int, str | None]:
-    """Start a process that detaches a child of its own; return the child's id, and its report.
+    """Start a process that detaches its own child; return the child's pid and its report.
 
     It inherits this process's lock, and of its other descriptors a pipe for the report; signals have their default action.
 

@@ -90,7 +90,7 @@ class Request(msgspec.Struct):
         return Request(self.message, self.what, transfer=self.transfer)
 
     def addressed(self, sent: set[str]) -> tuple[m.Message, list[Descriptor]]:
-        """Return the message of a call and its descriptors, for a connection that has those of the arenas ``sent``."""
+        """Return the message of a call and its descriptors, except those of arenas already ``sent`` over the connection."""
         kept = [
             number
             for number, segment in enumerate(self.segments)
@@ -133,7 +133,7 @@ class Tell(msgspec.Struct):
 
 
 class Known(Protocol):
-    """A connected server: its id, that of its device, and its process, 0 for one in another pid namespace.
+    """A connected server: its id, its device's id, and its pid (0 in another pid namespace).
 
     Calls to a server without an id include all memory.
     """

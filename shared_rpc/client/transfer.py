@@ -70,7 +70,7 @@ class ClientTransfer:
         FINALIZER.submit(self._return_chunks, after=_IDLE)
 
     def _return_chunks(self) -> None:
-        """Return unused chunks, unless the next request probably comes at once and takes them along."""
+        """Return unused chunks, unless the next request is likely to follow at once and to carry them."""
         self._scheduled = False
         if self.closed:
             return

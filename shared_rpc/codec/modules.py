@@ -70,7 +70,7 @@ def _defined(kind: type) -> set[str]:
 
 
 def _state(module: torch.nn.Module) -> Any:
-    """Return a module's attributes, without those of a new one, which are half of the pickle.
+    """Return a module's attributes, except those that every new module has: they would be half of the pickle.
 
     For a class with slots, a pair: the attributes, and the contents of the slots.
     """

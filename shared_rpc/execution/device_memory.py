@@ -246,7 +246,7 @@ class DeviceMemory:
         self.forget([copy_id])
 
     def forget(self, copies: Sequence[str]) -> None:
-        """Unmap host memory of ended copies, in a thread of its own: unmapping takes as long as mapping."""
+        """Unmap host memory of ended copies in a separate thread, because unmapping takes as long as mapping."""
         if copies and "gpu_copies" in vars(self):  # otherwise nothing was ever mapped
             with suppress(RuntimeError):  # the interpreter ends
                 threading.Thread(target=self.gpu_copies.forget, args=(copies,), name=_UNMAPPING, daemon=True).start()

@@ -37,7 +37,7 @@ _HELD = "_shared_rpc_chunk"
 
 
 class ChunkReference(weakref.ref[_ChunkPin]):
-    """A weak reference to a pin, with the chunk, of which ``nbytes`` are used."""
+    """A weak reference to a pin, with the chunk and the bytes used of it."""
 
     __slots__ = ("backend", "nbytes", "number")
 
@@ -81,7 +81,7 @@ class ChunkReferences:
         self.free: list[int] = []
 
     def acquire(self, number: int, nbytes: int, mapping: Mapping, users: Iterable[object]) -> None:
-        """Keep a chunk while one of the objects lives, which take an attribute; then release it.
+        """Keep a chunk until the last object is collected, then release it. The objects keep the reference as an attribute.
 
         :param mapping: that of its arena, which this process keeps from now on until :meth:`close`.
         :raises CodecError: if it is not an arena.

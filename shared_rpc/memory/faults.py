@@ -1,4 +1,4 @@
-"""Report of invalid accesses to shared host memory: writes to read-only memory, and accesses to that of a suspended object.
+"""Reports of invalid accesses to shared host memory: writes to read-only memory, and any access to suspended memory.
 
 The kernel ends the process by SIGSEGV, without an explanation. From the first such range on, a handler of that signal writes
 the accessed memory and the stacks of the threads to standard error; then it restores the earlier handler and returns, so that

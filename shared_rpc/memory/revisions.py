@@ -89,7 +89,7 @@ def settled_revision(page: Segment) -> int | None:
 
 
 def _has_writer(page: int) -> bool:
-    """Return True if the update of an odd revision is active: its process lives, and has not abandoned it."""
+    """Return True if the update of an odd revision is active: its process is alive, and has not abandoned it."""
     if _updating.get(os.fstat(page).st_ino) is not None:  # this process's own lock does not show
         return True
     return is_locked(page) and not any(os.pread(page, 4, _LEFT))
@@ -326,7 +326,7 @@ class Update:
 
 
 class _OwnPage:
-    """The mapping of a page that other processes can only read, and the lock that shows that this process lives."""
+    """The mapping of a page that other processes can only read, and the lock that shows that this process is alive."""
 
     def __init__(self, page: Segment) -> None:
         self.address = HOST.map(page.fileno(), page.info.nbytes, "read_write")

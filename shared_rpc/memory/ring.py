@@ -98,7 +98,7 @@ class Ring:
         self._over = False
 
     def take(self, role: Literal["creator", "sender", "reader"]) -> None:
-        """Take a side of the ring: that of its creator, of its sender, or of a missing reader.
+        """Take a side of the ring: the creator's, the sender's, or a missing reader's.
 
         In place of a reader that has closed its side, this one begins with the slots not acknowledged by that one.
 

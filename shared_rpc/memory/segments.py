@@ -1,4 +1,4 @@
-"""Segments: pieces of memory, each of which lives as long as a process holds its file descriptor."""
+"""Segments: pieces of memory, each of which exists as long as a process holds its file descriptor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server's standard error, written without blocking, and that of its children: forwarded, with its last lines kept."""
+"""A server's standard error, written without blocking, and its children's, which is forwarded with the last lines kept."""
 
 from __future__ import annotations
 

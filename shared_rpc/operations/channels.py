@@ -363,7 +363,7 @@ class _Message(Part):
 
     @operation
     def copy_to(self, targets: Mapping[str, torch.Tensor]) -> Steps[list[str]]:
-        """Copy the rest of the tensors to those of the same name and shape, without a temporary; return their names.
+        """Copy the remaining tensors into targets of the same name and shape, without a temporary; return their names.
 
         :raises ConfigurationError: if there is no such target.
         """
@@ -540,7 +540,7 @@ class _Channel(Part):
 
     @property
     def name(self) -> str:
-        """The name by which other processes open it."""
+        """The name under which other processes open the channel."""
         return self._parts.name
 
     @property

@@ -1,4 +1,4 @@
-"""Generations of cached objects, news of them, and revisions of objects that are written in place."""
+"""Generations of cached objects, iterators over new ones, and revisions of objects that are updated in place."""
 
 from __future__ import annotations
 

@@ -334,7 +334,7 @@ async def updating_async(handle: AsyncHandle[T], timeout: float | None) -> Async
 
 
 async def _in_thread(work: Callable[[], R]) -> R:
-    """Run work in a thread of its own limiter; if the caller is cancelled, the thread continues."""
+    """Run work in a thread, under a separate limiter; if the caller is cancelled, the thread continues."""
     from anyio import CapacityLimiter, to_thread
 
     return await to_thread.run_sync(work, abandon_on_cancel=True, limiter=CapacityLimiter(1))

@@ -131,7 +131,7 @@ class RecordOperations:
 
     @operation
     def promote(ctx: Context, candidate: Lease[Any] | str) -> Steps[Generation]:
-        """Make a candidate the current generation of its call, with the news of a refresh; return its description.
+        """Make a candidate the current generation of its call, and report it like a refresh; return its description.
 
         :param candidate: the handle of :meth:`prepare` or :meth:`adopt_candidate`, which is unchanged, or an object's id.
         :raises RefreshError: if it is not (any more) a candidate, if its call was invalidated since it was prepared, or if a

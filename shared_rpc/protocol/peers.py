@@ -16,7 +16,7 @@ _SO_PEERPIDFD = 77
 
 
 class Peer(NamedTuple):
-    """The peer, as reported by the kernel. ``pid`` is 0 if it lives in a pid namespace unknown here."""
+    """The peer, as reported by the kernel. ``pid`` is 0 in a pid namespace that this process cannot see."""
 
     pid: int
     uid: int

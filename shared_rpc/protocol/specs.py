@@ -10,7 +10,7 @@ from shared_rpc.protocol.records import Access, HostCopy, Tensors
 
 
 class DeviceSpec(msgspec.Struct, frozen=True, array_like=True):
-    """A device with memory of a server. ``total`` and ``granularity``, of which sizes are multiples, are bytes."""
+    """A device on which a server has memory, ``total`` bytes. Segments' sizes are multiples of ``granularity`` bytes."""
 
     id: str
     kind: str

@@ -31,7 +31,7 @@ class Progress(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class TaskInfo(msgspec.Struct, frozen=True, gc=False):
-    """A snapshot of a task. Times are Unix seconds, None for events to come.
+    """A snapshot of a task. Times are Unix seconds, None for future events.
 
     ``cancel_requested``: the running task was asked to stop; its ``status`` shows the effect.
     ``error_type`` and ``error_message`` are those of a failed task. ``object_id`` is the result's. ``waits_for`` describes, for

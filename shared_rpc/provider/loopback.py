@@ -295,7 +295,7 @@ class LocalLink:
         return caller.answered.result()
 
     def close(self, reason: str = "") -> None:
-        """Keep the leases: the engine ends by itself."""
+        """Keep the leases, which end with the engine."""
 
 
 @bound

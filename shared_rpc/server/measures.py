@@ -76,7 +76,7 @@ def _status(name: Literal["nodes", "objects", "bytes_received", "bytes_sent"]) -
 
 
 def _largest(read: Callable[[Core], float]) -> _Read:
-    """Read a value shared by the servers of a process, that of their cluster."""
+    """Read a value that all servers of a process share, such as their cluster's."""
     return lambda cores: {(): max(map(read, cores), default=0)}
 
 

@@ -126,7 +126,7 @@ class Tiers:
 
     @handles(t.Suspend)
     def suspend(self, caller: Caller, message: t.Suspend) -> m.Count:
-        """Make the session's leases on these objects inactive; return the number of those that were active."""
+        """Make the session's leases on these objects inactive; return how many were active."""
         suspended = [object_id for object_id in message.object_ids if self._leases.suspend(caller.session, object_id)]
         self._state.settle(*suspended)
         return m.Count(len(suspended))
@@ -478,7 +478,7 @@ class Tiers:
             raise CapabilityError(f"{_named(group[0])} cannot be evicted: {error}") from None
 
     def _evictable(self, group: Sequence[StoredObject], to: str) -> Tier | None:
-        """Return the target tier of a group's eviction, None if it is there or lower.
+        """Return the target tier of a group's eviction, None if the group is there already, or lower.
 
         :raises ServerBusy: if it may not be evicted now.
         :raises CapabilityError: if it can never be evicted.

@@ -1,4 +1,4 @@
-"""Choice of the mechanism by which this process makes the segments of a GPU.
+"""Choice of the mechanism with which this process allocates segments of a GPU.
 
 The choice is made once for each GPU of a process: the first mechanism of :data:`PREFERENCE` that the GPU supports, or the one
 given by a provider. Consumers have no choice: a segment has its mechanism.
@@ -102,7 +102,7 @@ def _find(asked: str, device: str) -> Choice:
 
 
 def chosen(device: str) -> Choice:
-    """Return the mechanism by which this process makes segments on a device.
+    """Return the mechanism with which this process allocates segments on a device.
 
     :raises CapabilityError: if none is available.
     """

@@ -58,7 +58,7 @@ class LeaseTable:
             self._on_give(session, object_id)
 
     def release(self, session: Holder, object_id: str) -> bool:
-        """Count one handle less. Return False if the session had none, as after a second release."""
+        """Decrement the count of handles; return False if the session had none, as after a second release."""
         held = self._by_session.get(session)
         if not held or object_id not in held:
             return False

@@ -47,7 +47,7 @@ def next_tier(current: Tier, devices: Collection[str], to: str, *, files: bool) 
 
 
 def outlives_use(infos: Iterable[SegmentInfo], host_copy: HostCopy) -> bool:
-    """Return True if a copy may be reused after the object was in use, because no write goes without a revision.
+    """Return True if a copy may be reused after the object was in use, because every write has a revision.
 
     That holds if clients cannot write, and if the app has promised it by ``host_copy="at_build"``.
     """
