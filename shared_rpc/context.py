@@ -1,4 +1,4 @@
-"""The run of the present endpoint: its progress, its cancellation, its request.
+"""The run of the current endpoint: its progress, its cancellation, its request.
 
 ``progress``, ``cancelled``, ``raise_if_cancelled`` and ``request_id`` may be called anywhere: outside of endpoints, and for
 runs without a waiting caller, they do nothing.

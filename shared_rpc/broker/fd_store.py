@@ -60,7 +60,7 @@ _AT_ONCE = 8
 
 
 class _Service(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """A provider. ``serve`` has its present endpoints."""
+    """A provider. ``serve`` has its current endpoints."""
 
     server_id: str
     serve: w.Serve

@@ -205,7 +205,7 @@ class Lines:
         print(task_id, flush=True)
 
     def update(self, info: TaskInfo) -> None:
-        """Show the present state of the task. Its end is shown by :meth:`end`, or is an error."""
+        """Show the current state of the task. Its end is shown by :meth:`end`, or is an error."""
         self._info = info
         progress = info.progress
         share = percent(progress)

@@ -159,7 +159,7 @@ class BlockingDriver(BaseClient, BlockingMethods):
                     opening = self._opening
                     if opening is None:
                         opening = self._opening = _Opening(turn)
-                # The thread that connects may be this one, interrupted by the present signal handler.
+                # The thread that connects may be this one, interrupted by the current signal handler.
                 if opening.turn is turn or opening.thread == threading.get_ident():
                     session = self._new_session(turn.patience, deadline - time.monotonic())
                     outdated = drive(session, functools.partial(self._perform, turn))

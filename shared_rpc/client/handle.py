@@ -70,7 +70,7 @@ class Lease(Generic[T]):
         """True while the handle is suspended: it must be resumed before :attr:`value` is used.
 
         An active handle becomes suspended if its object was evicted while the session with the server was lost, and the new
-        session could not map its present memory at once.
+        session could not map its current memory at once.
         """
         return (self._suspended or self._outdated) and not self._released
 
@@ -149,7 +149,7 @@ class Lease(Generic[T]):
                 self._value = nothing
 
     def _take(self, value: T) -> None:
-        """Set the object's present value, before the handle becomes active."""
+        """Set the object's current value, before the handle becomes active."""
         with self._lock:
             if not self._released:
                 self._value = value

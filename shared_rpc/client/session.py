@@ -22,7 +22,7 @@ from shared_rpc.protocol import tiers as t
 
 #: Seconds between two attempts to reach a server that does not listen yet.
 RETRY = 0.05
-#: Seconds for which the first request of a session waits for the present memory of objects.
+#: Seconds for which the first request of a session waits for the current memory of objects.
 RENEWAL = 5.0
 #: Maximum number of servers started for one connection, in case they end at once.
 _SUMMONS = 3
@@ -69,7 +69,7 @@ class Renewal:
     """The leases of handles in a session that takes them over from an earlier one.
 
     While the earlier one was lost, nothing was active, and objects could be evicted. The server compares the memory mapped here
-    with its present memory, and grants inactive leases on objects whose memory differs: see
+    with its current memory, and grants inactive leases on objects whose memory differs: see
     :func:`shared_rpc.client.suspension.renew_handles`.
 
     Handles may be suspended and resumed between :attr:`request` and :meth:`move`: :meth:`corrections` and :meth:`outdated`

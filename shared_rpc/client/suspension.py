@@ -219,7 +219,7 @@ def resume_handle(ctx: Context, handle: Lease[Any], timeout: float | None = None
 
 
 def renew_handles(ctx: Context, handles: Iterable[Lease[Any]]) -> Operation[None]:
-    """Map the present memory of objects in place of earlier incarnations, for active handles.
+    """Map the current memory of objects in place of earlier incarnations, for active handles.
 
     Their session has taken the leases over from a lost one, as inactive ones. If the memory is not available now, the
     handles are suspended, and the mappings stay. Raises no error of its own.
@@ -251,7 +251,7 @@ def _replaced(ctx: Context, handle: Lease[Any]) -> Operation[None]:
     yield from map_again(ctx, handle, activates=False)
     _log.log(
         logging.WARNING if written else logging.INFO,
-        "object %s was evicted while the session with the server was lost: its present memory is mapped at its address%s",
+        "object %s was evicted while the session with the server was lost: its current memory is mapped at its address%s",
         object_id,
         ", and what this process wrote to it since is lost" if written else "",
     )
@@ -262,7 +262,7 @@ def _mark_outdated(handles: Sequence[Lease[Any]], why: str) -> None:
     for handle in handles:
         handle._become_outdated()
     _log.warning(
-        "object %s was evicted while the session with the server was lost, and its present memory cannot be mapped now: "
+        "object %s was evicted while the session with the server was lost, and its current memory cannot be mapped now: "
         "its handle is suspended until resume(). %s",
         handles[0].object_id,
         why,

@@ -9,7 +9,7 @@ The handler is Python, entered by ctypes, which waits for the GIL. torch's opera
 it is available then. It is not if foreign code keeps it and waits for one of its threads that faults: that process hangs
 instead of ending. Only a compiled handler could do better: neither libc nor Python has one that checks the address.
 
-The handler uses the present stack: a signal stack, such as faulthandler's, is too small for Python, and since 3.14 taken for
+The handler uses the current stack: a signal stack, such as faulthandler's, is too small for Python, and since 3.14 taken for
 an overflow. A thread that has overflowed its own is ended by the kernel at once.
 """
 

@@ -37,7 +37,7 @@ _KEPT: frozenset[Mechanism] = frozenset({"host_vmm", "memfd"})
 
 
 class _Mapped(msgspec.Struct, eq=False):
-    """Host memory mapped for a GPU, for present and later copies."""
+    """Host memory mapped for a GPU, for current and later copies."""
 
     address: int
     unmap: Callable[[], None]

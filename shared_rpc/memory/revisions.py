@@ -8,7 +8,7 @@ lock is an update that was begun and never ended.
 
     offset  size
     0       8     the revision
-    8       4     the pid of the last or present writer, in its own pid namespace
+    8       4     the pid of the last or current writer, in its own pid namespace
     12      4     1 if the last update ended without commit()
 
 An object that is shared for reading has a page that only its server's process writes: it maps the page before sealing it, and
@@ -130,7 +130,7 @@ class Page:
 
     @property
     def revision(self) -> int:
-        """The present revision. Later reads of the memory are at least as new."""
+        """The current revision. Later reads of the memory are at least as new."""
         revision = int(self._revision.value)
         futex.fence()
         return revision

@@ -344,7 +344,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 class _Message(Part):
-    """The reception of one message: its present slot, and the present piece in that."""
+    """The reception of one message: its current slot, and the current piece in that."""
 
     def __init__(self, driver: Any, parts: Parts, timeout: float | None) -> None:
         super().__init__(driver)

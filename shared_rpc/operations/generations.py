@@ -30,11 +30,11 @@ class GenerationOperations:
     def refresh(ctx: Context, endpoint: str, /, *args: Any, **kwargs: Any) -> Steps[Generation]:
         """Build the next generation of a cached call's object, and make it the current one; return its description.
 
-        Calls get the present generation at once until the new one is current. Handles keep theirs until they are released.
+        Calls get the earlier generation at once, until the new one is current. Handles keep theirs until they are released.
         This process gets no lease: call the endpoint, or :meth:`Handle.latest`.
 
         Simultaneous refreshes with the same arguments join one build, and so does a call with nothing in the cache. The build
-        continues if this client gives up. An exception of the endpoint is raised here, and leaves the present generation
+        continues if this client gives up. An exception of the endpoint is raised here, and leaves the current generation
         unchanged.
 
         :raises ConfigurationError: if the call is not cached.

@@ -54,7 +54,7 @@ class HandleOperations(Lease[T]):
 
     @operation
     def get_object_info(self, refresh: bool = False) -> Steps[ObjectInfo]:
-        """Query the server for its present description of the object.
+        """Return the server's current description of the object.
 
         :param refresh: without effect, for code written for shared-tensor: answers are not cached.
         :raises StaleHandleError: if the server no longer owns the object.

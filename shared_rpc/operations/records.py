@@ -82,8 +82,8 @@ class RecordOperations:
     ) -> Steps[Generation]:
         """Make a record the cached result of a call, as if the server had built it; return its description.
 
-        If a result is cached under the call's key, the record becomes its next generation, with the news of a refresh; runs of
-        the call that have begun before do not replace it. An allocated record is taken over without a copy, and closed. A
+        If a result is cached under the call's key, the record becomes its next generation, reported like a refresh; runs of
+        the call that started earlier do not replace it. An allocated record is taken over without a copy, and closed. A
         record that was exported, by this server or another one, is copied into an allocated one first, and stays open.
 
         Nothing is unpickled, here or in the server, but callers of the endpoint do unpickle: adopt records only from trusted

@@ -69,7 +69,7 @@ class TaskOperations:
         callback: Callback | None = None,
         **kwargs: Any,
     ) -> Steps[Any]:
-        """Submit a task, and with ``wait`` :meth:`wait_for_task`; return its result, or without ``wait`` its id."""
+        """Submit a task and wait for it; return its result, or with ``wait=False`` its id at once."""
         task_id = yield from _submitted(ctx, endpoint, args, kwargs)
         return (yield from _awaited(ctx, task_id, timeout, callback)) if wait else task_id
 
@@ -98,7 +98,7 @@ class TaskOperations:
         """Wait for a task to end; return its result, like :meth:`call`. The task's exception is raised.
 
         :param timeout: maximum seconds to wait; 0 does not wait, None waits without limit.
-        :param callback: called, in this thread, with the present state of the task and with every change of its status or
+        :param callback: called, in this thread, with the current state of the task and with every change of its status or
             progress. Its exception ends the wait, not the task; at the end, a result that can be fetched once is lost. For an
             :class:`AsyncClient` it may be a coroutine function, and is called on the loop.
         :raises DeadlineExceeded: if the task has not ended after ``timeout`` seconds; it continues, and a later wait gets its

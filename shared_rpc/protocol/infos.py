@@ -241,7 +241,7 @@ class MovingInfo(TypedDict):
 class MoveInfo(TypedDict):
     """An object that has changed its tier.
 
-    ``tier`` is its present one. ``nbytes`` is the memory freed or allocated on its device; ``copied`` the bytes copied for it,
+    ``tier`` is its current tier. ``nbytes`` is the memory freed or allocated on its device; ``copied`` the bytes copied for it,
     0 if there was a good copy; and ``seconds`` the duration.
     """
 

@@ -58,7 +58,7 @@ class Calls:
 
     @handles(g.Refresh)
     def refresh(self, caller: Caller, message: g.Refresh) -> None:
-        """Build the next generation of a call's object, or join the run that does; the present one is served until then.
+        """Build the next generation of a call's object, or join the run that does; the current one is served until then.
 
         It is answered in the turn of the loop in which the new generation became current.
         """

@@ -27,7 +27,7 @@ class BootClock:
         return time.clock_gettime(time.CLOCK_BOOTTIME)
 
     def unix(self, moment: float) -> float:
-        """Convert a time to Unix seconds, by the host's present clock."""
+        """Convert a time to Unix seconds, by the host's current clock."""
         return time.time() - self.now() + moment
 
 

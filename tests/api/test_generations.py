@@ -116,7 +116,7 @@ def test_uncached_results_have_no_generations(app: App) -> None:
 
 
 def test_a_failed_refresh_changes_nothing(app: App, load: Any, builds: Builds) -> None:
-    """The endpoint's own error is raised, and the present generation is still served."""
+    """The endpoint's own error is raised, and the earlier generation is still served."""
     handle = load()
     builds.fails = ZeroDivisionError("no weights today")
     with pytest.raises(ZeroDivisionError, match="no weights today"):
@@ -357,7 +357,7 @@ async def test_coroutines_can_refresh(server: Server) -> None:
 
 
 def test_candidates_are_private_until_promoted(app: App, load: Any, builds: Builds) -> None:
-    """Calls get the present generation; after the promotion, which happens once, it is current, with the news of a refresh."""
+    """Calls get the earlier generation; after the promotion, which happens once, it is current, and reported like a refresh."""
     present = load()
     candidate = app.provider.prepare("load")
     assert (candidate.generation, candidate.value.object_id, candidate.value.endpoint) == (2, candidate.object_id, "load")

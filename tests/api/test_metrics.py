@@ -110,7 +110,7 @@ def test_active_runs_are_gauges(url: str, connect: Connect, go: threading.Event,
 
 
 def test_memory_leases_sessions_and_tasks_are_gauges(url: str, connect: Connect) -> None:
-    """They show the server's present state; ends are counted."""
+    """They show the server's current state; ends are counted."""
     client = connect()
     handle, buffer = client.call("held", 1000), client.create_buffer(8192)
     client.wait_for_task(client.submit("held", 1001)).release()

@@ -156,7 +156,7 @@ def client_process(code: str, environ: dict[str, str] | None = None) -> Child:
 @pytest.mark.parametrize("endpoint", ["weights", "read_only"])
 @pytest.mark.parametrize("to", ["", "host", "file"])
 def test_replayed_graphs_survive_an_eviction(app: BrokerApp, children: list[Child], endpoint: str, to: str) -> None:
-    """Suspended, evicted to each tier or to none, and resumed: the graph reads the present memory at the address."""
+    """Suspended, evicted to each tier or to none, and resumed: the graph reads the current memory at the address."""
     child = client_process(
         f"""
         handle, value, graph, out = graphed({endpoint!r})

@@ -392,7 +392,7 @@ class StoreModel(RuleBasedStateMachine):
 
     @invariant()
     def cold_objects_have_copies(self) -> None:
-        """A cold object has a copy of each of its segments, and all other copies are of present memory."""
+        """A cold object has a copy of each of its segments, and all other copies are of current memory."""
         store, alive = self.shelf.store, self.alive.values()
         memory = {segment_id for stored in alive if not stored.cold for segment_id in ids_of(stored)}
         assert set(store.segments()) == memory
