@@ -322,7 +322,7 @@ def answer(url: str, request: bytes) -> bytes:
 
 @pytest.mark.deep  # for the seconds after which silent connections are closed
 def test_slow_scrapers_delay_neither_calls_nor_others(url: str, connect: Connect) -> None:
-    """Silent connections, and those with half a request, are closed; the server answers meanwhile."""
+    """Silent connections, and those with half a request, are closed; the server answers other requests all the time."""
     client = connect()
     client.call("held", 3)
     with ExitStack() as stack:

@@ -120,7 +120,7 @@ def private(visit: Visit) -> None:
 
 
 def counted(visit: Visit) -> None:
-    """What each process makes for itself, such as packed weights, is among what is told of the object."""
+    """What each process makes for itself, such as packed weights, is part of the object's description."""
     assert visit.handle.get_object_info()["private_nbytes"] > 0
 
 
@@ -355,7 +355,7 @@ def beside(function: Callable[[Any, Any, str], None]) -> Callable[[Visit], None]
     return check
 
 
-#: Those that change the client's object, its bits, flags or what it remembers; what comes after attaches anew.
+#: Those that change the client's object, its bits, flags or what it remembers; later checks attach again.
 CHANGES = {
     *("outputs", "outputs there", "deepcopy", "read-only"),
     *("state_dict", "written here", "trained"),
@@ -363,7 +363,7 @@ CHANGES = {
 
 
 def changes(visit: Visit, check: str) -> bool:
-    """Whether the objects are to be had anew after a check."""
+    """Return True if the objects must be attached again after a check."""
     return check in CHANGES or check in visit.case.besides or check.startswith("compiled")
 
 

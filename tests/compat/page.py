@@ -25,13 +25,13 @@ _CODE = re.compile(
 
 
 def write() -> Path:
-    """Make the tables anew, in the page."""
+    """Replace the tables in the page."""
     PAGE.write_text(made(PAGE.read_text()))
     return PAGE
 
 
 def made(page: str) -> str:
-    """Return the text of the page with its tables made anew."""
+    """Return the text of the page with new tables."""
     found = {device: load(device) for device in DEVICES}
     parts = {"libraries": _overview(found), "own": _own(), "objects": _sections(found), "releases": _releases(found)}
     for name, lines in parts.items():

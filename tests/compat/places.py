@@ -10,7 +10,7 @@ import torch
 from shared_rpc.memory.mapping import MAPPINGS
 from tests.kit.comparing import memories, reached
 
-#: What a process may have of its own of an attached object, beside its Python objects, and why.
+#: Parts of an attached object that a process may own, in addition to its Python objects, and why.
 OWN = {
     "packed weights": "weights in the layout of the processor's library, which packs them again in each process",
     "arrays": "pages of numpy arrays (16 KiB or more) that the process has written to (copy-on-write)",

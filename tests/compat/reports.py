@@ -27,7 +27,7 @@ class Reports:
         self._made: dict[Visited, Future[dict[str, Any]]] = {}
         for (library, host), names in wanted.items():
             here = [name for name in names if name in self.cases(library)]
-            # A server that nobody calls may be told to end before it has begun.
+            # A server without callers may be asked to exit before it has started.
             if here and not self.missing(library):
                 # What takes seconds and does not depend on the host is tried once, with the host that most people use.
                 heavy = host == next(iter(HOSTS))

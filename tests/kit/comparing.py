@@ -133,7 +133,7 @@ def _reduction(value: Any) -> list[tuple[str, Any]]:
 
 
 def parts_of(value: Any) -> list[tuple[str, Any]]:
-    """What an object is made of, by names; empty for what has no parts that can be told."""
+    """Return the parts of an object by name; empty for an object without comparable parts."""
     if isinstance(value, torch.Tensor):
         found = _parts(value) or []
         if value.is_leaf and value.grad is not None:
@@ -310,5 +310,5 @@ def memories(value: Any) -> dict[int, str]:
 
 
 def is_memory(path: str) -> bool:
-    """Whether the tensor at a path is memory of the object, and not a copy made for whoever asks, or by a reduction."""
+    """Return True if the tensor at a path is memory of the object, not a copy made on access or by a reduction."""
     return not path.endswith(("int_repr", " state")) and " reduction" not in path

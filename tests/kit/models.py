@@ -36,7 +36,7 @@ class Slotted:
 
 @dataclass
 class State:
-    """The state that models keep beside their parameters."""
+    """The state of models apart from their parameters."""
 
     step: int
     moments: dict[str, torch.Tensor] = field(default_factory=dict)

@@ -61,7 +61,7 @@ class Place:
         self.environ |= {"SHARED_TENSOR_BASE_PATH": self.base_path, "PYTHONPATH": PYTHONPATH, "PYTHONUNBUFFERED": ""}
 
     def write(self, source: str, name: str = "script.py") -> Path:
-        """Write a script, or another file beside it."""
+        """Write a script, or another file in its directory."""
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(textwrap.dedent(source))

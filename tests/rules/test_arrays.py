@@ -1,4 +1,4 @@
-"""Arrays beside tensors: they are in shared memory, copied on the first write; copies in each process are counted."""
+"""Arrays in results with tensors: they are in shared memory, copied on the first write; copies in each process are counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results with tensors on the host beside those of a GPU: their placement, and their device when rebuilt."""
+"""Results with tensors on the host and on a GPU: their placement, and their device when rebuilt."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ LAYER = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
         # Parameters and buffers of these are computed from a weight, and are the source's in the end.
         (lambda: parametrizations.weight_norm(nn.Linear(4, 4)), (2, 4)),
         (lambda: parametrizations.spectral_norm(nn.Linear(4, 4)), (2, 4)),
-        # It keeps its weights in a list beside their names.
+        # It keeps its weights in a list, in addition to their names.
         (lambda: nn.LSTM(3, 4), (2, 1, 3)),
         # It makes its layers by copying one.
         (lambda: nn.TransformerEncoder(copy.deepcopy(LAYER), 2, enable_nested_tensor=False), (1, 3, 4)),

@@ -189,7 +189,7 @@ def test_private_pages_stay(table: MappingTable, make: Make, use: Use) -> None:
 
 
 def test_objects_in_use_are_not_suspended(table: MappingTable, make: Make, use: Use) -> None:
-    """Uses that began meanwhile are checked last, when later ones see that the object is being suspended."""
+    """Uses that began during the suspension are checked last, when later uses see that the object is being suspended."""
     segment = make(b"used")
     _user, [mapping] = use([segment], "a")
     seen: list[bool] = []

@@ -255,8 +255,8 @@ class TableModel(RuleBasedStateMachine):
             assert len(pages) == max((len(expected) + 1) // 2, 1)
 
     @invariant()
-    def what_is_forgotten_was_told_once(self) -> None:
-        """In the order it went; its id is told from one that never was."""
+    def tasks_are_forgotten_once_and_in_order(self) -> None:
+        """Their ids are distinguished from ids that never existed."""
         assert [task.info.task_id for task in self.desk.forgotten] == self.forgotten
         assert len(self.ended) <= self.remembered
         assert {self.desk.reason(task_id) for task_id in self.forgotten} <= {"expired"}

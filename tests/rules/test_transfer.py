@@ -128,7 +128,7 @@ def test_chunks_of_a_silent_client_are_returned(idle: Idle) -> None:
 
 
 def test_chunks_are_returned_with_requests(idle: Idle) -> None:
-    """No other message is sent meanwhile."""
+    """No other message is sent until then."""
     numbers = idle.drop()
     for done in (False, False, True):
         assert idle.request() == []

@@ -133,7 +133,7 @@ def _unmerge_copy(attached: Any, own: Any, device: str) -> None:
 
 
 def _second_adapter(attached: Any, own: Any, device: str) -> None:
-    """A second adapter beside the shared one, switched to and back."""
+    """A second adapter in addition to the shared one, switched to and back."""
     from peft import LoraConfig
 
     found = []

@@ -73,7 +73,7 @@ def _averaged(device: str) -> Any:
 
 
 class WithArrays(nn.Module):
-    """A module with numpy arrays beside its weights."""
+    """A module with weights and numpy arrays."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ def _on_meta(device: str) -> Any:
 
 
 class Keeping(nn.Module):
-    """A module with something beside its weights."""
+    """A module with weights and other state."""
 
     def __init__(self, device: str, kept: Any) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ def _fully_sharded(device: str) -> Any:
     return nn.Sequential(fully_shard(nn.Linear(4, 4), mesh=alone()))
 
 
-#: What a module computed of its parameters, and keeps until the next call computes it anew, is shared as a value: autograd's
+#: What a module computed of its parameters, and keeps until the next call recomputes it, is shared as a value: autograd's
 #: graph stays where it was recorded. So it wants no gradient; all else of it is compared.
 _VALUE = r"\((requires_grad|is_leaf)\)$"
 _COMPUTED = rf"\['0'\]\.weight {_VALUE}"

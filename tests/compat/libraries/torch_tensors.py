@@ -1,4 +1,4 @@
-"""Tensors beside plain ones, and the containers that they come in: layouts, subclasses, dtypes."""
+"""Tensors other than plain ones, and their containers: layouts, subclasses, dtypes."""
 
 from __future__ import annotations
 

@@ -307,7 +307,7 @@ def test_a_broken_app_does_not_prevent_attaching(manager: ServiceManager, gate: 
 def test_code_changed_before_a_restart_is_detected(app: BrokerApp, manager: ServiceManager) -> None:
     """As after a reload: results of changed endpoints are dropped, those of the others stay."""
     source = """
-        model(2)  # from here on the broker hears of each endpoint by itself
+        model(2)  # from here on the broker is notified of each endpoint separately
 
         @provider.share
         def answer():

@@ -152,7 +152,7 @@ def test_a_killed_zygote_is_replaced(client: Client) -> None:
 
 
 def test_a_stopped_zygote_is_replaced(app: BrokerApp, start: Start) -> None:
-    """After a short wait; attaching continues meanwhile."""
+    """After a short wait, in which attaching continues."""
     broker = start()
     client = app.connect()
     client.call("model")
