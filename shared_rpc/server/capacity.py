@@ -21,8 +21,10 @@ import contextlib
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
+import anyio
 import msgspec
 
 from shared_rpc.errors import CapabilityError, ServerBusy, SharedRPCError
@@ -45,25 +47,6 @@ _QUOTA, _ALL = "the quota (--quota, or Server(quotas=...))", "the device's memor
 _HOST_QUOTA = "the limit (--host-quota, or Server(host_quota=...))"
 
 
-class Mover(Protocol):
-    """Moves a server's objects between tiers: :class:`shared_rpc.server.tiers.Tiers`."""
-
-    def is_moving(self, stored: StoredObject) -> bool:
-        """Return True if an object is being moved, or is about to be used."""
-
-    def direction(self, stored: StoredObject) -> Literal["up", "down", ""]:
-        """Return the direction of an object's move, ``""`` for none."""
-
-    def below(self, group: Sequence[StoredObject]) -> tuple[Tier, ...]:
-        """Return the lower tiers that a group can move to, nearest first."""
-
-    def frees(self) -> Counter[str]:
-        """Return the bytes that active moves will free, by device."""
-
-    def begin_eviction(self, group: Sequence[StoredObject], to: Tier) -> None:
-        """Begin to move a group down. Errors are reported to :meth:`Capacity.failed`."""
-
-
 class Reservation:
     """Bytes reserved by device until they belong to an object. As a context manager it releases them on exit."""
 
@@ -83,6 +66,40 @@ class Reservation:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+@dataclass(eq=False)
+class Move:
+    """A move of a group of objects to another tier, or a copy of it for a later one; each object has at most one.
+
+    ``over`` is set at its end, and ``error`` is then the reason if it failed.
+    """
+
+    group: Sequence[StoredObject]
+    to: Tier
+    #: The direction of the objects, ``""`` for a copy.
+    direction: Literal["up", "down", ""]
+    #: Bytes by device that it will free.
+    frees: Counter[str] = field(default_factory=Counter)
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    error: Exception | None = None
+    cancelled: bool = False
+    done: int = 0
+    total: int = 0
+    #: The copy in progress.
+    copying: anyio.CancelScope | None = None
+    #: Host memory reserved for its copies, until they are made.
+    host: Reservation | None = None
+
+    def cancel(self) -> None:
+        """Stop copying and abandon the move."""
+        self.cancelled = True
+        if self.copying is not None:
+            self.copying.cancel()
+
+    def note(self, done: int, total: int) -> None:
+        """Record the progress, from any thread."""
+        self.done, self.total = done, total
 
 
 class CapacityRequest(msgspec.Struct, eq=False):
@@ -145,8 +162,14 @@ class Capacity:
         self._clock = clock
         self._wake_within = wake_within
         self._pid_of = pid_of
-        #: Moves objects between tiers.
-        self.mover: Mover
+        #: Active moves, by their objects.
+        self.moves: dict[str, Move] = {}
+        #: Objects about to be sent, with their number of uses. They stay on their devices until then.
+        self.kept: Counter[str] = Counter()
+        #: Returns the lower tiers that a group can move to, nearest first.
+        self.below: Callable[[Sequence[StoredObject]], tuple[Tier, ...]]
+        #: Begins to move a group down. Errors are reported to :meth:`failed`.
+        self.begin_eviction: Callable[[Sequence[StoredObject], Tier], None]
         self._host_limit = host_quota
         self.evicts = when_full == "evict"
         #: Reserved bytes, by device.
@@ -373,8 +396,8 @@ class Capacity:
             if self._objects.get(request.stored.object_id) is not request.stored:
                 return {}
             sizes = usage_of(infos_of(self._objects.group(request.stored)))
-            there = not request.stored.cold or self.mover.direction(request.stored) == "up"
-            missing = {} if there else sizes
+            move = self.move_of(request.stored)
+            missing = {} if not request.stored.cold or (move is not None and move.direction == "up") else sizes
         return {device: missing.get(device, 0) for device, nbytes in sizes.items() if nbytes and device in self._limits}
 
     def _serve(self, request: CapacityRequest) -> None:
@@ -390,14 +413,15 @@ class Capacity:
         while not request.granted:
             needs = self._needs(request)
             self._check(needs)
-            if request.stored is not None and self.mover.direction(request.stored) == "down":
+            move = self.move_of(request.stored) if request.stored is not None else None
+            if move is not None and move.direction == "down":
                 return  # it is restored from there
             # An object that is on its device needs no capacity, however full that is.
             lack = Counter({device: nbytes - self._free(device) for device, nbytes in needs.items() if nbytes})
             if not +lack:
                 self._grant(request, needs)
                 return
-            lack -= self.mover.frees()
+            lack -= self._freed_by_moves()
             if not lack:
                 return
             if not self._begin_evictions(lack):
@@ -436,6 +460,18 @@ class Capacity:
 
     # Evictions.
 
+    def move_of(self, stored: StoredObject) -> Move | None:
+        """Return the move of an object, or of one that shares its memory."""
+        if not self.moves:
+            return None
+        return next((self.moves[one.object_id] for one in self._objects.group(stored) if one.object_id in self.moves), None)
+
+    def _is_moving(self, stored: StoredObject) -> bool:
+        return stored.object_id in self.moves or (stored.object_id in self.kept and not stored.cold)
+
+    def _freed_by_moves(self) -> Counter[str]:
+        return sum((move.frees for move in set(self.moves.values())), Counter())
+
     def _begin_evictions(self, lack: Mapping[str, int], *, dropping: bool = False) -> bool:
         """Begin evictions from devices, or from the host if the lack is there; return False if all of them do not suffice.
 
@@ -461,7 +497,7 @@ class Capacity:
             return False
         for one, to in plan:
             if to is not None:
-                self.mover.begin_eviction(one.group, to)
+                self.begin_eviction(one.group, to)
             elif one.copies:
                 self._drop_copies(one)
             else:
@@ -475,7 +511,7 @@ class Capacity:
             return None
         waiting = sum(request.sizes.get(HOST, 0) for request in self._queue)
         copies = sum(one.frees[HOST] for one in self._requested_last(self._host_copies()))
-        return self._free(HOST) - waiting + self.mover.frees()[HOST] + copies
+        return self._free(HOST) - waiting + self._freed_by_moves()[HOST] + copies
 
     def _requested_last(self, found: Iterable[_Candidate]) -> list[_Candidate]:
         """Return the candidates that can be moved now: stale copies, other copies, and last objects with a pending request."""
@@ -485,11 +521,10 @@ class Capacity:
 
     def _candidates(self, *, dropping: bool) -> Iterator[_Candidate]:
         """Yield the candidates on devices: neither used nor pinned nor being moved."""
-        mover = self.mover
         for group in self._groups():
-            if group[0].cold or any(mover.is_moving(stored) for stored in group):
+            if group[0].cold or any(map(self._is_moving, group)):
                 continue
-            below, infos = () if dropping else mover.below(group), infos_of(group)
+            below, infos = () if dropping else self.below(group), infos_of(group)
             if below and any(self._leases.users(stored.object_id) or stored.pinned for stored in group):
                 continue
             if below:
@@ -513,15 +548,15 @@ class Capacity:
 
     def _host_copies(self) -> Iterator[_Candidate]:
         """Yield the host copies that can be dropped or moved to files, except those of objects that are being moved."""
-        mover, copies = self.mover, self._objects.copies
+        copies = self._objects.copies
         for group in self._groups() if copies.nbytes("host") else ():
-            if any(mover.is_moving(stored) for stored in group):
+            if any(map(self._is_moving, group)):
                 continue
             found = [copy for name in infos_of(group) if (copy := copies.get(name, "host")) is not None]
             nbytes = sum(copy.segment.info.nbytes for copy in found)
             if found and not group[0].cold:
                 yield _Candidate(group, {HOST: nbytes}, copies=True)
-            elif found and "file" in mover.below(group):
+            elif found and "file" in self.below(group):
                 yield _Candidate(group, {HOST: nbytes}, ("file",))
 
     def _groups(self) -> list[list[StoredObject]]:
@@ -625,7 +660,7 @@ class Capacity:
         holders = sorted({self._pid_of(session) for session in self._leases.holders(stored.object_id) - active})
         if holders:
             return f"which pid {', '.join(map(str, holders[:_SHOWN]))} suspended"
-        if self.mover.is_moving(stored):
+        if self._is_moving(stored):
             return "which is being moved"
         return "which a task keeps until its result is fetched" if active else "which is not in use"
 

@@ -13,9 +13,7 @@ import contextlib
 import logging
 import os
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Literal
 
 import anyio
@@ -39,7 +37,7 @@ from shared_rpc.protocol import tiers as t
 from shared_rpc.protocol.infos import MoveInfo, MovingInfo
 from shared_rpc.protocol.records import EXPORTER_OWNED, SegmentInfo, Tier
 from shared_rpc.protocol.specs import EndpointSpec
-from shared_rpc.server.capacity import HOST, Reservation
+from shared_rpc.server.capacity import HOST, Move, Reservation
 from shared_rpc.server.requests import Answer, Caller, handles
 from shared_rpc.server.shared import State
 from shared_rpc.server.state.objects import OBJECT_ID, StoredObject, infos_of
@@ -49,40 +47,6 @@ _log = logging.getLogger("shared_rpc.server")
 
 #: Maximum number of successive copies of an object that is written to.
 _ATTEMPTS = 3
-
-
-@dataclass(eq=False)
-class Move:
-    """A move of a group of objects to another tier, or a copy of it for a later one; each object has at most one.
-
-    ``over`` is set at its end, and ``error`` is then the reason if it failed.
-    """
-
-    group: Sequence[StoredObject]
-    to: Tier
-    #: The direction of the objects, ``""`` for a copy.
-    direction: Literal["up", "down", ""]
-    #: Bytes by device that it will free.
-    frees: Counter[str] = field(default_factory=Counter)
-    over: asyncio.Event = field(default_factory=asyncio.Event)
-    error: Exception | None = None
-    cancelled: bool = False
-    done: int = 0
-    total: int = 0
-    #: The copy in progress.
-    copying: anyio.CancelScope | None = None
-    #: Host memory reserved for its copies, until they are made.
-    host: Reservation | None = None
-
-    def cancel(self) -> None:
-        """Stop copying and abandon the move."""
-        self.cancelled = True
-        if self.copying is not None:
-            self.copying.cancel()
-
-    def note(self, done: int, total: int) -> None:
-        """Record the progress, from any thread."""
-        self.done, self.total = done, total
 
 
 class Tiers:
@@ -100,11 +64,8 @@ class Tiers:
         self._spill = spill
         #: Held while a copy for a later move is made.
         self._copying_ahead = asyncio.Lock()
-        #: Active moves, by their objects.
-        self._moves: dict[str, Move] = {}
-        #: Objects about to be sent, with their number of uses. They stay on their devices until then.
-        self._kept: Counter[str] = Counter()
-        self._capacity.mover = self
+        self._moves, self._kept = state.capacity.moves, state.capacity.kept
+        state.capacity.below, state.capacity.begin_eviction = self.below, self.begin_eviction
 
     def stop(self) -> None:
         """End all moves."""
@@ -215,7 +176,7 @@ class Tiers:
         kept = False
         try:
             while self._keeps(stored) and (stored.cold or (self._capacity.evicts and not kept)):
-                move = self._moves_of(stored)
+                move = self._capacity.move_of(stored)
                 if move is not None and move.direction == "down":
                     move.cancel()
                 reservation = await self._capacity.granted(self._capacity.enter(owner, {}, stored, first=first))
@@ -223,7 +184,7 @@ class Tiers:
                     kept = True
                     self._kept[stored.object_id] += 1
                 missing = stored.cold and self._keeps(stored)
-                move = self._moves_of(stored) if missing else None
+                move = self._capacity.move_of(stored) if missing else None
                 if missing and move is None:
                     move = self._enter(self._objects.group(stored), "device", "up")
                     self._state.waits.begin(move, self._restored(move, stored, reason, reservation, made))
@@ -338,16 +299,7 @@ class Tiers:
         self._state.executor.reclaim()
         return self._describe_moves(group, before, copied, began, reason)
 
-    # The protocol that :class:`~shared_rpc.server.capacity.Capacity` uses to evict objects.
-
-    def is_moving(self, stored: StoredObject) -> bool:
-        """Return True if an object is being moved, or is about to be sent."""
-        return stored.object_id in self._moves or (stored.object_id in self._kept and not stored.cold)
-
-    def direction(self, stored: StoredObject) -> Literal["up", "down", ""]:
-        """Return the direction of an object's move, ``""`` for none."""
-        move = self._moves_of(stored)
-        return move.direction if move is not None else ""
+    # Evictions for capacity.
 
     def may_share_slab(self, spec: EndpointSpec) -> bool:
         """Return True if small results of an endpoint may share a segment, because they are not counted or moved separately."""
@@ -361,10 +313,6 @@ class Tiers:
                 if self._lower_tier(group, to) is not None:
                     found.append(to)
         return tuple(found)
-
-    def frees(self) -> Counter[str]:
-        """Return the bytes that active moves will free, by device."""
-        return sum((move.frees for move in {id(move): move for move in self._moves.values()}.values()), Counter())
 
     def begin_eviction(self, group: Sequence[StoredObject], to: Tier) -> None:
         """Begin to move a group down."""
@@ -411,14 +359,8 @@ class Tiers:
 
     async def _free(self, stored: StoredObject) -> None:
         """Wait until neither an object nor those that share its memory are being moved."""
-        while (move := self._moves_of(stored)) is not None:
+        while (move := self._capacity.move_of(stored)) is not None:
             await move.over.wait()
-
-    def _moves_of(self, stored: StoredObject) -> Move | None:
-        """Return the move of an object, or of one that shares its memory."""
-        if not self._moves:
-            return None
-        return next((self._moves[one.object_id] for one in self._objects.group(stored) if one.object_id in self._moves), None)
 
     def _enter(self, group: Sequence[StoredObject], to: Tier, direction: Literal["up", "down", ""]) -> Move:
         """Register a move of a group that has none; :meth:`_moving` ends it."""

@@ -6,9 +6,8 @@ import asyncio
 import itertools
 import os
 import random
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import settings
@@ -20,6 +19,7 @@ from shared_rpc.memory.copies import LowerCopy
 from shared_rpc.memory.records import Record
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.records import EMPTY_TABLE, SegmentInfo, Tier
+from shared_rpc.server import capacity
 from shared_rpc.server.capacity import HOST, Capacity, Reservation
 from shared_rpc.server.state.objects import StoredObject
 from shared_rpc.server.state.tiers import STALE
@@ -34,16 +34,14 @@ def segment(info: SegmentInfo) -> Segment:
     return Segment.owning(info, os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC))
 
 
-class Move:
+class Move(capacity.Move):
     """A move of the model, which ends on the test's command."""
 
     def __init__(self, group: Sequence[StoredObject], to: Tier) -> None:
-        self.group, self.to = list(group), to
-        self.direction: Literal["up", "down"] = "up" if to == "device" else "down"
+        super().__init__(list(group), to, "up" if to == "device" else "down")
         self.begun = False
-        self.over, self.ends = asyncio.Event(), asyncio.Event()
-        self.error = ""
-        self.frees: Counter[str] = Counter()
+        self.ends = asyncio.Event()
+        self.failure = ""
 
     @property
     def names(self) -> list[str | None]:
@@ -77,10 +75,9 @@ class World(Shelf):
             limits,
             **{"when_full": "evict", "host_quota": host_limit, **options},
         )
-        self.capacity.mover = self
+        self.capacity.below, self.capacity.begin_eviction = self.below, self.begin_eviction
         self.limits = limits
         self.tiers: dict[str, tuple[Tier, ...]] = {}
-        self.moves: list[Move] = []
         self.asked: list[Ask] = []
 
     def close(self) -> None:
@@ -98,33 +95,37 @@ class World(Shelf):
                     pass
         self.store.clear()
 
-    # The mover.
+    # Moves.
+
+    @property
+    def moves(self) -> list[Any]:
+        """The active moves, in order."""
+        return list(dict.fromkeys(self.capacity.moves.values()))
+
+    def begin(self, move: Move) -> None:
+        """Register a move."""
+        self.capacity.moves.update((stored.object_id, move) for stored in move.group)
+
+    def finish(self, move: Move) -> None:
+        """Forget a move."""
+        for stored in move.group:
+            del self.capacity.moves[stored.object_id]
 
     def users(self, stored: StoredObject) -> Sequence[str]:
         """Return the sessions that have it active."""
         return sorted(self.leases.active(stored.object_id))
-
-    def is_moving(self, stored: StoredObject) -> bool:
-        """Return whether it is being moved."""
-        return bool(self.direction(stored))
-
-    def direction(self, stored: StoredObject) -> Literal["up", "down", ""]:
-        """Return the direction of its move."""
-        return next((move.direction for move in self.moves if stored in move.group), "")
 
     def below(self, group: Sequence[StoredObject]) -> tuple[Tier, ...]:
         """Return its copies, as set by the test."""
         tiers = self.tiers.get(group[0].object_id, ("host", "file"))
         return tuple(to for to in tiers if PLACES.index(to) > PLACES.index(group[0].tier))
 
-    def frees(self) -> Counter[str]:
-        """Return the bytes that the moves will free."""
-        return sum((move.frees for move in self.moves), Counter())
-
     def begin_eviction(self, group: Sequence[StoredObject], to: Tier) -> None:
         """Begin a move."""
         for stored in group:
-            assert not self.users(stored) and not stored.pinned and to in self.below(group) and not self.is_moving(stored)
+            assert (
+                not self.users(stored) and not stored.pinned and to in self.below(group) and not self.capacity.move_of(stored)
+            )
         move = Move(group, to)
         new = 0
         for info in self.infos(group):
@@ -134,7 +135,7 @@ class World(Shelf):
             if to == "file" and copy is not None:
                 move.frees[HOST] += info.nbytes
             new += info.nbytes if to == "host" and copy is None else 0
-        self.moves.append(move)
+        self.begin(move)
         self.loop.create_task(self.lower(move, new))
 
     async def lower(self, move: Move, new: int) -> None:
@@ -143,15 +144,15 @@ class World(Shelf):
             async with self.capacity.reserve(None, {HOST: new}, patient=False):
                 move.begun = True
                 await move.ends.wait()
-                if move.error:
-                    raise CapabilityError(move.error)
+                if move.failure:
+                    raise CapabilityError(move.failure)
                 for info in self.infos(move.group):
                     if self.store.copies.get(info.id, move.to) is None:
                         self.store.copies.add(info, LowerCopy(segment(info), move.to))
                 self.store.evict(move.group, move.to)
-            self.moves.remove(move)
+            self.finish(move)
         except SharedRPCError as error:
-            self.moves.remove(move)
+            self.finish(move)
             self.capacity.failed(move.group, error)
         move.over.set()
         self.capacity.changed()
@@ -160,9 +161,9 @@ class World(Shelf):
         """Move an object up."""
         with reservation:
             await move.ends.wait()
-            if not move.error and self.store.get(move.group[0].object_id):
+            if not move.failure and self.store.get(move.group[0].object_id):
                 self.store.warm(move.group, [segment(info) for info in self.infos(move.group)])
-        self.moves.remove(move)
+        self.finish(move)
         move.over.set()
         self.capacity.changed()
 
@@ -238,10 +239,10 @@ class World(Shelf):
         """Bring an object to its devices, and use it."""
         reservation = await self.capacity.granted(self.capacity.enter(ask, {}, stored))
         ask.granted = True
-        move = next((move for move in self.moves if stored in move.group), None)
+        move = self.capacity.move_of(stored)
         if stored.cold and move is None and self.store.get(stored.object_id):
             move = Move(self.store.group(stored), "device")
-            self.moves.append(move)
+            self.begin(move)
             self.loop.create_task(self.restore(move, reservation))
         else:
             assert not reservation.sizes
@@ -265,7 +266,7 @@ class World(Shelf):
     def end(self, move: Move | None = None, error: str = "") -> None:
         """End a move, the first one by default."""
         move = move or self.moves[0]
-        move.error = error
+        move.failure = error
         self.turn(move.ends.set)
 
     def expire(self) -> float | None:
@@ -751,7 +752,7 @@ class CapacityModel(RuleBasedStateMachine):
         sizes = first.sizes
         if first.stored is not None:
             assert world.store.get(first.stored.object_id) is not None
-            if world.direction(first.stored) == "down":
+            if (move := world.capacity.move_of(first.stored)) is not None and move.direction == "down":
                 return
             assert first.stored.cold
             sizes = {one.info.device: one.info.nbytes for one in first.stored.record.segments}
@@ -782,7 +783,7 @@ class CapacityModel(RuleBasedStateMachine):
                 for session in world.users(stored):
                     world.suspend(session, stored)
             for stored in list(world.store):
-                if not world.tiers.get(stored.object_id) and not world.is_moving(stored):
+                if not world.tiers.get(stored.object_id) and not world.capacity.move_of(stored):
                     for session in world.leases.holders(stored.object_id):
                         world.leases.release(session, stored.object_id)
             world.turn(world.capacity.changed)
