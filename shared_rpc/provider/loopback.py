@@ -280,7 +280,7 @@ class LocalLink:
         if CURRENT_RUN.get() is None or type(request.message) not in _OF_ENDPOINTS:
             return self._awaited(caller, deadline)
         # In an endpoint: this wait must not occupy a thread that it waits for.
-        with self._engine.lend_thread():
+        with self._engine.executor.lend_thread():
             return self._awaited(caller, deadline)
 
     def _awaited(self, caller: _LocalCaller, deadline: float) -> Reply:

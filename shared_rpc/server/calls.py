@@ -18,7 +18,7 @@ from shared_rpc.protocol import generations as g
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.values import count_args, decode_call
-from shared_rpc.server.generations import Generations, refreshable
+from shared_rpc.server.generations import Generations, check_refreshable
 from shared_rpc.server.observing import Observed
 from shared_rpc.server.requests import Caller, Lowered, handles
 from shared_rpc.server.runs import Runs, close_arguments
@@ -96,7 +96,7 @@ class Calls:
         endpoint, chain = message.endpoint, frozenset(message.chain)
         try:
             spec, key = self._bound(waiter, endpoint, lowered, arguments, chain)
-            refreshable(spec, key)
+            check_refreshable(spec, key)
             waiter.arguments = identity_of(spec, *_read(lowered, arguments))
         except BaseException as error:
             close_arguments(arguments)

@@ -17,10 +17,9 @@ Everything that takes memory reserves it here: results, buffers, restored object
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -215,27 +214,29 @@ class Capacity:
 
     # Reservations.
 
-    @contextlib.asynccontextmanager
     async def reserve(
         self,
         owner: Hashable,
         sizes: Mapping[str, int],
+        stored: StoredObject | None = None,
         *,
         totals: Mapping[str, int] | None = None,
+        first: bool = False,
         patient: bool = True,
-    ) -> AsyncIterator[Reservation]:
-        """Wait for memory and reserve it while the block runs.
+    ) -> Reservation:
+        """Wait for memory and reserve it.
 
         :param owner: identifies the request, see :meth:`why`.
         :param sizes: bytes by device, allocated or about to be.
+        :param stored: an object to be restored or used, instead of sizes. The reservation is for restoring it: it is empty if
+            the object is on its devices, or being restored for another request.
         :param totals: the memory of devices, the limit of those without a quota; by default they have no limit.
+        :param first: go before all pending requests, because they may wait for memory that the caller uses.
         :param patient: False to be refused if evicting everything would not suffice now.
         :raises CapabilityError: if there can never be that much.
         :raises ServerBusy: if there is none and requests do not wait, or if pinned objects leave too little.
         """
-        request = self.enter(owner, sizes, totals=totals, patient=patient)
-        with await self.granted(request) as reservation:
-            yield reservation
+        return await self.granted(self.enter(owner, sizes, stored, totals=totals, first=first, patient=patient))
 
     def take(self, sizes: Mapping[str, int], totals: Mapping[str, int] | None = None) -> Reservation:
         """Reserve memory that is available now, dropping cached objects without holders if necessary.
@@ -290,10 +291,6 @@ class Capacity:
         """Queue a request, unless it is granted or refused at once; for the parameters and errors see :meth:`reserve`.
 
         Await :meth:`granted`, unless the request is granted on return.
-
-        :param stored: the object to be restored or used. The reservation is for restoring it: it is empty if the object is on
-            its devices, or being restored for another request.
-        :param first: go before all pending requests, because they may wait for memory that the caller uses.
         """
         request = CapacityRequest(owner, Reservation(self, {}), sizes, stored, patient)
         if not self.evicts:

@@ -11,7 +11,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from typing import TypeVar
 
 import anyio
@@ -47,7 +47,7 @@ class Engine:
     ) -> None:
         self.core = core
         self.pid = os.getpid()
-        self._executor = executor
+        self.executor = executor
         self._name = name
         self._work = work
         self._thread = threading.Thread(target=self._run, name="shared-rpc-server", daemon=True)
@@ -79,15 +79,11 @@ class Engine:
     @property
     def busy(self) -> bool:
         """True while a thread of this process runs an endpoint, perhaps after :meth:`stop`."""
-        return self.pid == os.getpid() and self._executor.busy > 0
+        return self.pid == os.getpid() and self.executor.busy > 0
 
     def here(self) -> bool:
         """Return True if the caller is on the engine's loop, where waiting for the engine would deadlock."""
         return threading.current_thread() is self._thread
-
-    def lend_thread(self) -> AbstractContextManager[None]:
-        """Allow one more thread while the block runs; see :meth:`InProcessExecutor.lend_thread`."""
-        return self._executor.lend_thread()
 
     def post(self, job: Callable[[], object]) -> None:
         """Run ``job``, which must not raise, on the loop; from any thread. An accepted job is always run.
@@ -135,7 +131,7 @@ class Engine:
                 with self._posting:
                     self._ended = True
                 self._run_posted()
-                self._executor.close()
+                self.executor.close()
                 self.core.close()
                 self._ready.set()
 
@@ -149,7 +145,7 @@ class Engine:
                 await running.wait()
                 self._ready.set()
                 await (anyio.sleep_forever() if self._work is None else self._work())
-        await self._executor.finish()
+        await self.executor.finish()
 
     def _run_posted(self) -> None:
         while self._posted:

@@ -21,19 +21,18 @@ from shared_rpc.server.waiting import Delivery, Signal
 _REMEMBERED = 4096
 
 
-def refreshable(spec: EndpointSpec, key: str | None) -> str:
-    """Return the key of a call to be refreshed.
+def check_refreshable(spec: EndpointSpec, key: str | None) -> None:
+    """Check that a call has a key.
 
     :raises ConfigurationError: if it has none.
     """
-    if key is not None:
-        return key
-    why = (
-        "its results are not cached: share it with cache=True"
-        if not spec.cache
-        else "a call with a tensor or a module among its arguments is not cached: give the endpoint a cache_format_key"
-    )
-    raise ConfigurationError(f"endpoint {spec.name!r} cannot be refreshed: {why}")
+    if key is None:
+        why = (
+            "its results are not cached: share it with cache=True"
+            if not spec.cache
+            else "a call with a tensor or a module among its arguments is not cached: give the endpoint a cache_format_key"
+        )
+        raise ConfigurationError(f"endpoint {spec.name!r} cannot be refreshed: {why}")
 
 
 class Generations:

@@ -24,7 +24,7 @@ from shared_rpc.server.state.leases import TaskHolder
 from shared_rpc.server.state.objects import StoredObject
 from shared_rpc.server.state.tasks import Task, TaskTable
 from shared_rpc.server.tiers import Tiers
-from shared_rpc.server.waiting import Delivery, Waiter
+from shared_rpc.server.waiting import Delivery, Waiter, resolve
 
 #: Bytes. A task keeps only type, message and traceback of an exception with a larger pickle.
 _EXCEPTION_LIMIT = 1 << 14
@@ -231,27 +231,19 @@ class Tasks:
             return True
         self._runs.leave(waiter)
         self.table.update(task, cancel_requested=True)
-        failure = Failure.of(TaskCancelled(f"task {task.info.task_id} of {task.info.endpoint!r} was cancelled"))
-        if waiter.observed is not None:
-            waiter.observed.answered(failure)
-        self._end(task, failure)
+        resolve(waiter, Failure.of(TaskCancelled(f"task {task.info.task_id} of {task.info.endpoint!r} was cancelled")))
         return True
 
     def _ended(self, task: Task[Waiter], outcome: Delivery | Failure) -> None:
         if isinstance(outcome, Failure):
-            self._end(task, outcome.remembered(_EXCEPTION_LIMIT))
-            return
-        assert outcome.stored is not None, "a task's result is a stored object"
-        self._change(task, TaskStatus.COMPLETED, object_id=outcome.stored.object_id)
-        self._end_watches(task)
-
-    def _end(self, task: Task[Waiter], failure: Failure) -> None:
-        cancelled = failure.code == TaskCancelled.code and task.info.cancel_requested
-        if cancelled:
-            self._change(task, TaskStatus.CANCELLED)
+            task.failure = failure = outcome.remembered(_EXCEPTION_LIMIT)
+            if failure.code == TaskCancelled.code and task.info.cancel_requested:
+                self._change(task, TaskStatus.CANCELLED)
+            else:
+                self._change(task, TaskStatus.FAILED, error_type=failure.type_name, error_message=failure.text)
         else:
-            self._change(task, TaskStatus.FAILED, error_type=failure.type_name, error_message=failure.text)
-        task.failure = failure
+            assert outcome.stored is not None, "a task's result is a stored object"
+            self._change(task, TaskStatus.COMPLETED, object_id=outcome.stored.object_id)
         self._end_watches(task)
 
     def forget(self, task: Task[Waiter]) -> None:

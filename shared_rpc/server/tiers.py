@@ -179,7 +179,7 @@ class Tiers:
                 move = self._capacity.move_of(stored)
                 if move is not None and move.direction == "down":
                     move.cancel()
-                reservation = await self._capacity.granted(self._capacity.enter(owner, {}, stored, first=first))
+                reservation = await self._capacity.reserve(owner, {}, stored, first=first)
                 if not kept:
                     kept = True
                     self._kept[stored.object_id] += 1
@@ -274,7 +274,7 @@ class Tiers:
         group, tier, stored = move.group, move.to, move.group[0]
         with self._moving(move):
             new = sum(info.nbytes for info in self._uncopied(group)) if tier == "host" else 0
-            async with self._capacity.reserve(None, {HOST: new} if new else {}, patient=False) as move.host:
+            with await self._capacity.reserve(None, {HOST: new} if new else {}, patient=False) as move.host:
                 for member in group:
                     self._leases.watch(member.object_id, move.cancel)
                 for _ in range(_ATTEMPTS):

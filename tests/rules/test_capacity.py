@@ -141,7 +141,7 @@ class World(Shelf):
     async def lower(self, move: Move, new: int) -> None:
         """Move a group down."""
         try:
-            async with self.capacity.reserve(None, {HOST: new}, patient=False):
+            with await self.capacity.reserve(None, {HOST: new}, patient=False):
                 move.begun = True
                 await move.ends.wait()
                 if move.failure:
@@ -237,7 +237,7 @@ class World(Shelf):
 
     async def use(self, ask: Ask, stored: StoredObject) -> None:
         """Bring an object to its devices, and use it."""
-        reservation = await self.capacity.granted(self.capacity.enter(ask, {}, stored))
+        reservation = await self.capacity.reserve(ask, {}, stored)
         ask.granted = True
         move = self.capacity.move_of(stored)
         if stored.cold and move is None and self.store.get(stored.object_id):
@@ -484,7 +484,7 @@ def test_impatient_requests_are_refused(world: World) -> None:
     world.put("x", {GPU: 60}, active="b")
 
     async def ask() -> None:
-        async with world.capacity.reserve(None, {GPU: 50}, patient=False):
+        with await world.capacity.reserve(None, {GPU: 50}, patient=False):
             pass
 
     with pytest.raises(ServerBusy):
