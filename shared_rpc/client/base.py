@@ -21,7 +21,7 @@ from shared_rpc.client.handle import Lease
 from shared_rpc.client.link import Link
 from shared_rpc.client.session import LeaseBook, Search, connect
 from shared_rpc.client.steps import Lend, Operation, Reply, Request, Step, Tell, Work, drive
-from shared_rpc.client.suspension import Context, Suspensions, release_leases
+from shared_rpc.client.suspension import Context, release_leases
 from shared_rpc.client.transfer import ClientTransfer, TransferClosed
 from shared_rpc.errors import ConnectionClosed, SharedRPCError
 from shared_rpc.forks import after_fork
@@ -110,7 +110,6 @@ class BaseClient(Context):
         self._pool_options = pool or PoolOptions()
         self._values: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
         self._leases = LeaseBook()
-        self._suspensions = Suspensions(self._leases)
         self._closed = False
         self._disconnected()
         preload_codec()
@@ -160,7 +159,6 @@ class BaseClient(Context):
         """Reset the client in a forked child: the session is the parent's, and the links close their copies of descriptors."""
         self._values = weakref.WeakValueDictionary()
         self._leases = LeaseBook()
-        self._suspensions = Suspensions(self._leases)
         self._disconnected()
 
     def __del__(self) -> None:

@@ -16,6 +16,7 @@ from shared_rpc.client.handle import Lease
 from shared_rpc.client.link import ForeignServer, Link, no_listener
 from shared_rpc.client.steps import Ask, Open, Operation, Pause, Reply, Request, message_of
 from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded
+from shared_rpc.forks import fork_safe_lock
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import tiers as t
@@ -29,7 +30,7 @@ _SUMMONS = 3
 
 
 class LeaseBook:
-    """Handles by the session that holds their leases. Thread-safe.
+    """The handles of one client by the session that holds their leases, and their suspended objects. Thread-safe.
 
     A lease ends with its session. If the same server, by its id, has a new session for this client, because the connection
     broke or the server was restarted with its objects, the client first requests leases on the same objects. The handle of a
@@ -38,7 +39,20 @@ class LeaseBook:
 
     def __init__(self) -> None:
         self._handles: weakref.WeakSet[Lease[Any]] = weakref.WeakSet()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        #: The ids of objects last reported to the server as suspended by the session.
+        self.reported: set[str] = set()
+        #: The ids of objects in active suspensions and resumptions, by a key of each.
+        self.suspending: dict[object, str] = {}
+        self.resuming: dict[object, str] = {}
+        with _lock:
+            _books.add(self)
+
+    @staticmethod
+    def all() -> list[LeaseBook]:
+        """Return those of this process, of its clients and of roles without a server."""
+        with _lock:
+            return list(_books)
 
     def add(self, handle: Lease[Any]) -> None:
         """Add a handle."""
@@ -55,6 +69,16 @@ class LeaseBook:
         with self._lock:
             return [handle for handle in self._handles if handle.object_id == object_id and not handle.released]
 
+    def mark_reported(self, object_id: str) -> bool:
+        """Mark the object as reported; return False if the session needs it after all."""
+        with self._lock:
+            self.reported.add(object_id)
+            handles, resuming = self.of_object(object_id), tuple(self.resuming.values())
+            if handles and object_id not in resuming and all(handle.suspended for handle in handles):
+                return True
+            self.reported.discard(object_id)
+            return False
+
     @staticmethod
     def move(handles: Iterable[Lease[Any]], held: Iterable[str], session: object) -> list[str]:
         """Move handles to another session if it has leases for them; return the ids of excess leases."""
@@ -63,6 +87,10 @@ class LeaseBook:
             if left[handle.object_id] and handle.move_to(session):
                 left[handle.object_id] -= 1
         return list(left.elements())
+
+
+_books: weakref.WeakSet[LeaseBook] = weakref.WeakSet()
+_lock = fork_safe_lock()
 
 
 class Renewal:

@@ -50,39 +50,6 @@ _log = logging.getLogger("shared_rpc")
 _MOMENT = 0.002
 
 
-class Suspensions:
-    """Suspended objects of one client, and those about to be. Thread-safe.
-
-    :param leases: the client's handles.
-    """
-
-    def __init__(self, leases: LeaseBook) -> None:
-        self.leases = leases
-        self._lock = fork_safe_lock()
-        #: The ids of objects last reported to the server as suspended by the session.
-        self.reported: set[str] = set()
-        #: The ids of objects in active suspensions and resumptions, by a key of each.
-        self.suspending: dict[object, str] = {}
-        self.resuming: dict[object, str] = {}
-        with _lock:
-            _clients.add(self)
-
-    def concerns(self, object_id: str) -> bool:
-        """Return True if a new handle of the object must resume it."""
-        return object_id in self.reported or object_id in MAPPINGS.suspended
-
-    def mark_reported(self, object_id: str) -> bool:
-        """Mark the object as reported; return False if the session needs it after all."""
-        with self._lock:
-            self.reported.add(object_id)
-            handles = self.leases.of_object(object_id)
-            resuming = tuple(self.resuming.values())
-            if handles and object_id not in resuming and all(handle.suspended for handle in handles):
-                return True
-            self.reported.discard(object_id)
-            return False
-
-
 @contextmanager
 def _announced(active: dict[object, str], object_id: str) -> Iterator[None]:
     key = object()
@@ -93,8 +60,6 @@ def _announced(active: dict[object, str], object_id: str) -> Iterator[None]:
         active.pop(key, None)
 
 
-#: The clients of this process, and the roles without a server.
-_clients: weakref.WeakSet[Suspensions] = weakref.WeakSet()
 #: Suspended handles.
 _suspended_handles: weakref.WeakSet[Lease[Any]] = weakref.WeakSet()
 _lock = fork_safe_lock()
@@ -103,9 +68,7 @@ after_fork(_suspended_handles.clear)
 
 def _has_active(object_id: str) -> bool:
     """Return True if a handle of the object may be used in this process."""
-    with _lock:
-        clients = list(_clients)
-    return any(not handle._inactive for client in clients for handle in client.leases.of_object(object_id))
+    return any(not handle._inactive for book in LeaseBook.all() for handle in book.of_object(object_id))
 
 
 def _has_suspended(object_id: str) -> bool:
@@ -124,7 +87,7 @@ class Context(Driver):
     _closed: bool
     #: Values in this process, by object id: an object is rebuilt once, as it is built once in the server.
     _values: weakref.WeakValueDictionary[str, Any]
-    _suspensions: Suspensions
+    _leases: LeaseBook
     #: True if suspended handles drop their values, because those are the endpoints' own.
     _drops_values: ClassVar[bool] = False
 
@@ -182,13 +145,13 @@ def _settled(ctx: Context, object_id: str, handle: Lease[Any] | None = None, *, 
     :param handle: the handle to suspend, which becomes active again if the memory cannot be unmapped.
     :param waits: True to wait for the server's confirmation.
     """
-    with _announced(ctx._suspensions.suspending, object_id):
+    with _announced(ctx._leases.suspending, object_id):
         if handle is not None and not handle._become_suspended():
             return
         yield Work(functools.partial(_unmapped, object_id, handle))
         if handle is not None and ctx._drops_values:
             handle._drop_value()
-        if not ctx._suspensions.mark_reported(object_id):
+        if not ctx._leases.mark_reported(object_id):
             return
         if not waits:
             yield Tell(t.Suspend([object_id]))
@@ -271,7 +234,7 @@ def _mark_outdated(handles: Sequence[Lease[Any]], why: str) -> None:
 
 def map_again(ctx: Context, handle: Lease[Any], *, activates: bool = True) -> Operation[None]:
     """Map an object's memory again; with ``activates`` the handle becomes active."""
-    book, object_id = ctx._suspensions, handle.object_id
+    book, object_id = ctx._leases, handle.object_id
     try:
         with _announced(book.resuming, object_id):
             until = time.monotonic() + PROMPT
@@ -295,7 +258,7 @@ def map_again(ctx: Context, handle: Lease[Any], *, activates: bool = True) -> Op
         raise
 
 
-def _mapped(book: Suspensions, object_id: str, reply: Reply, handle: Lease[Any] | None) -> None:
+def _mapped(book: LeaseBook, object_id: str, reply: Reply, handle: Lease[Any] | None) -> None:
     message = reply.message
     if not isinstance(message, t.Resumed) or len(reply.frame.fds) != len(message.segments):
         raise ProtocolError(f"the server answered Resume with {type(message).__name__}, not with Resumed and its descriptors")
@@ -332,11 +295,11 @@ def release_leases(ctx: Context, object_ids: list[str], sessions: Sequence[objec
 
 def lease_ended(ctx: Context, object_ids: Iterable[str], *, waits: bool = True) -> Operation[None]:
     """Settle an object after the end of a lease, if only suspended handles, or none, are left; ``waits``: for the server."""
-    book = ctx._suspensions
+    book = ctx._leases
     for object_id in object_ids:
         if _has_suspended(object_id):
             yield from _settled(ctx, object_id, waits=waits)
-        elif object_id in book.reported and not book.leases.of_object(object_id):
+        elif object_id in book.reported and not book.of_object(object_id):
             book.reported.discard(object_id)
 
 

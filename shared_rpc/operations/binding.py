@@ -195,7 +195,7 @@ def take_result(ctx: Context, what: str, reply: Reply, transfer: ClientTransfer 
 def make_handle(ctx: Context, message: Any, value: Any) -> Operation[Any]:
     """Return the handle of a value with a lease, see :class:`Lend`; map the memory again if the object was suspended."""
     handle: Lease[Any] = yield Lend(message, value)
-    if ctx._suspensions.concerns(handle.object_id):
+    if handle.object_id in ctx._leases.reported or handle.object_id in MAPPINGS.suspended:
         yield from map_again(ctx, handle)
     return handle
 

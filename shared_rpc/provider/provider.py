@@ -388,7 +388,7 @@ class Provider(BlockingOperations):
     def _start(self, role: Role) -> Runtime:
         worker = host() if role == "server" else None
         if worker is not None:
-            return cast(Runtime, worker.adopt(self))  # which may override the device
+            return cast("Runtime", worker.adopt(self))  # which may override the device
         if self.mechanism != "auto":
             choose_mechanism(self.mechanism, self.device_id)
         if role == "client":

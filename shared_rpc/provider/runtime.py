@@ -13,32 +13,13 @@ import anyio
 import anyio.to_thread
 
 from shared_rpc.execution.in_process import InProcessExecutor
-from shared_rpc.operations.client import BlockingOperations, Client
+from shared_rpc.operations.client import Client
 from shared_rpc.protocol.infos import RuntimeInfo
 from shared_rpc.provider.loopback import LoopbackRuntime
 from shared_rpc.server.core import Core
 from shared_rpc.server.engine import Engine
 from shared_rpc.server.server import App, Server
 from shared_rpc.settings import Role
-
-
-class Runtime(Protocol):
-    """A role in operation."""
-
-    role: Role
-
-    @property
-    def operations(self) -> BlockingOperations:
-        """The object that has the operations as methods."""
-
-    async def acall(self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call an endpoint for a coroutine, without blocking its event loop."""
-
-    def describe(self, info: RuntimeInfo) -> None:
-        """Add this role's facts to a process's ``get_runtime_info``."""
-
-    def close(self) -> None:
-        """End the role: disconnect, or stop serving."""
 
 
 class ClientRuntime:
@@ -121,6 +102,10 @@ class ServerRuntime(LoopbackRuntime):
     def close(self) -> None:
         """Stop serving."""
         self.server.stop()
+
+
+#: A role in operation.
+Runtime = ClientRuntime | LocalRuntime | ServerRuntime
 
 
 class Host(Protocol):
