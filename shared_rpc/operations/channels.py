@@ -169,42 +169,32 @@ def _read(address: int, limit: int) -> bytes:
 
 
 class _Slot:
-    """The memory of a slot, of which at most ``places`` places are remembered."""
+    """The memory of a slot."""
 
     def __init__(self, flat: torch.Tensor, places: int) -> None:
-        self.device = flat.device
-        self.nbytes = len(flat)
-        self._flat = flat
-        self._places = places
-        self._placed: dict[_Piece, torch.Tensor] = {}
+        self.flat = flat
+        #: Like :func:`_view`, of which ``places`` results are remembered, for this module alone.
+        self.place = functools.lru_cache(places)(functools.partial(_view, flat))
 
     def read_from(self, address: int, header: _Header) -> None:
         """Copy the content of a small slot, in host memory."""
         used = max((piece.offset + piece.nbytes for piece in header.pieces), default=0)
-        ctypes.memmove(self._flat.data_ptr(), address, min(max(used, 0), self.nbytes))
+        ctypes.memmove(self.flat.data_ptr(), address, min(max(used, 0), len(self.flat)))
 
-    def place(self, piece: _Piece) -> torch.Tensor:
-        """Return a piece's elements, as a tensor of the whole's shape, or as a flat part of it, for this module alone."""
-        found = self._placed.get(piece)
-        if found is None:
-            if len(self._placed) >= self._places:
-                self._placed.clear()
-            found = self._placed[piece] = self.view(piece)
-        return found
 
-    def view(self, piece: _Piece) -> torch.Tensor:
-        """Return a new tensor over a piece's elements, see :meth:`place`."""
-        import torch
+def _view(flat: torch.Tensor, piece: _Piece) -> torch.Tensor:
+    """Return a new tensor over a piece's elements in a slot: of the whole's shape, or a flat part of it."""
+    import torch
 
-        total, item = piece.extent.nbytes, ITEM_SIZES[piece.dtype]
-        offset, nbytes, start = piece.offset, piece.nbytes, piece.start
-        if not (0 <= offset <= offset + nbytes <= self.nbytes and 0 <= start <= start + nbytes <= total):
-            raise ProtocolError(f"a channel's header places {nbytes} bytes of {piece.name[:200]!r} outside of its slot")
-        if offset % item or nbytes % item or start % item:
-            raise ProtocolError(f"a channel's header cuts an element of {piece.name[:200]!r}, of {piece.dtype}")
-        with _plainly():
-            flat = self._flat[offset : offset + nbytes].view(getattr(torch, piece.dtype))
-            return flat.view(piece.shape) if nbytes == total and len(piece.shape) != 1 else flat
+    total, item = piece.extent.nbytes, ITEM_SIZES[piece.dtype]
+    offset, nbytes, start = piece.offset, piece.nbytes, piece.start
+    if not (0 <= offset <= offset + nbytes <= len(flat) and 0 <= start <= start + nbytes <= total):
+        raise ProtocolError(f"a channel's header places {nbytes} bytes of {piece.name[:200]!r} outside of its slot")
+    if offset % item or nbytes % item or start % item:
+        raise ProtocolError(f"a channel's header cuts an element of {piece.name[:200]!r}, of {piece.dtype}")
+    with _plainly():
+        part = flat[offset : offset + nbytes].view(getattr(torch, piece.dtype))
+        return part.view(piece.shape) if nbytes == total and len(piece.shape) != 1 else part
 
 
 class Parts:
@@ -326,7 +316,7 @@ def _put(parts: Parts, slot: _Slot, fill: Sequence[tuple[_Piece, torch.Tensor]])
     for piece, tensor in fill:
         whole = piece.nbytes == tensor.nbytes
         _copy(slot.place(piece), tensor.detach() if whole else _part(tensor.detach().contiguous(), piece))
-    if slot.device.type == "cuda":  # a copy to the host is complete
+    if slot.flat.device.type == "cuda":  # a copy to the host is complete
         parts.synchronize(copied=True)
 
 
@@ -465,9 +455,9 @@ class _Message(Part):
         piece = yield from self._next_piece()
         if piece is None:
             return None
-        if piece.nbytes == piece.extent.nbytes and self._slot.device == self._parts.device:
+        if piece.nbytes == piece.extent.nbytes and self._slot.flat.device == self._parts.device:
             self._lent = True
-            return piece.name, self._slot.view(piece)
+            return piece.name, _view(self._slot.flat, piece)
         whole = yield _work(_new, piece, self._parts.device)
         if piece.nbytes == piece.extent.nbytes:
             yield _work(_copy, whole, self._slot.place(piece))
