@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractAsyncContextManager
+import functools
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, TypeVar
+
+import anyio
 
 from shared_rpc.client.asynchronous import CoroutineDriver
 from shared_rpc.operations import Operations
 from shared_rpc.operations.binding import bound
 from shared_rpc.operations.generations import AsyncRefreshIterator
-from shared_rpc.operations.handles import AsyncHandle, updating_async
+from shared_rpc.operations.handles import AsyncHandle, in_thread, until_of
 from shared_rpc.operations.sources import AsyncSource
 
 if TYPE_CHECKING:
@@ -55,6 +59,19 @@ class AsyncClient(CoroutineDriver, Operations):
         """Return a source of records, like :meth:`Client.source`: ``async with``, and ``async for`` in it."""
         return AsyncSource(self)
 
-    def update(self, handle: AsyncHandle[T], timeout: float | None = None) -> AbstractAsyncContextManager[T]:
-        """Write in place like :meth:`Client.update`: ``async with client.update(handle) as value:``."""
-        return updating_async(handle, timeout)
+    @asynccontextmanager
+    async def update(self, handle: AsyncHandle[T], timeout: float | None = None) -> AsyncIterator[T]:
+        """Write in place like :meth:`Client.update`: ``async with client.update(handle) as value:``.
+
+        A thread waits for the GPU, even if the block is cancelled.
+        """
+        value, until = handle.value, until_of(timeout)
+        page = await handle._need_page()
+        while (update := page.try_begin()) is None:
+            await in_thread(functools.partial(page.wait_for_writer, until))
+        try:
+            yield value
+            with anyio.CancelScope(shield=True):
+                await in_thread(update.commit)
+        finally:
+            update.end()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shared_rpc.client.blocking import BlockingDriver
@@ -10,7 +11,7 @@ from shared_rpc.client.steps import BlockingMethods
 from shared_rpc.operations import Operations
 from shared_rpc.operations.binding import bound
 from shared_rpc.operations.generations import RefreshIterator
-from shared_rpc.operations.handles import Handle, updating
+from shared_rpc.operations.handles import Handle, until_of
 from shared_rpc.operations.sources import Source
 
 if TYPE_CHECKING:
@@ -90,7 +91,8 @@ class BlockingOperations(Operations, BlockingMethods):
         """
         return Source(self._operating())
 
-    def update(self, handle: Handle[T], timeout: float | None = None) -> AbstractContextManager[T]:
+    @contextmanager
+    def update(self, handle: Handle[T], timeout: float | None = None) -> Iterator[T]:
         """Write to a handle's memory in place: ``with client.update(handle) as value:``.
 
         :attr:`Handle.revision` is odd during the block, and the next even number after it. A reader of that number sees all
@@ -106,7 +108,9 @@ class BlockingOperations(Operations, BlockingMethods):
             because a CUDA graph is being captured.
         :raises StaleHandleError: if the handle was released.
         """
-        return updating(handle, timeout)
+        value = handle.value
+        with handle._need_page().update(until_of(timeout)):
+            yield value
 
 
 @bound

@@ -8,7 +8,7 @@ import operator
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, overload
 
 from shared_rpc.client.handle import Lease, closing_scope
@@ -197,13 +197,20 @@ class Handle(HandleOperations[T], BlockingMethods):
     mapping of this process holds their memory.
     """
 
-    def active(self, timeout: float | None = None) -> AbstractContextManager[T]:
+    @contextmanager
+    def active(self, timeout: float | None = None) -> Iterator[T]:
         """Use the value in a block, ``with handle.active() as value:``. The handle is suspended again if it was before.
 
         Blocks may be nested, and run in several threads: the first one resumes, and the last one suspends. For ``timeout`` and
         errors see :meth:`resume` and :meth:`suspend`.
         """
-        return _active(self, timeout)
+        self._enter_block()
+        try:
+            self._run(resume_handle(self._issuer, self, timeout))
+            yield self.value
+        finally:
+            if self._leave_block():
+                self._run(suspend_handle(self._issuer, self))
 
     @property
     def revision(self) -> int:
@@ -242,9 +249,19 @@ class Handle(HandleOperations[T], BlockingMethods):
 class AsyncHandle(HandleOperations[T], CoroutineMethods):
     """Like :class:`Handle`, with coroutine methods: ``async with await client.call(...) as handle``."""
 
-    def active(self, timeout: float | None = None) -> AbstractAsyncContextManager[T]:
+    @asynccontextmanager
+    async def active(self, timeout: float | None = None) -> AsyncIterator[T]:
         """Behave like :meth:`Handle.active`: ``async with handle.active() as value:``."""
-        return _active_async(self, timeout)
+        from anyio import CancelScope
+
+        self._enter_block()
+        try:
+            await self._run(resume_handle(self._issuer, self, timeout))
+            yield self.value
+        finally:
+            if self._leave_block():
+                with CancelScope(shield=True):  # a cancelled block suspends again too
+                    await self._run(suspend_handle(self._issuer, self))
 
     @property
     def revision(self) -> Coroutine[Any, Any, int]:
@@ -260,7 +277,7 @@ class AsyncHandle(HandleOperations[T], CoroutineMethods):
         """
         value, until = self.value, until_of(timeout)
         page = await self._need_page()
-        return await _in_thread(functools.partial(page.read, function, value, until))
+        return await in_thread(functools.partial(page.read, function, value, until))
 
     async def _need_page(self) -> Page:
         return self._page or await self._run(self._paged())
@@ -283,57 +300,7 @@ def until_of(timeout: float | None) -> float:
     return time.monotonic() + timeout if timeout is not None else math.inf
 
 
-@contextmanager
-def _active(handle: Handle[T], timeout: float | None) -> Iterator[T]:
-    handle._enter_block()
-    try:
-        handle._run(resume_handle(handle._issuer, handle, timeout))
-        yield handle.value
-    finally:
-        if handle._leave_block():
-            handle._run(suspend_handle(handle._issuer, handle))
-
-
-@asynccontextmanager
-async def _active_async(handle: AsyncHandle[T], timeout: float | None) -> AsyncIterator[T]:
-    from anyio import CancelScope
-
-    handle._enter_block()
-    try:
-        await handle._run(resume_handle(handle._issuer, handle, timeout))
-        yield handle.value
-    finally:
-        if handle._leave_block():
-            with CancelScope(shield=True):  # a cancelled block suspends again too
-                await handle._run(suspend_handle(handle._issuer, handle))
-
-
-@contextmanager
-def updating(handle: Handle[T], timeout: float | None) -> Iterator[T]:
-    """Behave like :meth:`shared_rpc.Client.update`."""
-    value = handle.value
-    with handle._need_page().update(until_of(timeout)):
-        yield value
-
-
-@asynccontextmanager
-async def updating_async(handle: AsyncHandle[T], timeout: float | None) -> AsyncIterator[T]:
-    """Behave like :meth:`shared_rpc.AsyncClient.update`. A thread waits for the GPU, even if the block is cancelled."""
-    from anyio import CancelScope
-
-    value, until = handle.value, until_of(timeout)
-    page = await handle._need_page()
-    while (update := page.try_begin()) is None:
-        await _in_thread(functools.partial(page.wait_for_writer, until))
-    try:
-        yield value
-        with CancelScope(shield=True):
-            await _in_thread(update.commit)
-    finally:
-        update.end()
-
-
-async def _in_thread(work: Callable[[], R]) -> R:
+async def in_thread(work: Callable[[], R]) -> R:
     """Run work in a thread, under a separate limiter; if the caller is cancelled, the thread continues."""
     from anyio import CapacityLimiter, to_thread
 
