@@ -14,7 +14,7 @@ import msgspec
 from shared_rpc.errors import TaskCancelled, sendable
 from shared_rpc.protocol.tasks import Progress
 
-__all__ = ["CALLED_BY", "CURRENT_RUN", "RunContext", "cancelled", "progress", "progress_of", "raise_if_cancelled", "request_id"]
+__all__ = ["CURRENT_RUN", "RunContext", "cancelled", "progress", "progress_of", "raise_if_cancelled", "request_id"]
 
 
 class RunContext(msgspec.Struct, eq=False):
@@ -34,8 +34,6 @@ class RunContext(msgspec.Struct, eq=False):
 
 #: The run of the endpoint that this thread or coroutine executes.
 CURRENT_RUN: ContextVar[RunContext | None] = ContextVar("run", default=None)
-#: For a call by an endpoint through its own process's broker: the run's chain.
-CALLED_BY: ContextVar[frozenset[str]] = ContextVar("called by", default=frozenset())
 
 
 def progress(done: float, total: float | None = None, message: str = "") -> None:

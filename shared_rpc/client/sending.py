@@ -10,7 +10,6 @@ import msgspec
 
 from shared_rpc.client.steps import Known, Operation, Reach, Reply, Request, Work
 from shared_rpc.client.transfer import ClientTransfer, TransferClosed
-from shared_rpc.context import CALLED_BY
 from shared_rpc.errors import SegmentNotFound
 from shared_rpc.memory.devices import device_kind
 from shared_rpc.memory.mapping import MAPPINGS
@@ -75,12 +74,12 @@ def _request(
     transfer: ClientTransfer | None,
     freed: list[int],
 ) -> Request:
-    pooled, chain = transfer is not None, sorted(CALLED_BY.get())
+    pooled = transfer is not None
     if not arguments.segments and not arguments.skeletons:
         table = _NO_TENSORS if arguments.table == EMPTY_TABLE else msgspec.Raw(arguments.table)
-        message = kind(endpoint, arguments.args, arguments.kwargs, table, freed=freed, pooled=pooled, chain=chain)
+        message = kind(endpoint, arguments.args, arguments.kwargs, table, freed=freed, pooled=pooled)
         return Request(message, what, transfer=transfer)
-    message = kind(endpoint, **arguments.body([]), freed=freed, pooled=pooled, chain=chain)
+    message = kind(endpoint, **arguments.body([]), freed=freed, pooled=pooled)
     return Request(message, what, b"".join(arguments.skeletons), segments=arguments.segments, transfer=transfer)
 
 

@@ -54,9 +54,9 @@ T = TypeVar("T")
 #: The session of this process's own requests.
 _SESSION = "local"
 #: Requests answered at an endpoint's end: a waiting endpoint's thread is lent until then.
-_OF_ENDPOINTS = {m.Call, m.WaitTask, g.Refresh, x.PrepareCandidate}
+OF_ENDPOINTS = {m.Call, m.WaitTask, g.Refresh, x.PrepareCandidate}
 #: Requests that are not answered at once: the loop, which answers them, cannot wait for the answer.
-_WAITS = {*_OF_ENDPOINTS, m.CreateBuffer, m.GetBuffer, m.ListDevices, g.AwaitRefreshes, s.AwaitMisses, s.BuildMiss}
+_WAITS = {*OF_ENDPOINTS, m.CreateBuffer, m.GetBuffer, m.ListDevices, g.AwaitRefreshes, s.AwaitMisses, s.BuildMiss}
 _WAITS |= {t.Resume, t.Evict, t.Restore}
 _NO_TABLE = msgspec.Raw(b"")
 #: The message of a reply with a value and no lease, and the frame of one without descriptors.
@@ -271,13 +271,13 @@ class LocalLink:
         request = caller.request
         if self._engine.here():
             if type(request.message) in _WAITS:
-                raise ConfigurationError(_on_the_loop(request))
+                raise ConfigurationError(on_the_loop(request))
             caller.ask()
             if caller.stop_waiting():  # for an object that is restored first
-                raise ConfigurationError(_on_the_loop(request))
+                raise ConfigurationError(on_the_loop(request))
             return caller.answered.result()
         self._engine.post(caller.ask)
-        if CURRENT_RUN.get() is None or type(request.message) not in _OF_ENDPOINTS:
+        if CURRENT_RUN.get() is None or type(request.message) not in OF_ENDPOINTS:
             return self._awaited(caller, deadline)
         # In an endpoint: this wait must not occupy a thread that it waits for.
         with self._engine.executor.lend_thread():
@@ -400,14 +400,15 @@ class LoopbackRuntime(BlockingDriver, BlockingOperations):
     _end_lease_soon = BaseClient._end_lease_soon
 
 
-def _on_the_loop(request: Request) -> str:
+def on_the_loop(request: Request, process: str = "server") -> str:
+    """Return the error of a request that waits for an endpoint, on the event loop of the endpoints."""
     what = request.what if request.what.endswith(")") else f"{request.what}()"
     if type(request.message) is m.Call:
         return (
-            f"{what} was called on the server's event loop, perhaps by an async endpoint: make {request.message.endpoint!r} an "
-            f"async def and await it, or call it with anyio.to_thread.run_sync"
+            f"{what} was called on the {process}'s event loop, perhaps by an async endpoint: make "
+            f"{request.message.endpoint!r} an async def and await it, or call it with anyio.to_thread.run_sync"
         )
-    return f"{what} was called on the server's event loop: use anyio.to_thread.run_sync"
+    return f"{what} was called on the {process}'s event loop: use anyio.to_thread.run_sync"
 
 
 def _next(events: queue.SimpleQueue[TaskInfo | None], until: float) -> TaskInfo | None:
