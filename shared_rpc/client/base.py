@@ -19,7 +19,7 @@ import msgspec
 from shared_rpc.client.exchange import release_for
 from shared_rpc.client.handle import Lease
 from shared_rpc.client.link import Link
-from shared_rpc.client.session import LeaseBook, Search, connect
+from shared_rpc.client.session import LeaseBook, connect
 from shared_rpc.client.steps import Lend, Operation, Reply, Request, Step, Tell, Work, drive
 from shared_rpc.client.suspension import Context, release_leases
 from shared_rpc.client.transfer import ClientTransfer, TransferClosed
@@ -182,8 +182,8 @@ class BaseClient(Context):
         :returns: the active handles whose memory the server has replaced.
         """
         earlier, deadline = self._link, time.monotonic() + seconds
-        search = Search(self.socket_path, patience, deadline, self._summon)
-        link, renewal = yield from connect(search, self._leases, earlier, deadline)
+        found = connect(self.socket_path, patience, deadline, self._leases, earlier, self._summon)
+        link, renewal = yield from found
         try:
             with self._lock:
                 if self._closed or self._link is not earlier:

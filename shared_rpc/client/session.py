@@ -138,74 +138,57 @@ class Renewal:
         return [handle for handle in self._moved if handle.object_id in self._inactive and not handle.suspended]
 
 
-def connect(search: Search, leases: LeaseBook, earlier: Link | None, deadline: float) -> Operation[tuple[Any, Renewal | None]]:
+def connect(
+    path: str,
+    patience: float,
+    deadline: float,
+    leases: LeaseBook,
+    earlier: Link | None = None,
+    summon: Callable[[str, float, float], None] | None = None,
+) -> Operation[tuple[Any, Renewal | None]]:
     """Return a link to the server, and the leases that it has taken over from an ended one, if there are any.
 
-    :param deadline: of the search (time.monotonic()).
+    :param patience: seconds to wait for a server to listen, but not beyond ``deadline`` (time.monotonic()).
+    :param summon: starts a server if none listens: called with the socket, ``patience`` and ``deadline``.
     :raises ConnectError: if there is no server until then, or it disconnects at once.
     """
+    begin = time.monotonic()
+    until = min(deadline, begin + patience)
+    summons = _SUMMONS if summon is not None and patience > 0 else 0
     while True:
         link: Link | None = None
         renewal: Renewal | None = None
         try:
-            link = yield Open(search.path, max(deadline - time.monotonic(), RETRY))
+            link = yield Open(path, max(deadline - time.monotonic(), RETRY))
             if earlier is not None:
                 earlier.ended = True  # before the search for handles: later ones are not included
                 if handles := leases.of_server(link.server_id):
                     renewal = Renewal(leases, handles)
                     renewal.granted((yield Ask(link, renewal.request)))
             return link, renewal
+        except ForeignServer:
+            raise
         except (ConnectError, ConnectionClosed, DeadlineExceeded) as error:
             if link is not None:
                 link.close()
-            hung_up = ConnectError(f"the server at {search.path} hung up during the handshake: {error}")
-            pause = search.failed(error if isinstance(error, ConnectError) else hung_up)
+            text = (
+                str(error) if isinstance(error, ConnectError) else f"the server at {path} hung up during the handshake: {error}"
+            )
+            none_listens = isinstance(error, ConnectError) and no_listener(error)
+            if summon is not None and summons and none_listens:
+                summons -= 1
+                summon(path, patience, deadline)
+                until = min(deadline, time.monotonic() + patience)
+                continue
+            if time.monotonic() + RETRY > until:
+                advice = (
+                    ". Start a server with: shared-rpc serve app.py, or SHARED_TENSOR_ROLE=server python app.py, with the same "
+                    "SHARED_TENSOR_BASE_PATH and device"
+                )
+                waited = f"{text} (waited {time.monotonic() - begin:.1f} s)"
+                raise ConnectError(waited + advice if none_listens else waited) from error
         except BaseException:
             if link is not None:
                 link.close()
             raise
-        yield Pause(pause)
-
-
-class Search:
-    """The attempts of a client to reach a server that may not listen yet.
-
-    :param patience: seconds to wait for it, but not beyond ``deadline`` (time.monotonic()).
-    :param summon: starts a server if none listens: called with the socket, ``patience`` and ``deadline``.
-    """
-
-    def __init__(
-        self,
-        path: str,
-        patience: float,
-        deadline: float = float("inf"),
-        summon: Callable[[str, float, float], None] | None = None,
-    ) -> None:
-        self.path = path
-        self._patience = patience
-        self._deadline = deadline
-        self._summon = summon
-        self._summons = _SUMMONS if patience > 0 else 0
-        self._begin = time.monotonic()
-        self._until = min(deadline, self._begin + patience)
-
-    def failed(self, error: ConnectError) -> float:
-        """Handle a failed attempt; return the seconds to wait before the next one.
-
-        :raises ConnectError: if there is no next one.
-        """
-        if isinstance(error, ForeignServer):
-            raise error
-        if self._summon is not None and self._summons and no_listener(error):
-            self._summons -= 1
-            self._summon(self.path, self._patience, self._deadline)
-            self._until = min(self._deadline, time.monotonic() + self._patience)
-            return 0.0
-        if time.monotonic() + RETRY > self._until:
-            advice = (
-                ". Start a server with: shared-rpc serve app.py, or SHARED_TENSOR_ROLE=server python app.py, with the same "
-                "SHARED_TENSOR_BASE_PATH and device"
-            )
-            waited = f"{error} (waited {time.monotonic() - self._begin:.1f} s)"
-            raise ConnectError(waited + advice if no_listener(error) else waited) from error
-        return RETRY
+        yield Pause(RETRY)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import math
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 
 from shared_rpc.client.exchange import Exchange, Exchanges, TooLate
 from shared_rpc.client.results import result_of
-from shared_rpc.client.session import Search
+from shared_rpc.client.session import LeaseBook, connect
 from shared_rpc.client.steps import Reply, Request
 from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, ProtocolError
 from shared_rpc.memory.backends.host import HOST
@@ -269,8 +270,10 @@ def test_only_a_missing_server_is_to_be_started(listens: bool) -> None:
     """One that does not answer is there already."""
     error = ConnectError("no answer")
     error.__cause__ = None if listens else ConnectionRefusedError(errno.ECONNREFUSED, "")
+    attempt = connect("/run/server.sock", 0, math.inf, LeaseBook())
+    next(attempt)
     with pytest.raises(ConnectError, match=r"no answer \(waited") as caught:
-        Search("/run/server.sock", 0).failed(error)
+        attempt.throw(error)
     assert ("Start a server" in str(caught.value)) is not listens
 
 
