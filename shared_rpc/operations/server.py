@@ -94,7 +94,7 @@ class ServerOperations:
         :raises DeadlineExceeded: if it has not ended after ``timeout`` seconds.
         """
         yield from ask(Request(m.Ping(), "ping"), m.Pong)  # of the server that is there now
-        server = yield from reached(ctx._known())
+        server, path = (yield from reached(ctx._known())), ctx.socket_path
         with ExitStack() as stack:
             pidfd = -1
             if server.pid:  # of the process that answers, which need not be the one that listened
@@ -102,7 +102,7 @@ class ServerOperations:
                     pidfd = os.pidfd_open(server.pid)
                     stack.callback(os.close, pidfd)
             info = yield from query(m.StopServer(if_idle), "stop_server")
-            yield Work(functools.partial(await_exit, ctx.socket_path, pidfd, timeout))
+            yield Work(functools.partial(await_exit, path, pidfd, timeout))
         return info
 
 
