@@ -14,8 +14,6 @@ import msgspec
 from shared_rpc.errors import TaskCancelled, sendable
 from shared_rpc.protocol.tasks import Progress
 
-__all__ = ["CURRENT_RUN", "RunContext", "cancelled", "progress", "progress_of", "raise_if_cancelled", "request_id"]
-
 
 class RunContext(msgspec.Struct, eq=False):
     """One run of an endpoint, as used by the endpoint. Thread-safe.

@@ -18,8 +18,6 @@ from shared_rpc.protocol.options import ServeOptions
 from shared_rpc.protocol.own_files import check_directory, open_own
 from shared_rpc.settings import SOCKET_PATH_LIMIT, inheritable, program, server_environment
 
-__all__ = ["LISTENING", "ServerStarter", "daemonize", "listens", "log_path", "start_detached", "start_once"]
-
 _log = logging.getLogger("shared_rpc.server")
 
 #: A detached process writes two lines into a pipe: its process id; and this word, or the reason why it does not listen.

@@ -36,6 +36,7 @@ in this tree: it arrives with its own type, see :func:`from_wire`.
 
 from __future__ import annotations
 
+import copyreg
 import signal
 import traceback
 from collections.abc import Callable, Iterable, Mapping
@@ -112,10 +113,9 @@ class SharedRPCError(Exception):
         """Return the attributes of this class other than its message, as texts."""
         return {name: _as_text(getattr(self, name)) for name in self._FIELDS}
 
-    def __reduce__(self) -> tuple[Callable[..., SharedRPCError], tuple[str, dict[str, str]]]:
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
         # An exception with keyword-only arguments would break a process pool that unpickles it.
-        _, message, detail = _parts(self)
-        return type(self).restore, (message, detail)
+        return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]
 
 
 class ConfigurationError(SharedRPCError):
@@ -393,15 +393,6 @@ class RemoteError(SharedRPCError):
         self.message = message
         self.traceback = traceback
         self.pickled = pickled
-
-    def __reduce__(self) -> tuple[Callable[..., SharedRPCError], tuple[Any, ...]]:
-        return _with_exception, (*super().__reduce__(), self.pickled)
-
-
-def _with_exception(restore: Callable[..., RemoteError], parts: tuple[str, dict[str, str]], pickled: bytes) -> RemoteError:
-    error = restore(*parts)
-    error.pickled = pickled
-    return error
 
 
 class RemoteTraceback(Exception):

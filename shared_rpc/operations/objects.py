@@ -16,17 +16,8 @@ from shared_rpc.protocol import generations as g
 from shared_rpc.protocol import messages as m
 
 if TYPE_CHECKING:
-    from shared_rpc.protocol.infos import HolderInfo, ListedObjectInfo, ObjectInfo, ServerInfo
+    from shared_rpc.protocol.infos import HolderInfo, ListedObjectInfo, ObjectInfo
     from shared_rpc.protocol.ticket import Ticket
-
-
-def _info(object_id: str) -> Steps[ObjectInfo]:
-    return (yield from query(m.GetObjectInfo(object_id), "get_object_info"))
-
-
-def _server() -> Steps[ServerInfo]:
-    # Queried each time: another server may have replaced the known one.
-    return (yield from query(m.GetServerInfo(), "get_server_info"))
 
 
 class ObjectOperations:
@@ -51,7 +42,7 @@ class ObjectOperations:
 
         :raises StaleHandleError: if the server does not own it.
         """
-        return (yield from _info(id_of(handle)))
+        return (yield from query(m.GetObjectInfo(id_of(handle)), "get_object_info"))
 
     @operation
     def holders(ctx: Context, handle: Lease[Any] | str) -> Steps[list[HolderInfo]]:
@@ -69,14 +60,14 @@ class ObjectOperations:
         """
         handle._check_held()
         try:
-            info = yield from _server()
+            info = yield from query(m.GetServerInfo(), "get_server_info")  # another one may have replaced the known one
             if info["server_id"] != handle.server_id:
                 raise StaleHandleError(
                     f"the handle was issued by server {handle.server_id}, but {info['server_id']} now runs at "
                     f"{info['socket_path']!r}: call the endpoint again",
                     reason="server_changed",
                 )
-            yield from _info(handle.object_id)
+            yield from query(m.GetObjectInfo(handle.object_id), "get_object_info")
         except (ConnectError, ConnectionClosed) as error:
             text = f"cannot reach the server {handle.server_id}, which issued the handle: {error}"
             raise StaleHandleError(text, reason="server_unreachable") from error
@@ -106,7 +97,7 @@ class ObjectOperations:
         from shared_rpc.protocol.ticket import read_ticket
 
         found: Ticket = yield Work(lambda: read_ticket(ticket))
-        info = yield from _server()
+        info = yield from query(m.GetServerInfo(), "get_server_info")
         found.check_server(info["server_id"], info["socket_path"] or f"pid {info['pid']}, in the local role")
         what = f"open_ticket() of object {found.object_id}"
         if found.kind == "buffer":

@@ -10,33 +10,6 @@ from typing import Literal, NotRequired, TypedDict
 from shared_rpc.protocol.records import Tier
 from shared_rpc.protocol.tasks import Progress
 
-__all__ = [
-    "ClusterStatus",
-    "DescriptorInfo",
-    "DeviceInfo",
-    "EndpointStatistics",
-    "ExecutorInfo",
-    "HolderInfo",
-    "JoinerInfo",
-    "ListedObjectInfo",
-    "MechanismInfo",
-    "MoveInfo",
-    "MovingInfo",
-    "ObjectInfo",
-    "PoolInfo",
-    "ReloadInfo",
-    "ReloadedServiceInfo",
-    "RunInfo",
-    "RuntimeInfo",
-    "ServerInfo",
-    "ServerStatistics",
-    "SessionInfo",
-    "SourceInfo",
-    "StopInfo",
-    "WorkerInfo",
-    "ZygoteInfo",
-]
-
 
 class MechanismInfo(TypedDict):
     """The mechanism that shares a process's device memory, and the ``reason``; ``name`` is None if none works.
