@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,7 @@ import msgspec
 from shared_rpc.client.handle import Lease
 from shared_rpc.client.steps import Operation, Request, Work
 from shared_rpc.client.suspension import Context
-from shared_rpc.errors import CapabilityError, ChannelClosed, ConfigurationError, ProtocolError
+from shared_rpc.errors import BufferNotFound, CapabilityError, ChannelClosed, ConfigurationError, ProtocolError
 from shared_rpc.memory.devices import device_id
 from shared_rpc.memory.layout import aligned
 from shared_rpc.memory.mapping import MAPPINGS
@@ -50,8 +49,6 @@ _PIECE = 700
 _MOST_SLOTS = 1024
 #: Places of tensors that a process remembers for all slots: messages often repeat the same tensors.
 _MOST_PLACES = 8192
-#: Seconds for a channel's creator to write its settings after the channel is listed.
-_SOON = 5.0
 
 
 class _Settings(msgspec.Struct, array_like=True):
@@ -138,12 +135,9 @@ def open_once(ctx: Context, name: str) -> Operation[Parts]:
 
 
 def _settings_of(control: torch.Tensor, name: str) -> _Settings:
-    until = time.monotonic() + _SOON
-    address = control.data_ptr()
-    while not (text := _read(address, _SETTINGS)):
-        if time.monotonic() > until:
-            raise ProtocolError(f"the creator of channel {name!r} has not written its settings within {_SOON:.0f} s")
-        time.sleep(0.001)
+    text = _read(control.data_ptr(), _SETTINGS)
+    if not text:
+        raise BufferNotFound(f"channel {name!r} is being created, or its buffer is no channel", reason="unknown")
     try:
         settings = msgspec.msgpack.decode(text, type=_Settings)
     except msgspec.DecodeError as error:

@@ -121,7 +121,7 @@ def test_nested_updates_and_waits_are_refused(app: App) -> None:
     app.share("load", managed=True)(weights)
     handle, again, other = app.provider.call("load", 4), app.provider.call("load", 4), app.provider.call("load", 5)
     with app.provider.update(handle):
-        with pytest.raises(ConfigurationError, match="this thread updates object"), app.provider.update(handle):
+        with pytest.raises(ConfigurationError, match="this thread is updating object"), app.provider.update(handle):
             pass
         with pytest.raises(ConfigurationError, match="deadlock: this thread is updating"):
             again.wait_revision(2)
