@@ -106,7 +106,7 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
             case Lend():
                 return self._lend(step, turn)
             case Reach():
-                return await self._connected(turn, turn.deadline)
+                return await self._connected(turn)
             case Open():
                 return await AsyncLink.open(step.path, step.seconds)
             case Ask():
@@ -120,28 +120,28 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
         return None
 
     async def _exchange(self, request: Request, turn: Turn) -> Reply:
-        deadline = max(turn.deadline, anyio.current_time() + PROMPT) if request.at_once else turn.deadline
         turn.request, turn.reply = request, None
         if request.sessions and None not in request.sessions:
             turn.patience = 0.0  # the leases end with their sessions
         while True:
             link = self._link
             if link is None or not link.ready:  # else without a scope, which takes longer than all else here
-                link = await self._connected(turn, deadline)
+                link = await self._connected(turn)
             if request.transfer is not None and request.transfer is not link.transfer:
                 raise TransferClosed
             turn.link = link
             if request.sessions:
                 request.keep_to(link)
             try:
-                turn.reply = await link.exchange(request, deadline)
+                turn.reply = await link.exchange(request, turn.deadline)
                 return turn.reply
             except SharedRPCError as error:
-                if self._closed or not self._repeats(request, link, error) or anyio.current_time() > deadline:
+                if self._closed or not self._repeats(request, link, error) or anyio.current_time() > turn.deadline:
                     raise
 
-    async def _connected(self, turn: Turn, deadline: float) -> AsyncLink:
+    async def _connected(self, turn: Turn) -> AsyncLink:
         """Return the link; if there is none, one operation at a time connects."""
+        deadline = turn.deadline
         link: AsyncLink | None = None
         outdated: list[Lease[Any]] = []
         with anyio.CancelScope(deadline=deadline):

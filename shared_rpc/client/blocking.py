@@ -102,7 +102,7 @@ class BlockingDriver(BaseClient, BlockingMethods):
             case Lend():
                 return self._lend(step, turn)
             case Reach():
-                return self._connected(turn, turn.deadline)
+                return self._connected(turn)
             case Open():
                 return BlockingLink.open(step.path, step.seconds)
             case Ask():
@@ -119,30 +119,30 @@ class BlockingDriver(BaseClient, BlockingMethods):
         """Send a request; return the reply. If the server disconnects and the request is repeatable, it is sent to the next
         server.
         """
-        deadline = max(turn.deadline, time.monotonic() + PROMPT) if request.at_once else turn.deadline
         turn.request, turn.reply = request, None
         if request.sessions and None not in request.sessions:
             turn.patience = 0.0  # the leases end with their sessions
         while True:
-            link = self._connected(turn, deadline)
+            link = self._connected(turn)
             if request.transfer is not None and request.transfer is not link.transfer:
                 raise TransferClosed
             turn.link = link
             if request.sessions:
                 request.keep_to(link)
             try:
-                turn.reply = link.exchange(request, deadline)
+                turn.reply = link.exchange(request, turn.deadline)
                 return turn.reply
             except SharedRPCError as error:
                 if self._closed and isinstance(error, ConnectionClosed):
                     raise ConnectionClosed(f"this client was closed during {request.what}") from error
-                if not self._repeats(request, link, error) or time.monotonic() > deadline:
+                if not self._repeats(request, link, error) or time.monotonic() > turn.deadline:
                     raise
 
     # The connection.
 
-    def _connected(self, turn: Turn, deadline: float) -> BlockingLink:
+    def _connected(self, turn: Turn) -> BlockingLink:
         """Return the link; if there is none, one operation at a time connects."""
+        deadline = turn.deadline
         until = min(deadline, time.monotonic() + RETRY)
         while True:
             link = self._link

@@ -39,7 +39,7 @@ class Request(msgspec.Struct):
     """A message to send. The descriptors are borrowed until the reply, or an error, arrives.
 
     ``what`` names the operation in errors. ``on_event`` is called with the updates before the reply; its error ends the
-    operation. ``at_once``: the server answers at once, and the answer is used even after the caller's deadline.
+    operation.
 
     ``segments`` are those of a call, in the order of the message: the descriptors of arenas are sent once per connection.
     ``transfer`` receives the server's news of memory.
@@ -49,7 +49,6 @@ class Request(msgspec.Struct):
     what: str
     payload: bytes = b""
     on_event: Callable[[TaskInfo], object] | None = None
-    at_once: bool = False
     segments: Sequence[Segment] = ()
     transfer: ClientTransfer | None = None
     #: True if the result is needed as memory even by a process that has the value itself.

@@ -157,7 +157,7 @@ def _settled(ctx: Context, object_id: str, handle: Lease[Any] | None = None, *, 
             yield Tell(t.Suspend([object_id]))
             return
         with suppress(ConnectError, ConnectionClosed):  # the leases have ended; a session that takes them over begins with this
-            yield from ask(Request(t.Suspend([object_id]), "suspend", at_once=True), m.Count)
+            yield from ask(Request(t.Suspend([object_id]), "suspend"), m.Count)
 
 
 def _unmapped(object_id: str, handle: Lease[Any] | None) -> None:
@@ -254,7 +254,7 @@ def map_again(ctx: Context, handle: Lease[Any], *, activates: bool = True) -> Op
             if book.mark_reported(object_id):
                 yield Tell(t.Suspend([object_id]))
         elif _has_suspended(object_id):
-            yield from _settled(ctx, object_id)
+            yield from _settled(ctx, object_id, waits=False)  # the caller's time may be over
         raise
 
 

@@ -288,7 +288,7 @@ class LocalLink:
         if request.on_event is not None and caller.events is not None:
             while (info := _next(caller.events, deadline)) is not None:
                 request.on_event(info)
-        if deadline < math.inf and not request.at_once:
+        if deadline < math.inf:
             concurrent.futures.wait([caller.answered], max(deadline - time.monotonic(), 0))
             if not caller.answered.done() and (error := self._engine.ask(lambda _: caller.give_up())) is not None:
                 raise error
