@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Literal
+from typing import Any
 
 from shared_rpc.execution.outcomes import Failure
 from shared_rpc.observability.events import (
@@ -28,7 +28,7 @@ from shared_rpc.server.state.objects import StoredObject
 class Observed:
     """One call. Creating it reports the beginning; the end is reported once."""
 
-    __slots__ = ("_began", "_call", "_ended", "how")
+    __slots__ = ("_began", "_call", "_ended")
 
     def __init__(self, server_id: str, endpoint: str, request_id: str, session: str, pid: int) -> None:
         self._call: dict[str, Any] = {
@@ -38,18 +38,16 @@ class Observed:
             "session": session,
             "pid": pid,
         }
-        #: How the call is answered if it succeeds.
-        self.how: Literal["hit", "joined", "adopted", "built"] = "built"
         self._ended = False
         self._began = time.monotonic()
         HOOKS.emit(CallStarted(**self._call))
 
-    def answered(self, outcome: object) -> None:
-        """Report the caller's outcome."""
+    def answered(self, outcome: object, how: Outcome) -> None:
+        """Report the caller's outcome; ``how`` it came about if it is a result."""
         if isinstance(outcome, Failure):
             self._finish("failed", outcome.code)
         else:
-            self._finish(self.how)
+            self._finish(how)
 
     def left(self) -> None:
         """Report that the caller no longer waits."""

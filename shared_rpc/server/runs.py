@@ -146,8 +146,7 @@ class Runs:
     def _hit(self, waiter: Waiter, spec: EndpointSpec, stored: StoredObject) -> None:
         """Answer from the cache."""
         self.statistics.of(spec.name)["hits"] += 1
-        if waiter.observed is not None:
-            waiter.observed.how = "hit"
+        waiter.how = "hit"
         self._deliver([waiter], spec, stored.record, stored.live, stored)
 
     def _build(
@@ -227,8 +226,8 @@ class Runs:
     def _count_adoption(self, run: Run[Waiter]) -> None:
         self.statistics.of(run.spec.name)["adopted"] += 1
         for waiter in run.waiters:
-            if waiter.observed is not None and waiter.observed.how == "built":
-                waiter.observed.how = "adopted"
+            if waiter.how == "built":
+                waiter.how = "adopted"
 
     def became_current(self, stored: StoredObject) -> None:
         """Announce the current object of a key, and answer the misses of that key with it."""
@@ -252,8 +251,7 @@ class Runs:
     def _joined(self, waiter: Waiter, run: Run[Waiter]) -> None:
         waiter.run = run
         self.statistics.of(run.spec.name)["joined"] += 1
-        if waiter.observed is not None:
-            waiter.observed.how = "joined"
+        waiter.how = "joined"
         if run.running and waiter.follow is not None:
             waiter.follow(run)
 

@@ -201,8 +201,11 @@ class Server:
             cluster=self._provider.cluster if options.cluster is None else options.cluster,
         )
         with ExitStack() as failed:
-            exporter = self._take_metrics_port()
-            if exporter is not None:
+            exporter: Exporter | None = None
+            if options.metrics_port is not None:
+                from shared_rpc.observability.exporter import Exporter
+
+                exporter = Exporter(SERVERS, options.metrics_port, options.metrics_host)
                 failed.callback(exporter.close)
             acceptor = Acceptor(core, path, options.max_connections)
             failed.callback(acceptor.close)
@@ -229,13 +232,6 @@ class Server:
             if self._exporter is not None:
                 self._exporter.close()
                 self._exporter = None
-
-    def _take_metrics_port(self) -> Exporter | None:
-        if self._options.metrics_port is None:
-            return None
-        from shared_rpc.observability.exporter import Exporter
-
-        return Exporter(SERVERS, self._options.metrics_port, self._options.metrics_host)
 
     def info(self) -> ServerInfo:
         """Return the same as ``get_server_info``."""

@@ -8,7 +8,7 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Coroutine, Hashable
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -48,7 +48,7 @@ class Waiter(msgspec.Struct, eq=False):
         for memory that the endpoint uses.
     :param pooled: True if it accepts a result in its session's pool.
     :param request_id: identifies its request in logs and errors.
-    :param observed: its call, if there is a hook.
+    :param observed: its call, if there is a hook; ``how`` it is answered if it succeeds.
     :param run: its run.
     """
 
@@ -64,6 +64,7 @@ class Waiter(msgspec.Struct, eq=False):
     pooled: bool = False
     request_id: str = ""
     observed: Observed | None = None
+    how: Literal["hit", "joined", "adopted", "built"] = "built"
     run: Run[Waiter] | None = None
 
 
@@ -71,7 +72,7 @@ def resolve(waiter: Waiter, outcome: Delivery | Failure) -> None:
     """Deliver an outcome. An error in one waiter must not affect the next one, nor end the server."""
     waiter.run = None
     if waiter.observed is not None:
-        waiter.observed.answered(outcome)
+        waiter.observed.answered(outcome, waiter.how)
     try:
         waiter.deliver(outcome)
     except Exception:
