@@ -8,12 +8,11 @@ from contextlib import asynccontextmanager, suppress
 
 from shared_rpc.broker.supervisor import Supervisor
 from shared_rpc.broker.worker import Worker
-from shared_rpc.errors import CapabilityError, ProtocolError, WorkerCrashed
+from shared_rpc.errors import WorkerCrashed
 from shared_rpc.execution.device_memory import DeviceMemory
 from shared_rpc.memory.copies import CopyOrder, Steps, Written, closing_all, on_host
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import worker as w
-from shared_rpc.protocol.frames import close_all
 from shared_rpc.protocol.messages import Message
 from shared_rpc.protocol.records import EXPORTER_OWNED
 from shared_rpc.protocol.specs import DeviceSpec
@@ -90,7 +89,7 @@ class RelayedMemory(DeviceMemory):
         closed.
 
         :raises SharedRPCError: that of the worker.
-        :raises WorkerCrashed: if the second worker ends too, stalls or sends an invalid answer; or if none can start.
+        :raises WorkerCrashed: if the second worker ends or stalls too, or none can start.
         """
         made: list[Written] = []
         with closing_all(made):
@@ -112,28 +111,22 @@ class RelayedMemory(DeviceMemory):
             list(targets),
         )
         worker = attempts.worker = self._choose(message, attempts.worker) or await self._supervisor.bare()
-        segments = [*sources, *targets.values()]
-        try:
-            async with _patience(worker, _STEP_PATIENCE, "has copied nothing") as patience:
+        async with _patience(worker, _STEP_PATIENCE, "has copied nothing") as patience:
 
-                def report(news: w.CopyProgress) -> None:
-                    if not patience.expired():
-                        patience.reschedule(self._loop.time() + _STEP_PATIENCE)
-                    attempts.progressed(news.done)
+            def report(news: w.CopyProgress) -> None:
+                if not patience.expired():
+                    patience.reschedule(self._loop.time() + _STEP_PATIENCE)
+                attempts.progressed(news.done)
 
-                # No variable keeps the owners of descriptors: the frames of an error may outlive the segments.
-                answer, received = await worker.requests.request(
-                    message,
-                    tuple([segment.owner for segment in segments]),
-                    progressed=report,
-                    stop=w.Stop(),
-                    unused=lambda answer: self._forget([info.id for info in answer.segments]),
-                )
-        except ProtocolError as error:
-            raise CapabilityError(
-                f"cannot send {len(segments)} descriptors to the worker (pid {worker.pid}): {error}"
-            ) from error
-        return self._written(orders, answer, received, worker.pid)
+            # No variable keeps the owners of descriptors: the frames of an error may outlive the segments.
+            answer, received = await worker.requests.request(
+                message,
+                tuple([segment.owner for segment in (*sources, *targets.values())]),
+                progressed=report,
+                stop=w.Stop(),
+                unused=lambda answer: self._forget([info.id for info in answer.segments]),
+            )
+        return self._written(orders, answer, received)
 
     def _serving(self) -> list[Worker]:
         return [worker for worker in self._supervisor.workers if worker.served]
@@ -150,18 +143,8 @@ class RelayedMemory(DeviceMemory):
         ]
         return min(able or serving, key=lambda worker: worker.congested, default=None)
 
-    def _written(self, orders: Sequence[CopyOrder], answer: w.SegmentsCopied, received: list[int], pid: int) -> list[Written]:
-        """Return the segments made by a worker.
-
-        :raises WorkerCrashed: if they differ from the order.
-        """
-        new = sum(order.target is None for order in orders)
-        if not len(orders) == len(answer.segments) == len(answer.digests) or len(received) != new:
-            close_all(received)
-            raise WorkerCrashed(
-                f"the worker (pid {pid}) returned a wrong answer to a request for copies: {len(answer.segments)} segments and "
-                f"{len(received)} descriptors instead of {len(orders)} and {new}"
-            )
+    def _written(self, orders: Sequence[CopyOrder], answer: w.SegmentsCopied, received: list[int]) -> list[Written]:
+        """Return the segments made by a worker, which own the received descriptors."""
         left = iter(received)
         return [
             Written(order.target.duplicate() if order.target is not None else Segment.owning(info, next(left)), digest)

@@ -241,11 +241,8 @@ class Worker:
         message = decode_message(frame)
         if frame.request_id:
             self.requests.take(message, frame)
-        elif (handler := self._handlers.get(type(message))) is not None:
-            handler(self, message, frame)
         else:
-            _log.error("worker %d sent an unexpected %s", self.pid, type(message).__name__)
-            return
+            self._handlers[type(message)](self, message, frame)
         if self.state == "draining":
             self.retire()
 

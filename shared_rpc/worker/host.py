@@ -187,11 +187,7 @@ class WorkerHost:
 
     def _handle(self, frame: Frame) -> None:
         message = decode_message(frame)
-        handler = self._handlers.get(type(message))
-        if handler is None:
-            _log.error("the broker sent an unexpected %s", type(message).__name__)
-        else:
-            handler(frame, message)
+        self._handlers[type(message)](frame, message)
 
     def _hung_up(self, error: Exception | None) -> None:
         if error is not None:
