@@ -94,7 +94,7 @@ class Zygote:
         self._inherited = environment()
         self._changed: dict[str, str | None] = {}
         self._fds = frozenset(open_descriptors())
-        self._files: Files | None = None
+        self._files: Files
 
     def prepare(self, modules: Sequence[str], own: Iterable[str] = (), needed: Iterable[str] = ()) -> dict[str, Any]:
         """Import modules, and check that this process can be forked then; return the answer to a Preload.
@@ -153,7 +153,7 @@ class Zygote:
                 os._exit(0)
             request: Fork = message  # type: ignore[assignment]
             os.fchdir(fds[-1])
-            self._check(request, fds, door)
+            self._check(request, door)
             door.note(request)
             fork_watched(client)
             return lambda: self._begin(request, fds, client)
@@ -163,14 +163,10 @@ class Zygote:
             refuse(client, f"{type(error).__name__}: {error}")
         os._exit(1)
 
-    def _check(self, request: Fork, fds: list[int], door: Control) -> None:
+    def _check(self, request: Fork, door: Control) -> None:
         """Refuse a process that would differ from a new one, or cannot be created."""
-        if len(fds) != len(request["fds"]) + 1:
-            raise _Refusal(f"received {len(fds)} descriptors instead of the announced {len(request['fds']) + 1}")
         if taken := sorted({*request["fds"]} & {*self._kept}):
             raise _Refusal(f"a library in the zygote uses descriptor {taken[0]}, which the new process needs")
-        if self._files is None:
-            raise _Refusal("the zygote has no imports yet")
         if name := self._files.changed():
             door.end()
             raise _Refusal(f"{name} has changed", stale=True)
@@ -180,7 +176,7 @@ class Zygote:
     def _begin(self, request: Fork, fds: list[int], client: socket.socket) -> NoReturn:
         """Become the requested process, and run to its end."""
         words = request["words"]
-        wanted = dict(zip(request["fds"], fds, strict=False))  # the last one is the working directory's
+        wanted = dict(zip(request["fds"], fds[:-1], strict=True))  # the last one is the working directory's
         # Above all other numbers, out of the way.
         moved = fcntl.fcntl(client, fcntl.F_DUPFD_CLOEXEC, max([*wanted, *self._kept, 2]) + 1)
         with socket.socket(fileno=moved) as connection:
