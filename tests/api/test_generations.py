@@ -13,7 +13,7 @@ import pytest
 import torch
 from anyio import move_on_after
 
-from shared_rpc import AsyncClient, Client, Handle, Provider, Server
+from shared_rpc import AsyncClient, Client, Handle
 from shared_rpc.errors import (
     ConfigurationError,
     ConnectionClosed,
@@ -21,8 +21,8 @@ from shared_rpc.errors import (
     RefreshError,
     StaleHandleError,
 )
-from tests.kit.apps import App, Connect, Serve, at_once
-from tests.kit.processes import Program, eventually, mapped_segments
+from tests.kit.processes import eventually, mapped_segments
+from tests.kit.world import World, at_once
 
 
 class Builds:
@@ -57,9 +57,9 @@ def builds() -> Iterator[Builds]:
 
 
 @pytest.fixture
-def load(app: App, builds: Builds) -> Any:
-    """The endpoint, in each role."""
-    return app.share("load", managed=True)(builds.build)
+def load(world: World, builds: Builds) -> Any:
+    """The endpoint."""
+    return world.share("load", managed=True)(builds.build)
 
 
 def number(value: dict[str, torch.Tensor]) -> float:
@@ -71,20 +71,20 @@ def number(value: dict[str, torch.Tensor]) -> float:
 # In every role.
 
 
-def test_a_refresh_makes_the_next_generation_current(app: App, load: Any, builds: Builds) -> None:
+def test_a_refresh_makes_the_next_generation_current(world: World, load: Any, builds: Builds, role: str) -> None:
     """Later calls get it; existing handles keep theirs, and report that another one is current."""
     old = load()
     made = load.refresh()
     new = load()
     assert (made.endpoint, made.cache_key, made.object_id) == ("load", "load(size=3)", new.object_id)
     assert (made.generation, made.previous_id, made.server_id) == (2, old.object_id, new.server_id)
-    assert (old.generation, new.generation, app.provider.refresh("load").generation) == (1, 2, 3)
+    assert (old.generation, new.generation, world.provider.refresh("load").generation) == (1, 2, 3)
     assert (number(old.value), number(new.value), builds.count) == (1, 2, 3)
     assert not (old.is_stale() or old.is_current() or new.is_current())
     assert (old.get_object_info()["current"], old.get_object_info()["generation"]) == (False, 1)
 
 
-def test_stale_handles_are_not_current(app: App, load: Any) -> None:
+def test_stale_handles_are_not_current(world: World, load: Any, role: str) -> None:
     """Neither released ones, nor those of dropped objects; an invalidated object has no latest one."""
     released, kept = load(), load()
     released.release()
@@ -98,24 +98,24 @@ def test_stale_handles_are_not_current(app: App, load: Any) -> None:
         kept.latest()
     assert caught.value.reason == "invalidated"
     assert load().generation == kept.latest().generation == 2
-    app.close()
+    world.close()
     with pytest.raises(ConnectionError):
         kept.is_current()
 
 
-def test_uncached_results_have_no_generations(app: App) -> None:
+def test_uncached_results_have_no_generations(world: World, role: str) -> None:
     """Each is current, and refreshing gives an error with the reason."""
-    app.share("plain", cache=False, managed=True)(lambda: torch.ones(1))
-    app.share("add")(lambda x: x + 1)
-    one, other = app.provider.call("plain"), app.provider.call("plain")
+    world.share("plain", cache=False, managed=True)(lambda: torch.ones(1))
+    world.share("add")(lambda x: x + 1)
+    one, other = world.provider.call("plain"), world.provider.call("plain")
     assert one.is_current() and other.is_current() and one.latest().object_id == one.object_id
     with pytest.raises(ConfigurationError, match=r"'plain' .*cache=True"):
-        app.provider.refresh("plain")
+        world.provider.refresh("plain")
     with pytest.raises(ConfigurationError, match=r"'add' .*cache_format_key"):
-        app.provider.refresh("add", torch.ones(1))
+        world.provider.refresh("add", torch.ones(1))
 
 
-def test_a_failed_refresh_changes_nothing(app: App, load: Any, builds: Builds) -> None:
+def test_a_failed_refresh_changes_nothing(world: World, load: Any, builds: Builds, role: str) -> None:
     """The endpoint's own error is raised, and the earlier generation is still served."""
     handle = load()
     builds.fails = ZeroDivisionError("no weights today")
@@ -125,16 +125,16 @@ def test_a_failed_refresh_changes_nothing(app: App, load: Any, builds: Builds) -
     assert load.refresh().generation == 2
 
 
-def test_simultaneous_refreshes_join_one_build(app: App, load: Any, builds: Builds) -> None:
+def test_simultaneous_refreshes_join_one_build(world: World, load: Any, builds: Builds, role: str) -> None:
     """With nothing in the cache a call joins it too."""
     builds.go.clear()
 
     def join() -> Handle[Any]:
-        eventually(lambda: app.waiting() == 3)
+        eventually(lambda: world.waiting() == 3)
         return load()
 
     def let_go() -> None:
-        eventually(lambda: app.waiting() == 4)
+        eventually(lambda: world.waiting() == 4)
         builds.go.set()
 
     *made, handle, _ = at_once(load.refresh, load.refresh, load.refresh, join, let_go)
@@ -142,7 +142,7 @@ def test_simultaneous_refreshes_join_one_build(app: App, load: Any, builds: Buil
     assert (builds.count, handle.generation, handle.get_object_info()["leases"]) == (1, 1, 1)
 
 
-def test_later_runs_are_newer(app: App) -> None:
+def test_later_runs_are_newer(world: World, role: str) -> None:
     """A run that began before a refresh and ends after it is not made current: a call gets its result, a refresh an error."""
     begun, go = queue.Queue[int](), {version: threading.Event() for version in (1, 2, 3)}
 
@@ -151,7 +151,7 @@ def test_later_runs_are_newer(app: App) -> None:
         assert go[version].wait(20)
         return torch.full((3,), float(version))
 
-    serving = app.share("serving", managed=True, cache_format_key="serving")(build)
+    serving = world.share("serving", managed=True, cache_format_key="serving")(build)
     with ThreadPoolExecutor(3) as threads:
         running = []
         for version, ask in ((1, serving), (2, serving.refresh), (3, serving.refresh)):
@@ -170,16 +170,16 @@ def test_later_runs_are_newer(app: App) -> None:
         assert (handle.object_id, float(handle.value[0])) == (made.object_id, 3.0)
 
 
-def test_an_invalidation_discards_active_builds(app: App, load: Any, builds: Builds) -> None:
+def test_an_invalidation_discards_active_builds(world: World, load: Any, builds: Builds, role: str) -> None:
     """Their results are not made current; the refresh fails, and joined calls get theirs as stale."""
     builds.go.clear()
 
     def join() -> Handle[Any]:
-        eventually(lambda: app.waiting() == 1)
+        eventually(lambda: world.waiting() == 1)
         return load()
 
     def invalidate() -> None:
-        eventually(lambda: app.waiting() == 2)
+        eventually(lambda: world.waiting() == 2)
         load.invalidate()
         builds.go.set()
 
@@ -189,15 +189,13 @@ def test_an_invalidation_discards_active_builds(app: App, load: Any, builds: Bui
     assert (load().generation, handle.latest().object_id) == (2, load().object_id)
 
 
-def test_a_refresh_outlives_its_requester(provider: Provider, serve: Serve, connect: Connect, builds: Builds) -> None:
+def test_a_refresh_outlives_its_requester(load: Any, world: World, builds: Builds) -> None:
     """After the requester's timeout, the build continues and becomes current; until then calls get the present one at once."""
-    provider.share("load", managed=True)(builds.build)
-    serve()
-    client = connect()
+    client = world.client()
     handle = client.call("load")
     builds.go.clear()
     with pytest.raises(DeadlineExceeded):
-        connect(timeout=0.1).refresh("load")
+        world.client(timeout=0.1).refresh("load")
     assert handle.is_current() and client.call("load").object_id == handle.object_id
     builds.go.set()
     eventually(lambda: not handle.is_current())
@@ -207,10 +205,10 @@ def test_a_refresh_outlives_its_requester(provider: Provider, serve: Serve, conn
 # Memory.
 
 
-def test_old_memory_is_freed_with_its_last_holder(provider: Provider, serve: Serve, connect: Connect, builds: Builds) -> None:
+def test_old_memory_is_freed_with_its_last_holder(world: World, builds: Builds) -> None:
     """The server releases it at once; it stays until both sessions have."""
-    provider.share("load", managed=True, pinned=True)(builds.build)
-    server, one, other = serve(), connect(), connect()
+    world.share("load", managed=True, pinned=True)(builds.build)
+    server, one, other = world.serve(), world.client(), world.client()
     held, also = one.call("load"), other.call("load")
     one.refresh("load")
     assert server.info()["objects"] == 2
@@ -255,15 +253,11 @@ READERS = """
 """
 
 
-def test_readers_see_whole_generations_during_refreshes(
-    provider: Provider, serve: Serve, connect: Connect, builds: Builds, program: Program
-) -> None:
+def test_readers_see_whole_generations_during_refreshes(load: Any, world: World, client: Client) -> None:
     """Ten clients attach in a loop: never a mix, never an earlier one again, nothing left."""
-    provider.share("load", managed=True)(builds.build)
-    server, client = serve(), connect()
     client.call("load").release()
-    size = server.info()["nbytes"]
-    children = [program(READERS) for _ in range(2)]
+    size = world.server.info()["nbytes"]
+    children = [world.process(READERS) for _ in range(2)]
     for child in children:
         child.expect("ready")
     assert [client.refresh("load").generation for _ in range(7)] == list(range(2, 9))
@@ -271,24 +265,17 @@ def test_readers_see_whole_generations_during_refreshes(
         for _ in range(5):
             assert child.expect("saw").endswith("8")
         assert child.close() == (0, "")
-    eventually(lambda: (server.info()["objects"], server.info()["leases"], server.info()["nbytes"]) == (1, 0, size))
+    eventually(lambda: [world.server.info()[key] for key in ("objects", "leases", "nbytes")] == [1, 0, size])
 
 
 # Notifications.
 
 
-@pytest.fixture
-def server(provider: Provider, serve: Serve, builds: Builds) -> Server:
-    """A server of the endpoint."""
-    provider.share("load", managed=True)(builds.build)
-    return serve()
-
-
-def test_later_generations_are_reported_in_every_role(app: App, load: Any) -> None:
+def test_later_generations_are_reported_in_every_role(world: World, load: Any, role: str) -> None:
     """Neither the first generation of a call nor earlier refreshes."""
     load(5)
     load.refresh(5)
-    with app.provider.refreshes() as news:
+    with world.provider.refreshes() as news:
         load(1)
         load.refresh(2)
         made = [load.refresh(1), load.refresh(2)]
@@ -299,7 +286,7 @@ def test_later_generations_are_reported_in_every_role(app: App, load: Any) -> No
     assert (last.cache_key, last.generation, last.previous_id) == ("load(size=1)", 3, "")
 
 
-def test_slow_readers_get_the_latest_of_each(client: Client) -> None:
+def test_slow_readers_get_the_latest_of_each(load: Any, client: Client) -> None:
     """The server buffers nothing for them."""
     for size in (1, 2):
         client.call("load", size)
@@ -312,7 +299,7 @@ def test_slow_readers_get_the_latest_of_each(client: Client) -> None:
     assert [(made.cache_key, made.generation) for made in reported] == [("load(size=2)", 51), ("load(size=1)", 21)]
 
 
-def test_the_blocking_iterator_misses_nothing(client: Client) -> None:
+def test_the_blocking_iterator_misses_nothing(load: Any, client: Client) -> None:
     """From its entry on, until another thread closes the client."""
     client.call("load")
     with client.refreshes() as news:
@@ -323,13 +310,13 @@ def test_the_blocking_iterator_misses_nothing(client: Client) -> None:
             next(news)
 
 
-def test_the_end_of_the_server_is_reported(server: Server, client: Client) -> None:
+def test_the_end_of_the_server_is_reported(load: Any, world: World, client: Client) -> None:
     """An iterator ends with an exception; a later one starts again."""
     with client.refreshes() as news:
-        server.stop()
+        world.server.stop()
         with pytest.raises(ConnectionClosed, match="refreshes are not reported any more"):
             next(news)
-    server.start()
+    world.server.start()
     with client.refreshes() as again:
         client.call("load")
         client.refresh("load")
@@ -340,9 +327,12 @@ def test_the_end_of_the_server_is_reported(server: Server, client: Client) -> No
 
 
 @pytest.mark.anyio
-async def test_coroutines_can_refresh(server: Server) -> None:
+async def test_coroutines_can_refresh(load: Any, world: World) -> None:
     """With the same names; the iterator continues after a cancelled scope, and gives the latest of several."""
-    async with AsyncClient(socket_path=server.socket_path) as client, AsyncClient(socket_path=server.socket_path) as listener:
+    async with (
+        AsyncClient(socket_path=world.server.socket_path) as client,
+        AsyncClient(socket_path=world.server.socket_path) as listener,
+    ):
         old = await client.call("load")
         async with listener.refreshes() as news:
             with move_on_after(0.02):
@@ -356,62 +346,62 @@ async def test_coroutines_can_refresh(server: Server) -> None:
 # Candidates: generations that exist, but are not current until they are promoted.
 
 
-def test_candidates_are_private_until_promoted(app: App, load: Any, builds: Builds) -> None:
+def test_candidates_are_private_until_promoted(world: World, load: Any, builds: Builds, role: str) -> None:
     """Calls get the earlier generation; after the promotion, which happens once, it is current, and reported like a refresh."""
     present = load()
-    candidate = app.provider.prepare("load")
+    candidate = world.provider.prepare("load")
     assert (candidate.generation, candidate.value.object_id, candidate.value.endpoint) == (2, candidate.object_id, "load")
     assert (number(load().value), present.is_current(), candidate.is_current()) == (1, True, False)
-    with app.provider.refreshes() as news:
-        made = app.provider.promote(candidate)
+    with world.provider.refreshes() as news:
+        made = world.provider.promote(candidate)
         assert next(news) == made
     assert (made.object_id, made.generation, made.previous_id) == (candidate.object_id, 2, present.object_id)
     assert (number(load().value), number(present.latest().value), number(present.value), builds.count) == (2, 2, 1, 2)
     assert not present.is_current() and candidate.is_current()
     with pytest.raises(RefreshError, match="is no candidate"):
-        app.provider.promote(candidate)
+        world.provider.promote(candidate)
     candidate.release()
     assert number(load().value) == 2
 
 
-def test_candidates_end_with_their_handle(app: App, load: Any, builds: Builds) -> None:
+def test_candidates_end_with_their_handle(world: World, load: Any, builds: Builds, role: str) -> None:
     """Nothing else keeps them."""
     load().release()
-    candidate = app.provider.prepare("load")
-    assert [info.get("candidate", False) for info in app.provider.list_objects()] == [False, True]
+    candidate = world.provider.prepare("load")
+    assert [info.get("candidate", False) for info in world.provider.list_objects()] == [False, True]
     candidate.release()
-    eventually(lambda: len(app.provider.list_objects()) == 1)
+    eventually(lambda: len(world.provider.list_objects()) == 1)
     with pytest.raises(RefreshError, match=f"object {candidate.object_id} is no candidate"):
-        app.provider.promote(candidate)
+        world.provider.promote(candidate)
     assert load().generation == 1
 
 
-def test_later_generations_are_not_replaced(app: App, load: Any) -> None:
+def test_later_generations_are_not_replaced(world: World, load: Any, role: str) -> None:
     """Neither by an earlier candidate, nor by a run that began before."""
     load()
-    first, second = app.provider.prepare("load"), app.provider.prepare("load")
-    app.provider.promote(second)
+    first, second = world.provider.prepare("load"), world.provider.prepare("load")
+    world.provider.promote(second)
     with pytest.raises(RefreshError, match=r"generation 3 .* is later than candidate 2"):
-        app.provider.promote(first)
-    third = app.provider.prepare("load")
+        world.provider.promote(first)
+    third = world.provider.prepare("load")
     load.refresh()
     with pytest.raises(RefreshError, match="is later than candidate 4"):
-        app.provider.promote(third)
+        world.provider.promote(third)
     assert load().generation == 5
 
 
-def test_invalidations_discard_candidates(app: App, load: Any) -> None:
+def test_invalidations_discard_candidates(world: World, load: Any, role: str) -> None:
     """An invalidated call's earlier candidates are outdated; those of other calls are not."""
     load()
-    candidate, another = app.provider.prepare("load"), app.provider.prepare("load", 4)
+    candidate, another = world.provider.prepare("load"), world.provider.prepare("load", 4)
     load.invalidate()
     with pytest.raises(RefreshError, match=r"load\(size=3\) was invalidated"):
-        app.provider.promote(candidate)
-    assert app.provider.promote(another).generation == 1
-    assert app.provider.promote(app.provider.prepare("load")).previous_id == ""
+        world.provider.promote(candidate)
+    assert world.provider.promote(another).generation == 1
+    assert world.provider.promote(world.provider.prepare("load")).previous_id == ""
 
 
-def test_calls_do_not_join_preparations(app: App, load: Any, builds: Builds) -> None:
+def test_calls_do_not_join_preparations(world: World, load: Any, builds: Builds, role: str) -> None:
     """With nothing in the cache a call builds its own object, which is newer than the earlier candidate."""
     builds.go.clear()
 
@@ -423,7 +413,7 @@ def test_calls_do_not_join_preparations(app: App, load: Any, builds: Builds) -> 
         eventually(lambda: builds.count == 1)
         return load()
 
-    candidate, handle, _ = at_once(lambda: app.provider.prepare("load"), call, let_go)
+    candidate, handle, _ = at_once(lambda: world.provider.prepare("load"), call, let_go)
     assert (builds.count, number(handle.value)) == (2, 2)
     with pytest.raises(RefreshError, match="is later than candidate"):
-        app.provider.promote(candidate)
+        world.provider.promote(candidate)

@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from shared_rpc import Client, Provider, Server, errors
+from shared_rpc import Client, Provider, errors
 from shared_rpc.context import request_id
 from shared_rpc.observability import events as i
-from tests.kit.apps import Connect, Serve
 from tests.kit.brokers import BrokerApp, worker_pids
 from tests.kit.logs import json_stream, lines
 from tests.kit.processes import Child, eventually, python
+from tests.kit.world import World
 
 E = TypeVar("E", bound=i.Event)
 
@@ -61,22 +61,22 @@ def listener() -> Listener:
 
 
 @pytest.fixture
-def client(provider: Provider, serve: Serve, connect: Connect, go: threading.Event) -> Client:
-    """A client of a server with a few endpoints, which accepts two tasks."""
+def world(world: World, go: threading.Event, tmp_path: Path) -> World:
+    """A server with a few endpoints, which accepts two tasks."""
 
-    provider.share("held", managed=True)(lambda size: torch.zeros((size,)))
+    world.share("held", managed=True)(lambda size: torch.zeros((size,)))
 
-    @provider.share(cache=False)
+    @world.share(cache=False)
     def fails(value: int) -> torch.Tensor:
         raise ValueError(f"not {value}")
 
-    @provider.share(concurrency="serialized", cache=False)
+    @world.share(concurrency="serialized", cache=False)
     def wait() -> torch.Tensor:
         go.wait()
         return torch.zeros(1)
 
-    serve(max_tasks=2)
-    return connect()
+    world.serve(max_tasks=2, spill_dir=tmp_path)
+    return world
 
 
 def test_calls_emit_start_and_finish_events(client: Client, listener: Listener) -> None:
@@ -94,10 +94,10 @@ def test_calls_emit_start_and_finish_events(client: Client, listener: Listener) 
     assert first.server_id == second.server_id == finished[0].server_id
 
 
-def test_abandoned_calls_finish_once(client: Client, connect: Connect, listener: Listener, go: threading.Event) -> None:
+def test_abandoned_calls_finish_once(world: World, client: Client, listener: Listener, go: threading.Event) -> None:
     """With outcome ``left``, although the run continues."""
     with pytest.raises(errors.DeadlineExceeded):
-        connect(timeout=0.05).call("wait")
+        world.client(timeout=0.05).call("wait")
     assert [event.outcome for event in listener.next(i.CallFinished)] == ["left"]
     go.set()
     listener.next(i.BuildFinished)
@@ -133,16 +133,15 @@ def test_objects_and_leases_emit_events(client: Client, listener: Listener) -> N
     assert (freed.object_id, freed.endpoint) == (handle.object_id, "held")
 
 
-def test_killed_clients_are_reported(client: Client, listener: Listener, base_path: str, children: list[Child]) -> None:
+def test_killed_clients_are_reported(world: World, listener: Listener) -> None:
     """Its leases as reclaimed, and its session as not closed by the client."""
-    child = python(f"""
+    child = world.process("""
         from shared_rpc import Client
-        client = Client({base_path!r}, device="cpu")
+        client = Client(device="cpu")
         handle = client.call("held", 7)
         print("attached", flush=True)
         input()
     """)
-    children.append(child)
     child.expect("attached")
     child.kill()
     (closed,) = listener.next(i.SessionClosed)
@@ -245,21 +244,19 @@ def test_hooks_of_the_app_see_builds_in_a_worker(broker_app: BrokerApp, tmp_path
     assert of_broker.read_text() == of_worker.read_text()
 
 
-def test_tier_changes_emit_events(provider: Provider, listener: Listener, tmp_path: Path) -> None:
+def test_tier_changes_emit_events(world: World, listener: Listener) -> None:
     """With both tiers, the freed and the copied bytes, and the reason; the second eviction reuses the copy."""
-
-    provider.share("held", managed=True, access="read")(lambda size: torch.zeros((size,)))
-
-    with Server(provider, spill_dir=tmp_path) as server, Client(socket_path=server.socket_path) as client:
-        handle = client.call("held", 1 << 18)
-        handle.release()
-        client.evict("held")
-        client.restore("held")
-        client.evict("held")
-        client.call("held", 1 << 18)
+    world.share("sealed", managed=True, access="read")(lambda size: torch.zeros((size,)))
+    client = world.client()
+    handle = client.call("sealed", 1 << 18)
+    handle.release()
+    client.evict("sealed")
+    client.restore("sealed")
+    client.evict("sealed")
+    client.call("sealed", 1 << 18)
     first, second = listener.of(i.ObjectEvicted)
     asked, used = listener.of(i.ObjectRestored)
-    assert (first.object_id, first.endpoint, first.device) == (handle.object_id, "held", "cpu")
+    assert (first.object_id, first.endpoint, first.device) == (handle.object_id, "sealed", "cpu")
     assert (first.from_tier, first.to_tier, first.reason) == ("device", "file", "request")
     assert (first.nbytes, first.copied, second.copied) == (1 << 20, 1 << 20, 0)
     assert (asked.from_tier, asked.to_tier, asked.reason, asked.copied) == ("file", "device", "request", 1 << 20)
@@ -275,21 +272,20 @@ def stream() -> Iterator[io.StringIO]:
 
 
 @pytest.fixture
-def logging_client(provider: Provider, serve: Serve, connect: Connect) -> Client:
+def logging_client(world: World) -> Client:
     """A client of a server whose endpoints log."""
 
-    @provider.share
+    @world.share
     def model(size: int) -> torch.Tensor:
         logging.getLogger("app").info("building %d", size, extra={"layers": 2})
         return torch.zeros(size)
 
-    @provider.share(cache=False)
+    @world.share(cache=False)
     async def soon(size: int) -> torch.Tensor:
         logging.getLogger("app").info("soon, for %s", request_id())
         return torch.zeros(size)
 
-    serve()
-    return connect()
+    return world.client()
 
 
 def test_an_event_is_one_line_with_its_fields(logging_client: Client, stream: io.StringIO) -> None:

@@ -20,39 +20,38 @@ import torch
 
 from shared_rpc import Client, Provider, Server, errors
 from shared_rpc.observability.events import get_hooks
-from tests.kit.apps import Connect, Serve
 from tests.kit.brokers import BrokerApp, another_worker, begun, worker_pids
 from tests.kit.processes import ROOT, eventually, open_fds
 from tests.kit.scraping import scrape
+from tests.kit.world import World
 
 pytest.importorskip("prometheus_client")
 
 
 @pytest.fixture
-def server(provider: Provider, serve: Serve, go: threading.Event) -> Server:
+def world(world: World, go: threading.Event) -> World:
     """A server with a few endpoints, and metrics on a free port."""
 
-    provider.share("held", managed=True)(lambda size: torch.zeros((size,)))
+    world.share("held", managed=True)(lambda size: torch.zeros((size,)))
 
-    @provider.share(cache=False)
+    @world.share(cache=False)
     def fails(value: int) -> torch.Tensor:
         raise ValueError(f"not {value}")
 
-    provider.share("short", cache=False)(lambda size: torch.zeros((size,)))
+    world.share("short", cache=False)(lambda size: torch.zeros((size,)))
 
-    @provider.share
+    @world.share
     def wait(key: int = 0) -> torch.Tensor:
         go.wait()
         return torch.zeros(1)
 
-    return serve(metrics_port=0)
+    return world
 
 
 @pytest.fixture
-def url(server: Server) -> str:
+def url(world: World) -> str:
     """The URL of its metrics."""
-    assert server.metrics_url is not None
-    return server.metrics_url
+    return str(world.serve(metrics_port=0).metrics_url)
 
 
 def metrics_of(app: BrokerApp) -> str:
@@ -72,9 +71,8 @@ def fresh(url: str, condition: Callable[[Any], bool]) -> Any:
     return found[0]
 
 
-def test_calls_are_counted_by_endpoint_and_outcome(url: str, connect: Connect) -> None:
+def test_calls_are_counted_by_endpoint_and_outcome(url: str, client: Client) -> None:
     """With durations; builds and cached calls are counted separately."""
-    client = connect()
     client.call("held", 3), client.call("held", 3), client.call("held", 4)
     with pytest.raises(ValueError, match="not 5"):
         client.call("fails", 5)
@@ -95,9 +93,8 @@ def test_calls_are_counted_by_endpoint_and_outcome(url: str, connect: Connect) -
     assert now("errors_total", code="endpoint-not-found") == 1
 
 
-def test_active_runs_are_gauges(url: str, connect: Connect, go: threading.Event, threads: Any) -> None:
+def test_active_runs_are_gauges(url: str, client: Client, go: threading.Event, threads: Any) -> None:
     """Begun runs count; joined calls and ended runs do not."""
-    client = connect()
     waiting = [threads.submit(client.call, "wait") for _ in range(3)]
     now = fresh(url, lambda now: now("joined_calls_total", endpoint="wait") == 2)
     assert now("builds_running", endpoint="wait") == 1
@@ -109,9 +106,8 @@ def test_active_runs_are_gauges(url: str, connect: Connect, go: threading.Event,
     assert now("calls_total", endpoint="wait", outcome="joined") == 2
 
 
-def test_memory_leases_sessions_and_tasks_are_gauges(url: str, connect: Connect) -> None:
+def test_memory_leases_sessions_and_tasks_are_gauges(url: str, client: Client) -> None:
     """They show the server's current state; ends are counted."""
-    client = connect()
     handle, buffer = client.call("held", 1000), client.create_buffer(8192)
     client.wait_for_task(client.submit("held", 1001)).release()
     now = fresh(url, lambda now: now("leases") == 2)
@@ -131,30 +127,29 @@ def test_memory_leases_sessions_and_tasks_are_gauges(url: str, connect: Connect)
     assert now("leases_reclaimed_total") == now("sessions_lost_total") == 0
 
 
-def test_tiers_and_moves_are_measured(provider: Provider, tmp_path: Path) -> None:
+def test_tiers_and_moves_are_measured(world: World, tmp_path: Path) -> None:
     """Bytes by tier, use, and the number and size of moves."""
 
-    provider.share("held", managed=True, access="read")(lambda number: torch.zeros(1 << 18))
+    world.share("held", managed=True, access="read")(lambda number: torch.zeros(1 << 18))
 
-    with Server(provider, metrics_port=0, spill_dir=tmp_path) as server, Client(socket_path=server.socket_path) as client:
-        for number in range(3):
-            client.call("held", number).release()
-        client.evict("held")
-        with client.call("held", 0):
-            now = fresh(str(server.metrics_url), lambda now: now("restores_total", tier="file", reason="use") == 1)
-        assert [now("tier_objects", tier=tier) for tier in ("device", "host", "file")] == [1, 0, 2]
-        assert (now("active_objects"), now("object_bytes", device="cpu")) == (1, 1 << 20)
-        assert now("copy_bytes", tier="file") == 3 << 20  # the one that was restored is read-only: its copy is good still
-        assert now("evictions_total", tier="file", reason="request") == 3
-        assert now("evicted_bytes_total", tier="file") == 3 << 20
-        assert now("restored_bytes_total", tier="file") == 1 << 20
-        assert now("eviction_duration_seconds_count", tier="file") == 3
-        assert now("restore_duration_seconds_count", tier="file") == 1
+    server, client = world.serve(metrics_port=0, spill_dir=tmp_path), world.client()
+    for number in range(3):
+        client.call("held", number).release()
+    client.evict("held")
+    with client.call("held", 0):
+        now = fresh(str(server.metrics_url), lambda now: now("restores_total", tier="file", reason="use") == 1)
+    assert [now("tier_objects", tier=tier) for tier in ("device", "host", "file")] == [1, 0, 2]
+    assert (now("active_objects"), now("object_bytes", device="cpu")) == (1, 1 << 20)
+    assert now("copy_bytes", tier="file") == 3 << 20  # the one that was restored is read-only: its copy is good still
+    assert now("evictions_total", tier="file", reason="request") == 3
+    assert now("evicted_bytes_total", tier="file") == 3 << 20
+    assert now("restored_bytes_total", tier="file") == 1 << 20
+    assert now("eviction_duration_seconds_count", tier="file") == 3
+    assert now("restore_duration_seconds_count", tier="file") == 1
 
 
-def test_pools_of_results_are_measured(url: str, connect: Connect) -> None:
+def test_pools_of_results_are_measured(url: str, client: Client) -> None:
     """Their bytes, and the chunks that clients have not returned."""
-    client = connect()
     before = scrape(url)
     assert before("pool_bytes") == before("pool_chunks") == 0
     kept = [client.call("short", 1000) for _ in range(3)]
@@ -167,9 +162,8 @@ def test_pools_of_results_are_measured(url: str, connect: Connect) -> None:
     fresh(url, lambda now: now("pool_chunks") < 3)
 
 
-def test_labels_are_those_of_registered_endpoints(url: str, connect: Connect) -> None:
+def test_labels_are_those_of_registered_endpoints(url: str, client: Client) -> None:
     """A client that calls a hundred unknown names creates no time series."""
-    client = connect()
     before = sum(len(samples) for samples in scrape(url).samples.values())
     for number in range(100):
         with pytest.raises(errors.EndpointNotFound):
@@ -260,30 +254,30 @@ def test_providers_of_a_broker_share_series(broker_app: BrokerApp) -> None:
     assert len(now.samples["shared_rpc_worker_runs"]) == 1
 
 
-def test_a_metrics_port_in_use_is_refused(provider: Provider, base_path: str) -> None:
+def test_a_metrics_port_in_use_is_refused(world: World) -> None:
     """At once, with the port and the option; nothing listens then, and nothing stays open."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         before = open_fds()
-        server = Server(provider, metrics_port=port)
+        server = Server(world.owner, metrics_port=port)
         with pytest.raises(errors.ConfigurationError, match=rf"^metrics_port={port}: .*127\.0\.0\.1"):
             server.start()
         assert not server.running
-        assert not list(Path(base_path).parent.glob("*.sock"))
+        assert not list(Path(world.base_path).parent.glob("*.sock"))
         assert open_fds() == before
     with server:  # once it is free, the same server starts
         assert server.metrics_url is None or str(port) in server.metrics_url
 
 
-def test_a_missing_package_is_reported_with_the_extra(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported_with_the_extra(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error has the command that installs it."""
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     monkeypatch.delitem(sys.modules, "shared_rpc.observability.collector", raising=False)
     with pytest.raises(errors.ConfigurationError, match=r"pip install 'shared-rpc\[metrics\]'"):
-        Server(provider, metrics_port=0).start()
+        Server(world.owner, metrics_port=0).start()
 
 
-def test_a_stopped_server_releases_its_port(server: Server, url: str) -> None:
+def test_a_stopped_server_releases_its_port(world: World, url: str) -> None:
     """No hook and no thread are left, whatever its forked children do."""
     scrape(url)
     port = int(url.rpartition(":")[2].partition("/")[0])
@@ -294,8 +288,8 @@ def test_a_stopped_server_releases_its_port(server: Server, url: str) -> None:
         os.read(read, 1)  # until the parent has looked
         os._exit(0)
     try:
-        server.stop()
-        assert (server.metrics_url, get_hooks()) == (None, ())
+        world.server.stop()
+        assert (world.server.metrics_url, get_hooks()) == (None, ())
         eventually(lambda: all(thread.name != "shared-rpc-metrics" for thread in threading.enumerate()))
         with socket.create_server(("127.0.0.1", port)) as mine:
             assert mine.getsockname()[1] == port
@@ -321,9 +315,8 @@ def answer(url: str, request: bytes) -> bytes:
 
 
 @pytest.mark.deep  # for the seconds after which silent connections are closed
-def test_slow_scrapers_delay_neither_calls_nor_others(url: str, connect: Connect) -> None:
+def test_slow_scrapers_delay_neither_calls_nor_others(url: str, client: Client) -> None:
     """Silent connections, and those with half a request, are closed; the server answers other requests all the time."""
-    client = connect()
     client.call("held", 3)
     with ExitStack() as stack:
         slow = [stack.enter_context(connection(url)) for _ in range(40)]
@@ -347,27 +340,26 @@ def test_slow_scrapers_delay_neither_calls_nor_others(url: str, connect: Connect
         ("0.0.0.0", "prometheus.example", b" 200 "),
     ],
 )
-def test_foreign_host_names_are_refused(provider: Provider, serve: Serve, address: str, host: str, status: bytes) -> None:
+def test_foreign_host_names_are_refused(world: World, address: str, host: str, status: bytes) -> None:
     """A server for this host alone answers to its address and to ``localhost``, so web pages cannot read it."""
-    url = serve(metrics_port=0, metrics_host=address).metrics_url
-    assert url is not None
+    url = str(world.serve(metrics_port=0, metrics_host=address).metrics_url)
     assert status in answer(url, f"GET /metrics HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
 
 
 def test_a_busy_loop_fails_the_scrape_in_time(
-    url: str, provider: Provider, connect: Connect, monkeypatch: pytest.MonkeyPatch, go: threading.Event
+    world: World, url: str, monkeypatch: pytest.MonkeyPatch, go: threading.Event
 ) -> None:
     """An endpoint that blocks the loop delays the scrape for a bounded time, and the next one is answered again."""
     monkeypatch.setattr("shared_rpc.observability.exporter._BUSY", 0.2)
     blocking = threading.Event()
 
-    @provider.share(cache=False)
+    @world.share(cache=False)
     async def block() -> torch.Tensor:
         blocking.set()
         go.wait()
         return torch.zeros(1)
 
-    thread = threading.Thread(target=lambda: connect().call("block"))
+    thread = threading.Thread(target=lambda: world.client().call("block"))
     thread.start()
     blocking.wait()
     with pytest.raises(urllib.error.HTTPError) as refused:

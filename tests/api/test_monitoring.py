@@ -11,25 +11,25 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from shared_rpc import Client, Progress, Provider, Server, progress
+from shared_rpc import Client, Progress, progress
 from shared_rpc.errors import ConfigurationError, EndpointNotFound, StaleHandleError
-from tests.kit.apps import Serve
 from tests.kit.brokers import BrokerApp
-from tests.kit.processes import Program, eventually
+from tests.kit.processes import eventually
+from tests.kit.world import World
 
 
 @pytest.fixture
-def server(provider: Provider, serve: Serve, go: threading.Event) -> Server:
+def world(world: World, go: threading.Event) -> World:
     """A server with a cached endpoint, and one that waits."""
-    provider.share("load", managed=True)(lambda size: torch.zeros((size,)))
+    world.share("load", managed=True)(lambda size: torch.zeros((size,)))
 
-    @provider.share(concurrency="serialized")
+    @world.share(concurrency="serialized")
     def gated(key: int) -> torch.Tensor:
         progress(1, 4, "shards")
         go.wait()
         return torch.zeros(1)
 
-    return serve()
+    return world
 
 
 def test_runs_of_calls_and_tasks_are_listed(client: Client, go: threading.Event, threads: ThreadPoolExecutor) -> None:
@@ -109,9 +109,9 @@ def test_workers_have_a_device_and_restarts(broker_app: BrokerApp) -> None:
 # Holders of an object.
 
 
-def test_holders_are_processes_until_killed(client: Client, program: Program) -> None:
+def test_holders_are_processes_until_killed(client: Client, world: World) -> None:
     """With process id, handles and start time, like their sessions; a killed one is no longer listed."""
-    holder = program("""
+    holder = world.process("""
         from shared_rpc import Client
         client = Client(device="cpu")
         handles = [client.call("load", 4), client.call("load", 4)]

@@ -10,16 +10,17 @@ import pytest
 import torch
 from torch import nn
 
-from shared_rpc import Client, Provider, Server
+from shared_rpc import Client
 from tests.kit.comparing import differences
 from tests.kit.payloads import PAYLOADS, tensors_in
+from tests.kit.world import World
 
 
 class Endpoints:
     """The server's endpoints, with their last arguments and next results."""
 
-    def __init__(self, provider: Provider, device: str) -> None:
-        self.device = device
+    def __init__(self, world: World) -> None:
+        self.device = world.device
         #: What the argument of :meth:`echo` should be, and where it differs.
         self.expected: Any = None
         self.seen = ["it was not called"]
@@ -27,9 +28,9 @@ class Endpoints:
         self.kept: list[Any] = []
         self.runs = 0
         for function in (self.echo, self.keep, self.kept_sums, self.write):
-            provider.share(cache=False)(function)
-        provider.share(self.cached)
-        provider.share(cache_format_key="{key}")(self.echo_by_key)
+            world.share(cache=False)(function)
+        world.share(self.cached)
+        world.share(cache_format_key="{key}")(self.echo_by_key)
 
     def echo(self, *args: Any, **kwargs: Any) -> Any:
         """Return the only argument."""
@@ -60,20 +61,11 @@ class Endpoints:
 
 
 @pytest.fixture
-def endpoints(device: str, no_leaks: None, base_path: str) -> Iterator[Endpoints]:
-    """A server's endpoints, served."""
-    provider = Provider(base_path, device=device)
-    endpoints = Endpoints(provider, device)
-    with Server(provider):
-        yield endpoints
+def endpoints(device: str, world: World) -> Iterator[Endpoints]:
+    """A server's endpoints."""
+    endpoints = Endpoints(world)
+    yield endpoints
     endpoints.kept.clear()
-
-
-@pytest.fixture
-def client(endpoints: Endpoints, base_path: str) -> Iterator[Client]:
-    """A client of that server."""
-    with Client(base_path, device=endpoints.device, timeout=30, connect_timeout=0) as client:
-        yield client
 
 
 def as_a_task(client: Client, *args: Any, **kwargs: Any) -> Any:

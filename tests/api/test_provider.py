@@ -19,11 +19,11 @@ import torch
 
 from shared_rpc import Provider
 from shared_rpc.errors import CapabilityError, ConfigurationError, RemoteTraceback, StaleHandleError
-from tests.kit.apps import App, at_once, shares_memory
 from tests.kit.processes import eventually
+from tests.kit.world import World, at_once, shares_memory
 
 
-def test_a_replaced_endpoint_has_keys_of_its_own(app: App) -> None:
+def test_a_replaced_endpoint_has_keys_of_its_own(world: World, role: str) -> None:
     """The same call has another key once a function with another default has taken the endpoint's name."""
     results = []
     for scale in (1, 2):
@@ -31,29 +31,29 @@ def test_a_replaced_endpoint_has_keys_of_its_own(app: App) -> None:
         def scaled(size: int, scale: int = scale) -> torch.Tensor:
             return torch.full((size,), scale)
 
-        results.append(app.share("scaled")(scaled)(3).tolist())
+        results.append(world.share("scaled")(scaled)(3).tolist())
     assert results == [[1] * 3, [2] * 3]
 
 
-def test_none_is_a_result(app: App) -> None:
+def test_none_is_a_result(world: World, role: str) -> None:
     """Also for managed and cached endpoints, and for tasks."""
     ran = []
-    warm_up = app.share("warm_up")(lambda: ran.append("cached"))
-    act = app.share("act", cache=False)(lambda: ran.append("not cached"))
-    once = app.share("once", managed=True)(lambda: ran.append("managed"))
+    warm_up = world.share("warm_up")(lambda: ran.append("cached"))
+    act = world.share("act", cache=False)(lambda: ran.append("not cached"))
+    once = world.share("once", managed=True)(lambda: ran.append("managed"))
     assert [warm_up(), warm_up(), act(), act()] == [None] * 4
-    assert app.provider.execute("act", timeout=10) is None
-    with once() as handle, once() as again, app.provider.execute("once", timeout=10) as third:
+    assert world.provider.execute("act", timeout=10) is None
+    with once() as handle, once() as again, world.provider.execute("once", timeout=10) as third:
         assert handle.value is None
         assert handle.object_id == again.object_id == third.object_id
     assert ran == ["cached", *["not cached"] * 3, "managed"]
 
 
-def test_failure_is_not_cached(app: App) -> None:
+def test_failure_is_not_cached(world: World, role: str) -> None:
     """After an exception the next call tries again."""
     built = []
 
-    @app.share()
+    @world.share()
     def load() -> torch.Tensor:
         built.append(1)
         if len(built) == 1:
@@ -65,10 +65,10 @@ def test_failure_is_not_cached(app: App) -> None:
     assert torch.equal(load(), torch.ones(1))
 
 
-def test_dropped_results_are_freed_at_once(app: App) -> None:
+def test_dropped_results_are_freed_at_once(world: World, role: str) -> None:
     """The library keeps no reference cycles to them: their memory does not wait for the collector."""
-    load = app.share("load", cache=False)(lambda: torch.ones(4))
-    cached = app.share("cached", managed=True)(lambda: torch.ones(4))
+    load = world.share("load", cache=False)(lambda: torch.ones(4))
+    cached = world.share("cached", managed=True)(lambda: torch.ones(4))
     gc.disable()
     try:
         value = load()
@@ -82,11 +82,11 @@ def test_dropped_results_are_freed_at_once(app: App) -> None:
         gc.enable()
 
 
-def test_invalidation_drops_one_call(app: App) -> None:
+def test_invalidation_drops_one_call(world: World, role: str) -> None:
     """``invalidate`` takes the call's arguments, returns the number of dropped results, and keeps those of other calls."""
     built = []
 
-    @app.share()
+    @world.share()
     def load(size: int) -> torch.Tensor:
         built.append(size)
         return torch.ones(size)
@@ -100,34 +100,34 @@ def test_invalidation_drops_one_call(app: App) -> None:
     assert built == [2, 3, 2]
 
 
-def test_identical_calls_in_flight_join_one_run(app: App) -> None:
+def test_identical_calls_in_flight_join_one_run(world: World, role: str) -> None:
     """Threads that request a result being built wait for it."""
     built, go = [], threading.Event()
 
-    @app.share()
+    @world.share()
     def load() -> torch.Tensor:
         built.append(1)
         go.wait(10)
         return torch.ones(4)
 
     def release() -> None:
-        eventually(lambda: app.waiting() == 4)
+        eventually(lambda: world.waiting() == 4)
         go.set()
 
     *results, _ = at_once(load, load, load, load, release)
     assert len(built) == 1
     assert all(shares_memory(results[0], result) for result in results)
     load()
-    if app.role != "local":
-        info = app.owner.get_runtime_info()["server"]
+    if world.role != "local":
+        info = world.owner.get_runtime_info()["server"]
         assert (info["builds"], info["joined"], info["cache_hits"]) == (1, 3, 1)
 
 
-def test_without_singleflight_identical_calls_run_at_once(app: App) -> None:
+def test_without_singleflight_identical_calls_run_at_once(world: World, role: str) -> None:
     """``singleflight=False`` starts a run for each call; later calls find a result."""
     meeting, built = threading.Barrier(2, timeout=10), []
 
-    @app.share(singleflight=False)
+    @world.share(singleflight=False)
     def load() -> torch.Tensor:
         built.append(1)
         meeting.wait()
@@ -139,23 +139,23 @@ def test_without_singleflight_identical_calls_run_at_once(app: App) -> None:
     assert len(built) == 2
 
 
-def test_followers_get_the_leader_s_exception(app: App) -> None:
+def test_followers_get_the_leader_s_exception(world: World, role: str) -> None:
     """All waiters of a failed run get its exception, with its own type and, in a client, the server's traceback."""
     built, go = [], threading.Event()
 
-    @app.share()
+    @world.share()
     def load() -> torch.Tensor:
         built.append(1)
         go.wait(10)
         raise FileNotFoundError("weights.safetensors")
 
     def release() -> None:
-        eventually(lambda: app.waiting() == 3)
+        eventually(lambda: world.waiting() == 3)
         go.set()
 
     *errors, _ = at_once(load, load, load, release)
     assert [(type(error), str(error)) for error in errors] == [(FileNotFoundError, "weights.safetensors")] * 3
-    if app.role == "client":
+    if world.role == "client":
         causes = [error.__cause__ for error in errors]
         assert all(isinstance(cause, RemoteTraceback) and "raise FileNotFoundError(" in str(cause) for cause in causes)
     assert len(built) == 1
@@ -179,14 +179,14 @@ def test_first_calls_of_many_threads(base_path: str) -> None:
     provider.close()
 
 
-def test_async_endpoints_are_awaited(app: App) -> None:
+def test_async_endpoints_are_awaited(world: World, role: str) -> None:
     """The caller awaits an ``async def`` endpoint, managed or not, and gets its body's result."""
 
-    @app.share()
+    @world.share()
     async def double(x: torch.Tensor) -> torch.Tensor:
         return x * 2
 
-    @app.share(managed=True)
+    @world.share(managed=True)
     async def load() -> torch.Tensor:
         await anyio.lowlevel.checkpoint()
         return torch.ones(2)
@@ -199,15 +199,15 @@ def test_async_endpoints_are_awaited(app: App) -> None:
     anyio.run(main)
 
 
-def test_async_endpoints_by_name_block(app: App) -> None:
+def test_async_endpoints_by_name_block(world: World, role: str) -> None:
     """``provider.call`` waits for the result, also in a thread that runs a loop, as every cell of a notebook does."""
 
-    @app.share()
+    @world.share()
     async def double(x: torch.Tensor) -> torch.Tensor:
         return x * 2
 
     def call() -> torch.Tensor:
-        result: torch.Tensor = app.provider.call("double", torch.ones(1))
+        result: torch.Tensor = world.provider.call("double", torch.ones(1))
         return result
 
     async def main() -> torch.Tensor:
@@ -216,14 +216,14 @@ def test_async_endpoints_by_name_block(app: App) -> None:
     assert call() == anyio.run(main) == 2
 
 
-def test_endpoints_may_nest_deeper_than_there_are_threads(app: App) -> None:
+def test_endpoints_may_nest_deeper_than_there_are_threads(world: World, role: str) -> None:
     """An endpoint that waits for another one does not use up a thread that the other needs."""
 
-    @app.share()
+    @world.share()
     def tower(height: int) -> torch.Tensor:
         if height == 0:
             return torch.zeros(1)
-        below: torch.Tensor = app.inside["tower"](height - 1)
+        below: torch.Tensor = world.inside["tower"](height - 1)
         return below + 1
 
     assert tower(50).item() == 50
@@ -251,15 +251,15 @@ def test_sync_calls_on_the_servers_loop_are_refused(base_path: str) -> None:
     provider.close()
 
 
-def test_runtime_info_describes_the_role(app: App) -> None:
+def test_runtime_info_describes_the_role(world: World, role: str) -> None:
     """Role, device, mechanism and process, and in two roles the server; in the local role there is no socket."""
-    app.share("load")(lambda: torch.ones(1))()
-    info = app.provider.get_runtime_info()
-    assert app.provider.ping() >= 0
-    assert (app.provider.get_server_info()["socket_path"] is None) == (app.role == "local")
-    assert (info["execution_mode"], info["device"]) == (app.role, "cpu")
+    world.share("load")(lambda: torch.ones(1))()
+    info = world.provider.get_runtime_info()
+    assert world.provider.ping() >= 0
+    assert (world.provider.get_server_info()["socket_path"] is None) == (world.role == "local")
+    assert (info["execution_mode"], info["device"]) == (world.role, "cpu")
     assert info["mechanism"] == {"name": "memfd", "reason": "host memory is a memfd", "mps": False}
-    if app.role == "local":
+    if world.role == "local":
         assert (set(info), info["objects"]) == ({"execution_mode", "device", "mechanism", "pid", "objects"}, 1)
     else:
         assert info["socket_path"].endswith("s-cpu.sock")
@@ -267,40 +267,40 @@ def test_runtime_info_describes_the_role(app: App) -> None:
         assert info["server"]["pid"] == info["pid"]
 
 
-def test_closed_providers_refuse_calls(app: App) -> None:
+def test_closed_providers_refuse_calls(world: World, role: str) -> None:
     """Every call gives the same error, in every role; closing again is harmless."""
-    load = app.share("load")(lambda: torch.ones(1))
+    load = world.share("load")(lambda: torch.ones(1))
     load()
-    app.provider.close()
-    app.provider.close()
-    for call in (load, load.invalidate, app.provider.get_runtime_info):
+    world.provider.close()
+    world.provider.close()
+    for call in (load, load.invalidate, world.provider.get_runtime_info):
         with pytest.raises(ConfigurationError, match="this provider is closed"):
             call()
 
 
-def test_leases_are_released_by_handle_or_id(app: App) -> None:
+def test_leases_are_released_by_handle_or_id(world: World, role: str) -> None:
     """One or several in one request; the count is that of the existing leases. A second release takes no other handle's."""
-    app.share("kept", managed=True)(lambda n: torch.zeros(n) + 1)
-    one, two, three, four = (app.provider.call("kept", n) for n in (1, 2, 2, 3))
-    app.provider.ensure_handle_live(one)
-    assert [app.provider.release(one), app.provider.release(one)] == [True, False]
+    world.share("kept", managed=True)(lambda n: torch.zeros(n) + 1)
+    one, two, three, four = (world.provider.call("kept", n) for n in (1, 2, 2, 3))
+    world.provider.ensure_handle_live(one)
+    assert [world.provider.release(one), world.provider.release(one)] == [True, False]
     two.release()
     two.release()
     assert not three.is_stale()
-    assert app.provider.release_many([three, four.object_id, four.object_id]) == 2
+    assert world.provider.release_many([three, four.object_id, four.object_id]) == 2
     with pytest.raises(StaleHandleError):
-        app.provider.ensure_handle_live(one)
-    assert app.provider.get_server_info()["leases"] == 0
+        world.provider.ensure_handle_live(one)
+    assert world.provider.get_server_info()["leases"] == 0
 
 
-def test_servers_within_a_process_are_neither_reloaded_nor_stopped(app: App) -> None:
+def test_servers_within_a_process_are_neither_reloaded_nor_stopped(world: World, role: str) -> None:
     """A server in a script has no workers, and its process may do more; there is none in the local role."""
-    app.share("ones")(lambda: torch.ones(1))
+    world.share("ones")(lambda: torch.ones(1))
     with pytest.raises(ConfigurationError, match="whose code cannot be reloaded"):
-        app.provider.reload()
+        world.provider.reload()
     with pytest.raises((ConfigurationError, CapabilityError)) as refused:
-        app.provider.stop_server()
-    if app.role == "local":
+        world.provider.stop_server()
+    if world.role == "local":
         kind, words = CapabilityError, "this process plays the local role: there is no server to be stopped"
     else:
         kind, words = ConfigurationError, f"this server is part of process {os.getpid()}, which may run other code too"
@@ -308,10 +308,10 @@ def test_servers_within_a_process_are_neither_reloaded_nor_stopped(app: App) -> 
     assert str(refused.value).startswith(words)
 
 
-def test_handles_release_at_the_end_of_their_block(app: App) -> None:
+def test_handles_release_at_the_end_of_their_block(world: World, role: str) -> None:
     """However the block ends, the value is gone, and the error gives the reason."""
 
-    @app.share(managed=True)
+    @world.share(managed=True)
     def load() -> torch.Tensor:
         return torch.ones(4)
 
@@ -325,10 +325,10 @@ def test_handles_release_at_the_end_of_their_block(app: App) -> None:
     assert torch.equal(kept, torch.ones(4))
 
 
-def test_object_info(app: App) -> None:
+def test_object_info(world: World, role: str) -> None:
     """``get_object_info`` has these keys and no others."""
 
-    @app.share(managed=True)
+    @world.share(managed=True)
     def load(size: int) -> torch.Tensor:
         return torch.ones(size)
 
@@ -336,7 +336,7 @@ def test_object_info(app: App) -> None:
     info = handle.get_object_info()
     created, accessed = info.pop("created_at"), info.pop("last_accessed_at")
     # In the local role it has no other holder, and nothing is copied; else it is the reference to the one tensor.
-    assert (info.pop("private_nbytes") == 0) == (app.role == "local")
+    assert (info.pop("private_nbytes") == 0) == (world.role == "local")
     identity = {"object_id": handle.object_id, "server_id": handle.server_id, "endpoint": "load", "cache_key": "load(size=256)"}
     place = {"kind": "result", "nbytes": 1024, "device": "cpu", "tier": "device", "pinned": False, "copies": {}}
     use = {"generation": 1, "current": True, "stale": False, "leases": 1, "active": 1}
@@ -344,10 +344,10 @@ def test_object_info(app: App) -> None:
     assert 1.7e9 < created <= accessed
 
 
-def test_handles_cannot_be_pickled(app: App) -> None:
+def test_handles_cannot_be_pickled(world: World, role: str) -> None:
     """A handle is a lease of this process: the error gives the remedy."""
-    app.share("load", managed=True)(lambda: torch.ones(1))
-    handle = app.provider.call("load")
+    world.share("load", managed=True)(lambda: torch.ones(1))
+    handle = world.provider.call("load")
     with pytest.raises(CapabilityError, match=f"handle of object {handle.object_id}.*call the endpoint"):
         pickle.dumps(handle)
     assert not handle.is_stale()

@@ -5,11 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shared_rpc import Provider, Server
-from tests.kit.apps import Serve
-from tests.kit.processes import Program
-
-pytestmark = pytest.mark.usefixtures("no_leaks")
+from tests.kit.world import World
 
 #: The beginning of every child, and its end.
 BEGIN = """
@@ -64,27 +60,27 @@ WAYS: dict[str, tuple[str, list[str]]] = {
 
 
 @pytest.fixture
-def server(provider: Provider, serve: Serve) -> Server:
+def world(world: World) -> World:
     """A server of small models that clients may only read."""
 
-    provider.share("linear", access="read")(lambda: torch.nn.Linear(64, 64).requires_grad_(False))
+    world.share("linear", access="read")(lambda: torch.nn.Linear(64, 64).requires_grad_(False))
 
-    @provider.share(access="read")
+    @world.share(access="read")
     def normed() -> torch.nn.Module:
         return torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64)).eval().requires_grad_(False)
 
-    @provider.share(access="read")
+    @world.share(access="read")
     def embedding() -> torch.nn.Module:
         module = torch.nn.Embedding(8, 64, max_norm=0.1).eval().requires_grad_(False)
         module(torch.arange(8))
         return module
 
-    return serve()
+    return world
 
 
 @pytest.mark.parametrize(("endpoint", "code"), [(endpoint, way) for endpoint, ways in WAYS.values() for way in ways])
-def test_documented_ways_leave_the_weights_unchanged(server: Server, program: Program, endpoint: str, code: str) -> None:
+def test_documented_ways_leave_the_weights_unchanged(world: World, endpoint: str, code: str) -> None:
     """The alternatives that the page gives. For the message after a write, see `processes/test_faults.py`."""
-    child = program(BEGIN.format(endpoint=endpoint, code=code))
+    child = world.process(BEGIN.format(endpoint=endpoint, code=code))
     assert child.expect("survived")
     assert child.close() == (0, "")

@@ -10,10 +10,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from shared_rpc import Client, Provider
 from shared_rpc.errors import CapabilityError, CodecError, RemoteError
-from tests.kit.apps import App, Connect, Serve
 from tests.kit.models import Locked
+from tests.kit.world import World
 
 
 class Refusal(NamedTuple):
@@ -37,46 +36,45 @@ ARGUMENTS = {
 }
 
 
-def common_error(apps: list[App], ask: Callable[[App], Any]) -> str:
+def common_error(worlds: list[World], ask: Callable[[World], Any]) -> str:
     """Return the text of the error that a question has in every role."""
     errors = set()
-    for app in apps:
+    for world in worlds:
         with pytest.raises(CapabilityError) as caught:
-            ask(app)
+            ask(world)
         errors.add(str(caught.value))
     (text,) = errors
     return text
 
 
 @pytest.mark.parametrize("case", RESULTS)
-def test_refused_results_name_endpoint_and_path(every_app: list[App], case: str) -> None:
+def test_refused_results_name_endpoint_and_path(every_world: list[World], case: str) -> None:
     """The error is the same in every role."""
-    text = common_error(every_app, lambda app: app.share("make")(RESULTS[case].make)())
+    text = common_error(every_world, lambda world: world.share("make")(RESULTS[case].make)())
     assert text.startswith("endpoint 'make'")
     assert RESULTS[case].text in text
 
 
 @pytest.mark.parametrize("case", ARGUMENTS)
-def test_refused_arguments_name_the_path(every_app: list[App], case: str) -> None:
+def test_refused_arguments_name_the_path(every_world: list[World], case: str) -> None:
     """The error is the same in every role."""
 
     def take(value: Any) -> None:
         return None
 
-    text = common_error(every_app, lambda app: app.share("take")(take)(value=ARGUMENTS[case].make()))
+    text = common_error(every_world, lambda world: world.share("take")(take)(value=ARGUMENTS[case].make()))
     assert text.startswith(ARGUMENTS[case].text)
 
 
 def test_type_errors_within_the_server_are_not_signature_errors(
-    provider: Provider, serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The caller gets an error that names the server, and the server's log has the traceback."""
-    provider.share("one", managed=True)(lambda: torch.ones(1))
-    serve()
+    world.share("one", managed=True)(lambda: torch.ones(1))
     error = TypeError("'NoneType' object is not iterable")
     monkeypatch.setattr("shared_rpc.server.calls.key_of", Mock(side_effect=error))
     with pytest.raises(CapabilityError, match=r"the server \(pid \d+\) failed: TypeError: 'NoneType' object"):
-        connect().call("one")
+        world.client().call("one")
     assert ["Traceback" in (record.exc_text or "") for record in caplog.records if record.exc_info] == [True]
 
 
@@ -85,15 +83,14 @@ DEEP = 200_000
 
 
 @pytest.mark.parametrize(
-    ("app", "wrap"),
+    ("role", "wrap"),
     [("client", lambda value: {"k": value}), ("local", lambda value: [value])],
-    indirect=["app"],
     ids=["dicts for a client", "lists"],
 )
-def test_excessive_nesting_is_refused(app: App, wrap: Callable[[Any], Any]) -> None:
+def test_excessive_nesting_is_refused(world: World, wrap: Callable[[Any], Any], role: str) -> None:
     """The error names the endpoint and the beginning of the path."""
 
-    @app.share(cache=False)
+    @world.share(cache=False)
     def made() -> Any:
         value: Any = torch.ones(1)
         for _ in range(DEEP):
@@ -111,14 +108,15 @@ class EndsWhoeverLoadsIt(ValueError):
         return sys.exit, ("unpickled",)
 
 
-def test_exceptions_that_end_their_receiver_are_not_rebuilt(client_of: Connect) -> None:
+def test_exceptions_that_end_their_receiver_are_not_rebuilt(world: World) -> None:
     """Such an exception arrives as a RemoteError with its type's name, message and traceback."""
 
+    @world.share(cache=False)
     def fails() -> None:
         raise EndsWhoeverLoadsIt("meant for the server")
 
     with pytest.raises(RemoteError, match="meant for the server") as caught:
-        client_of(fails).call("fails")
+        world.client().call("fails")
     assert caught.value.type_name.endswith("EndsWhoeverLoadsIt")
 
 
@@ -129,35 +127,23 @@ class EndsItsReader(torch.nn.Linear):
         return sys.exit, ("unpickled",)
 
 
-def test_arguments_that_end_their_receiver_do_not_stop_the_server(client_of: Connect) -> None:
+def test_arguments_that_end_their_receiver_do_not_stop_the_server(world: World) -> None:
     """The server reports them, and continues to serve."""
 
+    @world.share(cache=False)
     def take(x: torch.nn.Module) -> None:
         pass
 
-    client = client_of(take)
+    client = world.client()
     with pytest.raises(CodecError, match="SystemExit: unpickled"):
         client.call("take", EndsItsReader(2, 2))
     client.ping()
 
 
-def test_results_that_cannot_be_rebuilt_release_their_lease(provider: Provider, serve: Serve, connect: Connect) -> None:
+def test_results_that_cannot_be_rebuilt_release_their_lease(world: World) -> None:
     """There is no handle that would."""
-    provider.share("kept", managed=True)(lambda: EndsItsReader(2, 2))
-    serve()
-    client = connect()
+    world.share("kept", managed=True)(lambda: EndsItsReader(2, 2))
+    client = world.client()
     with pytest.raises(CodecError, match="SystemExit: unpickled"):
         client.call("kept")
     assert client.get_server_info()["leases"] == 0
-
-
-@pytest.fixture
-def client_of(provider: Any, serve: Callable[..., Any], connect: Connect) -> Callable[[Callable[..., Any]], Client]:
-    """Make a client of a server with one endpoint."""
-
-    def make(function: Callable[..., Any]) -> Client:
-        provider.share(cache=False)(function)
-        serve()
-        return connect()
-
-    return make

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from shared_rpc import Client, Handle, Provider, materialize
+from shared_rpc import Client, Handle, materialize
 from shared_rpc.errors import ConfigurationError
-from tests.kit.apps import App, Connect, Serve
 from tests.kit.deep import deep
 from tests.kit.models import State, Tied, same_memory
 from tests.kit.modes import MODES
 from tests.kit.processes import eventually
+from tests.kit.world import World
 
 
 class Weakless:
@@ -51,14 +51,14 @@ OBJECTS: dict[str, tuple[Callable[[], Any], Callable[[Any], torch.Tensor]]] = {
 
 
 @pytest.mark.parametrize("kind", OBJECTS)
-def test_objects_with_memory_are_results_in_every_role(every_app: list[App], kind: str) -> None:
+def test_objects_with_memory_are_results_in_every_role(every_world: list[World], kind: str) -> None:
     """Of the same size, cached and not, and by way of a task."""
     make, tensor_of = OBJECTS[kind]
     sizes = set()
-    for app in every_app:
-        cached, fresh = app.share("cached")(make), app.share("fresh", cache=False)(make)
-        held = app.share("held", managed=True)(make)
-        for value in (cached(), cached(), fresh(), app.provider.wait_for_task(cached.submit())):
+    for world in every_world:
+        cached, fresh = world.share("cached")(make), world.share("fresh", cache=False)(make)
+        held = world.share("held", managed=True)(make)
+        for value in (cached(), cached(), fresh(), world.provider.wait_for_task(cached.submit())):
             assert type(value) is type(make())
             assert tensor_of(value).shape == (1,)
         tensor_of(cached()).fill_(7)
@@ -70,11 +70,10 @@ def test_objects_with_memory_are_results_in_every_role(every_app: list[App], kin
     assert len(sizes) == 1
 
 
-def test_materialize_requires_the_module(provider: Provider, serve: Serve, connect: Connect) -> None:
+def test_materialize_requires_the_module(world: World) -> None:
     """It works with an object's module; for the object itself the error gives the remedy."""
-    provider.share("held", managed=True)(lambda: State(1, {"m": torch.nn.Linear(2, 2)}))
-    serve()
-    with connect().call("held") as handle:
+    world.share("held", managed=True)(lambda: State(1, {"m": torch.nn.Linear(2, 2)}))
+    with world.client().call("held") as handle:
         with (
             pytest.raises(ConfigurationError, match=r"is a State: use a module"),
             materialize(handle),
@@ -86,11 +85,10 @@ def test_materialize_requires_the_module(provider: Provider, serve: Serve, conne
 
 
 @pytest.mark.parametrize("mode", ["FakeTensorMode", *deep(*(mode for mode in MODES if mode != "FakeTensorMode"))])
-def test_small_results_are_real_under_modes(provider: Provider, serve: Serve, connect: Connect, mode: str) -> None:
+def test_small_results_are_real_under_modes(world: World, mode: str) -> None:
     """They have a separate fast path."""
-    provider.share("double", cache=False)(lambda x: x * 2)
-    serve()
-    client, x = connect(), torch.arange(4.0)
+    world.share("double", cache=False)(lambda x: x * 2)
+    client, x = world.client(), torch.arange(4.0)
     for _ in range(2):
         result = MODES[mode](lambda: client.call("double", x))
         assert result.tolist() == [0, 2, 4, 6]
@@ -99,13 +97,12 @@ def test_small_results_are_real_under_modes(provider: Provider, serve: Serve, co
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
 @pytest.mark.parametrize("tensors", ["all", *deep("parameters")])
-def test_compiled_functions_can_call_endpoints(provider: Provider, serve: Serve, connect: Connect, tensors: Any) -> None:
+def test_compiled_functions_can_call_endpoints(world: World, tensors: Any) -> None:
     """A compiled function calls endpoints and attaches models, with the same results as without compilation."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
-    provider.share("load", managed=True, tensors=tensors)(lambda: model)
-    provider.share("double", cache=False)(lambda x: x * 2)
-    serve()
-    client, x = connect(), torch.ones(1, 4)
+    world.share("load", managed=True, tensors=tensors)(lambda: model)
+    world.share("double", cache=False)(lambda x: x * 2)
+    client, x = world.client(), torch.ones(1, 4)
 
     def use(x: torch.Tensor) -> torch.Tensor:
         with_model = client.call("load").value(x + 1)
@@ -127,12 +124,11 @@ class Net(nn.Module):
 
 
 @pytest.fixture
-def shared(provider: Provider, serve: Serve, connect: Connect) -> Client:
+def shared(world: World) -> Client:
     """A client of a server that has a module and a dict of tensors, each with a lease, read-only."""
-    provider.share("net", managed=True, access="read")(Net)
-    provider.share("state", managed=True)(lambda: dict(Net().state_dict()))
-    serve()
-    return connect()
+    world.share("net", managed=True, access="read")(Net)
+    world.share("state", managed=True)(lambda: dict(Net().state_dict()))
+    return world.client()
 
 
 def test_handles_are_sources_of_materialize(shared: Client) -> None:

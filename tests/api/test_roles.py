@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from shared_rpc import Client
-from tests.kit.apps import Connect
 from tests.kit.processes import Child
+from tests.kit.world import World
 
 #: A script as users write it: no branch on the role.
 APP = """
@@ -92,30 +91,11 @@ def ones(size):
 """
 
 
-@pytest.fixture
-def script(tmp_path: Path) -> Callable[..., Path]:
-    """``script(main)`` writes :data:`SCRIPT` with that main code to a new file."""
-    written = []
-
-    def write(main: str = "") -> Path:
-        path = tmp_path / f"app{len(written)}.py"
-        path.write_text(SCRIPT + textwrap.dedent(main))
-        written.append(path)
-        return path
-
-    return write
-
-
-@pytest.fixture
-def start(base_path: str, children: list[Child]) -> Callable[..., Child]:
-    """``start(path, role, **environ)`` runs a script in a role."""
-
-    def start(path: Path, role: str = "", **environ: str) -> Child:
-        child = Child(str(path), environ={"SHARED_TENSOR_ROLE": role, **environ})
-        children.append(child)
-        return child
-
-    return start
+def start(world: World, main: str = "", role: str = "server", **environ: str) -> Child:
+    """Run :data:`SCRIPT` with that main code, in a role."""
+    path = Path(world.base_path).with_name("app.py")
+    path.write_text(SCRIPT + textwrap.dedent(main))
+    return world.start(str(path), environ={"SHARED_TENSOR_ROLE": role, **environ})
 
 
 def end(child: Child) -> tuple[int, str]:
@@ -124,13 +104,13 @@ def end(child: Child) -> tuple[int, str]:
     return child.close()
 
 
-def test_every_role_gives_the_same_answers(tmp_path: Path, start: Callable[..., Child]) -> None:
+def test_every_role_gives_the_same_answers(world: World, tmp_path: Path) -> None:
     """Values, handles, errors and awaitables; a client attaches to the server's objects, without a server a process builds."""
     path = tmp_path / "app.py"
     path.write_text(APP)
     found = {}
     for role in ("server", "client", "local"):
-        child = start(path, role)
+        child = world.start(str(path), environ={"SHARED_TENSOR_ROLE": role})
         child.expect("begins")
         line = child.expect("")
         built = line == "building"
@@ -145,37 +125,33 @@ def test_every_role_gives_the_same_answers(tmp_path: Path, start: Callable[..., 
     assert (answers["add"], answers["double"], answers["error"]) == ([3.0, 3.0], [2.0, 2.0], "on purpose")
 
 
-def test_a_missing_server_is_reported(base_path: str, script: Callable[..., Path], start: Callable[..., Child]) -> None:
+def test_a_missing_server_is_reported(world: World) -> None:
     """The client's error has the socket, and how to start a server."""
-    code, errors = start(script("ones(2)"), "client", PATIENCE="0").close()
+    code, errors = start(world, "ones(2)", "client", PATIENCE="0").close()
     assert code == 1
     last = errors.splitlines()[-1]
     assert last.startswith("shared_rpc.errors.ConnectError: ")
-    assert f"{base_path}-cpu.sock" in last
+    assert f"{world.base_path}-cpu.sock" in last
     assert "shared-rpc serve app.py" in last
     assert "SHARED_TENSOR_ROLE=server python app.py" in last
 
 
 @pytest.mark.parametrize("main", ["", "sys.exit(0)"])
-def test_a_server_serves_after_its_main_code(
-    script: Callable[..., Path], start: Callable[..., Child], connect: Connect, main: str
-) -> None:
+def test_a_server_serves_after_its_main_code(world: World, main: str) -> None:
     """After any successful end of the main code the process continues, and reports that; even if the script only decorates."""
-    server = start(script(main), "server")
+    server = start(world, main)
     line = server.expect_error("serving at")
-    client = connect()
+    client = world.client()
     info = client.get_server_info()
     assert (info["pid"], info["endpoints"]) == (server.pid, ["ones"])
     assert line == f"shared_rpc: serving at {client.socket_path} until SIGINT or SIGTERM"
 
 
-def test_a_server_serves_while_its_main_code_runs(
-    script: Callable[..., Path], start: Callable[..., Child], connect: Connect
-) -> None:
+def test_a_server_serves_while_its_main_code_runs(world: World) -> None:
     """The process serves from its first call on, and the end of its main code changes nothing for clients."""
-    server = start(script("print(ones(2).tolist()); input()"), "server")
+    server = start(world, "print(ones(2).tolist()); input()")
     server.expect("[1.0, 1.0]")
-    client = connect()
+    client = world.client()
     tensor = client.call("ones", 2)
     assert torch.equal(tensor, torch.ones(2))
     server.tell("")
@@ -185,17 +161,15 @@ def test_a_server_serves_while_its_main_code_runs(
     assert end(server)[0] == 0
 
 
-def test_a_script_that_fails_does_not_serve(script: Callable[..., Path], start: Callable[..., Child]) -> None:
+def test_a_script_that_fails_does_not_serve(world: World) -> None:
     """An exception of the main code ends the process with its traceback."""
-    code, errors = start(script("provider.get_runtime_info()\nraise LookupError('no such checkpoint')"), "server").close()
+    code, errors = start(world, "provider.get_runtime_info()\nraise LookupError('no such checkpoint')").close()
     assert code == 1
     assert errors.splitlines()[-1] == "LookupError: no such checkpoint"
     assert "serving at" not in errors
 
 
-def test_forked_children_of_a_server_are_its_clients(
-    script: Callable[..., Path], start: Callable[..., Child], connect: Connect
-) -> None:
+def test_forked_children_of_a_server_are_its_clients(world: World) -> None:
     """They get their parent's memory; they end after their work, and do not serve."""
     main = """
         mine = ones(3)
@@ -208,15 +182,15 @@ def test_forked_children_of_a_server_are_its_clients(
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         print("parent:", provider.execution_mode, mine.tolist(), code, flush=True)
     """
-    server = start(script(main), "server")
+    server = start(world, main)
     assert server.expect("child:") == "child: client [1.0, 1.0, 1.0]"
     assert server.expect("parent:") == "parent: server [7.0, 7.0, 7.0] 0"
     server.expect_error("serving at")
-    assert connect().get_server_info()["pid"] == server.pid
+    assert world.client().get_server_info()["pid"] == server.pid
     assert end(server)[0] == 0
 
 
-def test_a_forked_child_without_a_server_keeps_the_cache(script: Callable[..., Path], start: Callable[..., Child]) -> None:
+def test_a_forked_child_without_a_server_keeps_the_cache(world: World) -> None:
     """Results from before the fork of workers are not built again in each of them, and the parent's handles stay."""
     main = """
         import torch
@@ -232,16 +206,16 @@ def test_a_forked_child_without_a_server_keeps_the_cache(script: Callable[..., P
         os.waitpid(pid, 0)
         print("parent:", load(2).value is handle.value, handle.is_stale(), flush=True)
     """
-    child = start(script(main), "local")
+    child = start(world, main, "local")
     assert child.expect("child:") == "child: True 1 1"
     assert child.expect("parent:") == "parent: True False"
     assert child.close() == (0, "")
 
 
-def test_several_providers_are_served(base_path: str, script: Callable[..., Path], start: Callable[..., Child]) -> None:
+def test_several_providers_are_served(world: World) -> None:
     """Each at its own base path, and one signal ends them all."""
-    server = start(script(f"other = Provider({base_path + '-other'!r}, device='cpu')"), "server")
-    paths = [f"{base_path}-cpu.sock", f"{base_path}-other-cpu.sock"]
+    server = start(world, f"other = Provider({world.base_path + '-other'!r}, device='cpu')")
+    paths = [f"{world.base_path}-cpu.sock", f"{world.base_path}-other-cpu.sock"]
     for path in paths:
         assert path in server.expect_error("serving at")
         with Client(socket_path=path, connect_timeout=0) as client:
@@ -250,36 +224,36 @@ def test_several_providers_are_served(base_path: str, script: Callable[..., Path
     assert not any(Path(path).exists() for path in paths)
 
 
-def test_providers_at_one_path_are_refused(base_path: str, script: Callable[..., Path], start: Callable[..., Child]) -> None:
+def test_providers_at_one_path_are_refused(world: World) -> None:
     """They cannot share a socket; nothing is served, and one line gives the reason."""
-    server = start(script("other = Provider(device='cpu')"), "server")
+    server = start(world, "other = Provider(device='cpu')")
     code, errors = server.close()
     assert code == 1
     assert errors.splitlines() == [
-        f"shared_rpc: {base_path}-cpu.sock is served by another provider of this process (pid {server.pid}): "
+        f"shared_rpc: {world.base_path}-cpu.sock is served by another provider of this process (pid {server.pid}): "
         f"stop that server, or choose another base_path"
     ]
-    assert not Path(f"{base_path}-cpu.sock").exists()
+    assert not Path(f"{world.base_path}-cpu.sock").exists()
 
 
-def test_a_closed_provider_does_not_serve(script: Callable[..., Path], start: Callable[..., Child], base_path: str) -> None:
+def test_a_closed_provider_does_not_serve(world: World) -> None:
     """After ``provider.close()`` the process ends with its main code, and leaves no socket."""
-    code, errors = start(script("provider.get_runtime_info(); provider.close()"), "server").close()
+    code, errors = start(world, "provider.get_runtime_info(); provider.close()").close()
     assert (code, errors) == (0, "")
-    assert not Path(f"{base_path}-cpu.sock").exists()
+    assert not Path(f"{world.base_path}-cpu.sock").exists()
 
 
-def test_the_role_is_resolved_at_its_first_use(script: Callable[..., Path], start: Callable[..., Child]) -> None:
+def test_the_role_is_resolved_at_its_first_use(world: World) -> None:
     """An invalid variable does not fail an import."""
-    using = script(f"import {script().stem} as library; print('imported', flush=True); library.ones(2)")
-    child = start(using, "sever")
+    Path(world.base_path).with_name("library.py").write_text(SCRIPT)
+    child = start(world, "import library; print('imported', flush=True); library.ones(2)", "sever")
     child.expect("imported")
     code, errors = child.close()
     assert (code, "ConfigurationError: SHARED_TENSOR_ROLE='sever': use" in errors.splitlines()[-1]) == (1, True)
 
 
-def test_an_invalid_role_fails_a_script_that_only_decorates(script: Callable[..., Path], start: Callable[..., Child]) -> None:
+def test_an_invalid_role_fails_a_script_that_only_decorates(world: World) -> None:
     """It was meant to serve: with a misspelt role it ends with an error."""
-    code, errors = start(script(), "sever").close()
+    code, errors = start(world, "", "sever").close()
     assert code == 1
     assert errors == "shared_rpc: SHARED_TENSOR_ROLE='sever': use 'server', 'client', 'local' or 'spawn', or leave it unset\n"

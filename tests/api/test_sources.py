@@ -24,10 +24,10 @@ from shared_rpc.errors import (
     RecordError,
     RemoteError,
 )
-from tests.kit.apps import App, Connect, Serve
 from tests.kit.processes import eventually
+from tests.kit.world import World
 
-pytestmark = pytest.mark.usefixtures("no_leaks", "admitted_source")
+pytestmark = pytest.mark.usefixtures("admitted_source")
 
 #: A grace that no test outlives.
 LONG = 600.0
@@ -36,10 +36,10 @@ LONG = 600.0
 class Model:
     """The endpoint ``load``, which counts its builds, and fails with ``error`` if that is set."""
 
-    def __init__(self, provider: Provider, **options: Any) -> None:
+    def __init__(self, provider: Provider | World) -> None:
         self.builds = 0
         self.error: Exception | None = None
-        provider.share("load", managed=True, **options)(self._load)
+        provider.share("load", managed=True)(self._load)
 
     def _load(self, size: int = 4) -> torch.Tensor:
         if self.error is not None:
@@ -49,21 +49,17 @@ class Model:
 
 
 @pytest.fixture
-def model(provider: Provider) -> Model:
-    """An endpoint of the server."""
-    return Model(provider)
+def model(world: World) -> Model:
+    """An endpoint of a server that waits for sources."""
+    model = Model(world)
+    world.serve(source_grace=LONG)
+    return model
 
 
 @pytest.fixture
-def server(model: Model, serve: Serve) -> Server:
-    """A server of it, which waits for sources."""
-    return serve(source_grace=LONG)
-
-
-@pytest.fixture
-def source_client(server: Server, connect: Connect) -> Client:
+def source_client(model: Model, world: World) -> Client:
     """The client that is the source."""
-    return connect()
+    return world.client()
 
 
 @pytest.fixture
@@ -104,7 +100,7 @@ def test_objects_built_by_the_source_answer_the_miss(
 
 
 def test_only_processes_started_by_the_server_can_be_its_source(
-    server: Server, source_client: Client, monkeypatch: pytest.MonkeyPatch
+    model: Model, source_client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Callers unpickle its answers, so other clients are refused, with the way to start a source."""
     for token in ("", "guessed"):
@@ -148,11 +144,11 @@ def test_records_of_another_server_answer_misses(
     assert (model.builds, counts["adopted"], counts["builds"], counts["misses"], counts["hits"]) == (0, 1, 0, 1, 1)
 
 
-def test_only_managed_and_cached_calls_are_misses(source: Source, provider: Provider, client: Client, model: Model) -> None:
+def test_only_managed_and_cached_calls_are_misses(source: Source, world: World, client: Client, model: Model) -> None:
     """Others are built at once, as are refreshes and candidates, even of a call without an object."""
-    provider.share("plain")(lambda: torch.ones(1))
-    provider.share("new", cache=False, managed=True)(lambda: torch.ones(1))
-    provider.share("add", managed=True)(lambda x: x + 1)
+    world.share("plain")(lambda: torch.ones(1))
+    world.share("new", cache=False, managed=True)(lambda: torch.ones(1))
+    world.share("add", managed=True)(lambda x: x + 1)
     client.call("plain")
     client.call("new").release()
     client.call("add", torch.ones(1)).release()
@@ -179,20 +175,20 @@ def test_identical_calls_are_one_miss(source: Source, client: Client, model: Mod
 
 
 def test_misses_of_a_serialized_endpoint_are_offered_at_once(
-    provider: Provider, serve: Serve, connect: Connect, go: threading.Event, threads: ThreadPoolExecutor
+    world: World, go: threading.Event, threads: ThreadPoolExecutor
 ) -> None:
     """Those built here are run in turn, in the order of the answers; an unanswered one delays no other."""
     began = []
 
-    @provider.share(managed=True, concurrency="serialized")
+    @world.share(managed=True, concurrency="serialized")
     def turn(key: int) -> torch.Tensor:
         began.append(key)
         go.wait(20)
         return torch.zeros(1)
 
-    serve(source_grace=LONG)
-    client = connect()
-    with connect().source() as source:
+    world.serve(source_grace=LONG)
+    client = world.client()
+    with world.client().source() as source:
         calls = [threads.submit(client.call, "turn", key) for key in range(3)]
         misses = {miss.cache_key: miss for miss in (next(source), next(source), next(source))}
         builds = []
@@ -225,13 +221,13 @@ def test_answers_to_invalidated_misses_are_not_cached(
         assert (handle.is_current(), current.is_current()) == (False, True)
 
 
-def test_misses_survive_a_reload(source: Source, server: Server, client: Client, threads: ThreadPoolExecutor) -> None:
+def test_misses_survive_a_reload(source: Source, world: World, client: Client, threads: ThreadPoolExecutor) -> None:
     """Waiters get the answer; a call of the new code is a miss of the new code."""
     call = threads.submit(client.call, "load")
     first = next(source)
-    spec = server.engine.ask(lambda core: core.registry.get("load"))
+    spec = world.ask(lambda core: core.registry.get("load"))
     changed = msgspec.structs.replace(spec, fingerprint="another")
-    server.engine.ask(lambda core: core.replace_endpoints([changed], "changed"))
+    world.ask(lambda core: core.replace_endpoints([changed], "changed"))
     again = threads.submit(client.call, "load")
     second = next(source)
     assert (first.fingerprint, second.fingerprint) == (spec.fingerprint, "another")
@@ -299,31 +295,31 @@ def test_an_object_that_becomes_current_answers_its_misses(
     assert client.get_statistics()["load"]["adopted"] == 2
 
 
-def test_a_stopping_server_ends_all_waits(source: Source, server: Server, client: Client, threads: ThreadPoolExecutor) -> None:
+def test_a_stopping_server_ends_all_waits(source: Source, world: World, client: Client, threads: ThreadPoolExecutor) -> None:
     """Of callers and of the source."""
     calls = [threads.submit(client.call, "load", key) for key in (1, 2)]
     next(source), next(source)
     waiting = threads.submit(next, source)
-    eventually(lambda: server.engine.ask(lambda core: len(core.state.waits) > 0))
-    server.stop()
+    eventually(lambda: world.ask(lambda core: len(core.state.waits) > 0))
+    world.server.stop()
     for wait in (*calls, waiting):
         assert isinstance(wait.exception(10), ConnectionClosed)
 
 
-def test_closing_a_source_ends_its_iteration(source: Source, server: Server, threads: ThreadPoolExecutor) -> None:
+def test_closing_a_source_ends_its_iteration(source: Source, world: World, threads: ThreadPoolExecutor) -> None:
     """Even in another thread; closing twice is harmless."""
     iteration = threads.submit(list, source)
-    eventually(lambda: server.engine.ask(lambda core: len(core.state.waits) > 0))
+    eventually(lambda: world.ask(lambda core: len(core.state.waits) > 0))
     source.close()
     assert iteration.result(10) == []
     source.close()
 
 
 def test_a_source_without_a_block_is_attached_by_its_first_step(
-    server: Server, connect: Connect, client: Client, threads: ThreadPoolExecutor
+    model: Model, world: World, client: Client, threads: ThreadPoolExecutor
 ) -> None:
     """And detached when it is closed."""
-    source = connect().source()
+    source = world.client().source()
     first = threads.submit(next, source)
     eventually(lambda: (client.get_server_info()["source"] or {}).get("session") is not None)
     call = threads.submit(client.call, "load", 1)
@@ -357,7 +353,7 @@ def test_status_reports_are_shown(source: Source, client: Client) -> None:
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_an_asynchronous_source_answers_several_misses(
-    backend: str, server: Server, client: Client, model: Model, base_path: str, threads: ThreadPoolExecutor
+    backend: str, model: Model, client: Client, base_path: str, threads: ThreadPoolExecutor
 ) -> None:
     """At once over one connection: a build, a record and an error."""
 
@@ -389,10 +385,10 @@ def test_an_asynchronous_source_answers_several_misses(
     assert (model.builds, client.get_statistics()["load"]["adopted"]) == (1, 1)
 
 
-def test_a_provider_is_a_source_in_every_role(app: App, threads: ThreadPoolExecutor) -> None:
+def test_a_provider_is_a_source_in_every_role(world: World, threads: ThreadPoolExecutor, role: str) -> None:
     """Calls of its own process are misses too."""
-    load = app.share("load", managed=True)(lambda: torch.ones(1))
-    with app.provider.source() as source:
+    load = world.share("load", managed=True)(lambda: torch.ones(1))
+    with world.provider.source() as source:
         call = threads.submit(load)
         miss = next(source)
         with source.build(miss) as built, call.result(10) as handle:

@@ -20,6 +20,7 @@ from shared_rpc import Client, Provider
 from shared_rpc.errors import ConfigurationError, ConnectError
 from tests.kit.brokers import is_running
 from tests.kit.processes import Child, eventually, links_of
+from tests.kit.world import World
 
 #: It needs torch for its results alone, and counts how often a server's worker loads it.
 APP = """
@@ -61,10 +62,10 @@ if __name__ != "__main__":
 class Scripts:
     """Script files of one directory, the processes that run them, and the server that they start."""
 
-    def __init__(self, directory: Path, base_path: str, children: list[Child]) -> None:
-        self.directory = directory
-        self.socket = f"{base_path}-cpu.sock"
-        self._children = children
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.directory = Path(world.base_path).parent
+        self.socket = f"{world.base_path}-cpu.sock"
 
     def write(self, *pieces: str, name: str = "app.py", app: str = APP) -> None:
         """Write a file: an app, followed by other code."""
@@ -75,9 +76,8 @@ class Scripts:
     ) -> Child:
         """Start a process in that role."""
         environ = {**({"SHARED_TENSOR_ROLE": role} if role else {}), **variables}
-        child = Child(*(words or ("app.py",)), environ=environ, cwd=cwd or self.directory, fresh=fresh, has_workers=True)
-        self._children.append(child)
-        return child
+        options: dict[str, Any] = {"cwd": cwd or self.directory, "fresh": fresh, "has_workers": True}
+        return self.world.start(*(words or ("app.py",)), environ=environ, **options)
 
     def attached(self, *words: str, role: str | None = "spawn") -> int:
         """Run a process to its end; return the process id of the server that it attached to."""
@@ -137,13 +137,13 @@ def server_at(path: str) -> int | None:
 
 
 @pytest.fixture
-def scripts(tmp_path: Path, base_path: str, children: list[Child]) -> Iterator[Scripts]:
+def scripts(world: World) -> Iterator[Scripts]:
     """A directory for scripts. At the end, all processes are ended."""
-    scripts = Scripts(tmp_path, base_path, children)
+    scripts = Scripts(world)
     scripts.write(ATTACH)
     yield scripts
-    (tmp_path / "go").touch()
-    for child in children:
+    (scripts.directory / "go").touch()
+    for child in world.children:
         child.process.kill()
     workers = [int(line.split()[0]) for line in scripts.loads]
     pid = server_at(scripts.socket)

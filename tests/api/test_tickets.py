@@ -16,9 +16,9 @@ from shared_rpc.errors import (
     StaleHandleError,
     TicketError,
 )
-from tests.kit.apps import Connect, Serve
 from tests.kit.models import Tied
-from tests.kit.processes import eventually, python
+from tests.kit.processes import eventually
+from tests.kit.world import World
 
 
 @pytest.fixture
@@ -28,19 +28,19 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def server(provider: Provider, serve: Serve) -> Server:
+def world(world: World) -> World:
     """A server in this process."""
-    provider.share("tied", managed=True, access="read")(Tied)
-    provider.share("made", managed=True)(lambda value=1.0: {"layers": [torch.full((2, 3), value)], "text": "kept"})
-    provider.share("uncached", managed=True, cache=False)(lambda: torch.arange(3.0))
-    return serve()
+    world.share("tied", managed=True, access="read")(Tied)
+    world.share("made", managed=True)(lambda value=1.0: {"layers": [torch.full((2, 3), value)], "text": "kept"})
+    world.share("uncached", managed=True, cache=False)(lambda: torch.arange(3.0))
+    return world
 
 
-def test_clients_are_created_from_tickets(server: Server, client: Client, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_are_created_from_tickets(world: World, client: Client, path: Path) -> None:
     """A process with only the file finds the server."""
     handle = client.call("made")
     handle.ticket(path)
-    child = python(
+    child = world.process(
         f"""
         from shared_rpc import Client
         with Client.from_ticket({str(path)!r}) as client, client.open_ticket({str(path)!r}) as handle:
@@ -55,9 +55,9 @@ def test_clients_are_created_from_tickets(server: Server, client: Client, path: 
 
 
 @pytest.mark.anyio
-async def test_async_clients_open_tickets(server: Server, path: Path) -> None:
+async def test_async_clients_open_tickets(world: World, path: Path) -> None:
     """The same, in coroutines."""
-    async with AsyncClient(socket_path=server.socket_path) as client:
+    async with AsyncClient(socket_path=world.server.socket_path) as client:
         handle = await client.call("tied")
         ticket = await handle.ticket(path)
         assert ticket == Ticket.read(path)
@@ -68,14 +68,14 @@ async def test_async_clients_open_tickets(server: Server, path: Path) -> None:
             await client.open_ticket(path.with_name("another"))
 
 
-def test_providers_open_tickets(server: Server, client: Client, provider: Provider, base_path: str, path: Path) -> None:
+def test_providers_open_tickets(world: World, client: Client, path: Path) -> None:
     """In the client role like a client; in the server's own process with the live object."""
     handle = client.call("tied")
     handle.ticket(path)
-    own = provider.open_ticket(path)
-    assert own.value is provider.call("tied").value
+    own = world.provider.open_ticket(path)
+    assert own.value is world.provider.call("tied").value
     assert own.ticket().object_id == handle.object_id
-    far = Provider(base_path, execution_mode="client", device="cpu")
+    far = Provider(world.base_path, execution_mode="client", device="cpu")
     try:
         assert far.open_ticket(path).object_id == handle.object_id
     finally:
@@ -116,11 +116,11 @@ def test_superseded_generations_can_be_opened_while_held(client: Client, path: P
     assert caught.value.reason == "superseded"
 
 
-def test_buffers_have_tickets(client: Client, connect: Connect, path: Path) -> None:
+def test_buffers_have_tickets(client: Client, world: World, path: Path) -> None:
     """Both sides write to one memory; the buffer's own terms apply."""
     buffer = client.create_buffer((2, 4), "float32", zero=True)
     assert buffer.ticket(path).kind == "buffer"
-    opened = connect().open_ticket(path)
+    opened = world.client().open_ticket(path)
     opened.value[1, 3] = 5.0
     assert buffer.value[1, 3] == 5
     client.free_buffer(buffer)
@@ -141,24 +141,23 @@ def test_tickets_of_another_server_are_refused(client: Client, base_path: str, p
             elsewhere.open_ticket(path)
 
 
-def test_sockets_are_recognised_under_another_path(client: Client, server: Server, path: Path, tmp_path: Path) -> None:
+def test_sockets_are_recognised_under_another_path(client: Client, world: World, path: Path, tmp_path: Path) -> None:
     """With a directory mounted elsewhere, as in a container: the server is identified by its id."""
     client.call("tied").ticket(path)
-    (tmp_path / "mounted").symlink_to(Path(server.socket_path).parent)
-    other = tmp_path / "mounted" / Path(server.socket_path).name
+    (tmp_path / "mounted").symlink_to(Path(world.server.socket_path).parent)
+    other = tmp_path / "mounted" / Path(world.server.socket_path).name
     with Client(socket_path=other) as mounted:
         assert mounted.open_ticket(path).value.embed.weight.shape == (7, 4)
 
 
-def test_tickets_of_an_earlier_server_are_stale(provider: Provider, base_path: str, path: Path) -> None:
+def test_tickets_of_an_earlier_server_are_stale(world: World, path: Path) -> None:
     """Another id at the same socket, also for clients that were connected to the earlier one."""
-    provider.share("tied", managed=True)(Tied)
-    with Client(base_path, device="cpu", connect_timeout=5) as client:
-        with Server(provider):
+    with Client(world.base_path, device="cpu", connect_timeout=5) as client:
+        with world.serve():
             client.call("tied").ticket(path)
         with pytest.raises((ConnectError, SharedRPCError)):
-            Client(base_path, device="cpu", connect_timeout=0).open_ticket(path)
-        with Server(provider):
+            Client(world.base_path, device="cpu", connect_timeout=0).open_ticket(path)
+        with world.serve():
             with pytest.raises(StaleHandleError, match=r"ended or is on another host: .* now runs at .*; write") as caught:
                 client.open_ticket(path)
             assert caught.value.reason == "server_changed"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from shared_rpc import Provider, Server
-from tests.kit.apps import Serve
 from tests.kit.family import settle
-from tests.kit.interpreter import Interpreter
 from tests.kit.models import Tied
-from tests.kit.processes import Child, python
+from tests.kit.world import World
 
 #: The device first: of provider and clients too.
 pytestmark = pytest.mark.usefixtures("device")
-
-Elsewhere = Callable[..., Any]
 
 #: The beginning of every piece of code: an attached model, and its place.
 BEGIN = """
@@ -61,14 +55,9 @@ def fill(number: float) -> torch.Tensor:
 """
 
 
-@pytest.fixture
-def elsewhere(interpreter: Interpreter, base_path: str, device: str) -> Elsewhere:
-    """``elsewhere(code, **names)`` runs in the client process."""
-    return lambda code, **names: _run(interpreter, code, base_path=base_path, device=device, **names)
-
-
-def _run(process: Interpreter, code: str, **names: Any) -> Any:
-    return process.run(BEGIN + textwrap.dedent(code), **names)
+def run(world: World, code: str, **names: Any) -> Any:
+    """Run code in the client process."""
+    return world.run(BEGIN + textwrap.dedent(code), **names)
 
 
 def matrix(device: str) -> torch.Tensor:
@@ -77,11 +66,12 @@ def matrix(device: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_process_arguments_stay_shared(device: str, get: Serve, elsewhere: Elsewhere, method: str) -> None:
+def test_process_arguments_stay_shared(device: str, world: World, method: str) -> None:
     """The sender's weights stay in place; a child's writes are visible to the server and its parent, and the reverse."""
     model = Tied(device)
-    get(model)
-    answer = elsewhere(
+    world.serve_result(model)
+    answer = run(
+        world,
         """
         model = client.call("get")
         before = addresses(model)
@@ -100,13 +90,14 @@ def test_process_arguments_stay_shared(device: str, get: Serve, elsewhere: Elsew
     assert model.embed.weight.unique().tolist() == [6]
 
 
-def test_a_module_is_the_same_in_a_child(device: str, get: Serve, elsewhere: Elsewhere) -> None:
+def test_a_module_is_the_same_in_a_child(device: str, world: World) -> None:
     """It is sent whole, including ties, flags and buffers, and computes the same."""
     model = nn.Sequential(Tied(device), nn.LayerNorm(7, device=device)).eval()
     model.register_buffer("steps", torch.tensor(3, device=device))
     model[1].bias.requires_grad_(False)
-    get(model)
-    answer = elsewhere(
+    world.serve_result(model)
+    answer = run(
+        world,
         """
         model = client.call("get")
         before = addresses(model)
@@ -122,16 +113,16 @@ def test_a_module_is_the_same_in_a_child(device: str, get: Serve, elsewhere: Els
                 back.steps.item(),
                 bits(back(tokens)) == bits(model(tokens)),
             ]
-        """
+        """,
     )
     assert answer == [True, True, True, [True, True, False], False, 3, True]
 
 
-def test_many_segments_arrive_in_a_child(device: str, provider: Provider, serve: Serve, elsewhere: Elsewhere) -> None:
+def test_many_segments_arrive_in_a_child(device: str, world: World) -> None:
     """260 separate objects arrive in one child; a fork server takes fewer than 256 descriptors."""
-    provider.share("number")(lambda number: torch.full((2,), float(number), device=device))
-    serve()
-    answer = elsewhere(
+    world.share("number")(lambda number: torch.full((2,), float(number), device=device))
+    answer = run(
+        world,
         """
         values = [client.call("number", number) for number in range(260)]
         places = [value.data_ptr() for value in values]
@@ -139,45 +130,47 @@ def test_many_segments_arrive_in_a_child(device: str, provider: Provider, serve:
             child.call(family.write, 259, 5)
             answer = [child.call(family.read)[::100], child.call(family.facts)[0], values[259].tolist()]
             answer += [[value.data_ptr() for value in values] == places]
-        """
+        """,
     )
     assert answer == [[0, 100, 200], 260, [5, 5], True]
 
 
-def test_other_tensors_are_sent_by_torch(device: str, get: Serve, elsewhere: Elsewhere) -> None:
+def test_other_tensors_are_sent_by_torch(device: str, world: World) -> None:
     """Tensors of the process's own, including empty ones, are shared with the child as usual."""
-    get(matrix(device))
-    answer = elsewhere(
+    world.serve_result(matrix(device))
+    answer = run(
+        world,
         """
         value, own = client.call("get"), torch.ones(3, device=device)
         with peer("forkserver", own, value, torch.empty(0, device=device)) as child:
             child.call(family.write, 0, 5)
             answer = [own.tolist(), own.is_shared(), child.call(family.listed)]
-        """
+        """,
     )
     assert answer == [[5, 5, 5], True, [5, 5, 5]]
 
 
-def test_sharing_shared_memory_moves_nothing(device: str, get: Serve, elsewhere: Elsewhere) -> None:
+def test_sharing_shared_memory_moves_nothing(device: str, world: World) -> None:
     """``share_memory_()`` of a tensor, a storage and a module."""
-    get(nn.ParameterDict({"matrix": matrix(device)}))
-    answer = elsewhere(
+    world.serve_result(nn.ParameterDict({"matrix": matrix(device)}))
+    answer = run(
+        world,
         """
         module = client.call("get")
         tensor, before = module["matrix"], module["matrix"].data_ptr()
         shared = tensor.share_memory_(), tensor.untyped_storage().share_memory_(), module.share_memory()
         answer = [shared[0] is tensor, shared[2] is module, tensor.is_shared(), tensor.data_ptr() == before]
-        """
+        """,
     )
     assert answer == [True] * 4
 
 
 @pytest.mark.parametrize("device", ["cpu"])
-def test_pooled_results_are_moved_by_torch(provider: Provider, serve: Serve, elsewhere: Elsewhere) -> None:
+def test_pooled_results_are_moved_by_torch(world: World) -> None:
     """A result in a pool is its caller's own: later calls, which reuse the chunk, do not change the moved one."""
-    provider.share("new", cache=False)(lambda value: torch.full((1000,), float(value)))
-    serve()
-    answer = elsewhere(
+    world.share("new", cache=False)(lambda value: torch.full((1000,), float(value)))
+    answer = run(
+        world,
         """
         value = client.call("new", 1)
         shared = client.call("new", 2).share_memory_()
@@ -187,32 +180,33 @@ def test_pooled_results_are_moved_by_torch(provider: Provider, serve: Serve, els
             for number in range(50):
                 client.call("new", 9)
             answer = [child.call(family.read), shared.unique().tolist()]
-        """
+        """,
     )
     assert answer == [[1, 1], [2]]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda"])
-def test_pooled_results_on_a_gpu_cannot_be_sent(provider: Provider, serve: Serve, elsewhere: Elsewhere) -> None:
+def test_pooled_results_on_a_gpu_cannot_be_sent(world: World) -> None:
     """torch cannot move them, and the error gives the remedy."""
-    provider.share("new", cache=False)(lambda value: torch.full((1000,), float(value), device="cuda"))
-    serve()
-    problem = elsewhere(
+    world.share("new", cache=False)(lambda value: torch.full((1000,), float(value), device="cuda"))
+    problem = run(
+        world,
         """
         try:
             multiprocessing.reduction.ForkingPickler.dumps(client.call("new", 1))
         except Exception as error:
             answer = [type(error).__name__, str(error)]
-        """
+        """,
     )
     assert problem[0] == "CapabilityError" and "Send tensor.clone()" in problem[1]
 
 
-def test_read_only_memory_stays_read_only(device: str, get: Serve, elsewhere: Elsewhere) -> None:
+def test_read_only_memory_stays_read_only(device: str, world: World) -> None:
     """A child that writes ends, and nothing was written; a child that reads sees the server's writes."""
-    get(matrix(device), access="read")
-    answer = elsewhere(
+    world.serve_result(matrix(device), access="read")
+    answer = run(
+        world,
         """
         value = client.call("get")
         writer = Peer("forkserver", value)
@@ -224,17 +218,18 @@ def test_read_only_memory_stays_read_only(device: str, get: Serve, elsewhere: El
             writer.close()
             back = reader.call(family.first)
             answer = [value[:, 0].tolist(), back.data_ptr() == value.data_ptr(), writer.process.exitcode]
-        """
+        """,
     )
     code = answer.pop()
     assert answer == [[0, 10, 20, 30], True]
     assert device != "cpu" or code == -signal.SIGSEGV
 
 
-def test_nothing_is_left_after_the_last_tensor(device: str, get: Serve, elsewhere: Elsewhere) -> None:
+def test_nothing_is_left_after_the_last_tensor(device: str, world: World) -> None:
     """Neither mappings nor descriptors, in the child and in the sender."""
-    get(nn.Parameter(matrix(device), requires_grad=False))  # in a separate segment
-    answer = elsewhere(
+    world.serve_result(nn.Parameter(matrix(device), requires_grad=False))  # in a separate segment
+    answer = run(
+        world,
         """
         from tests.kit.processes import open_fds
         import gc
@@ -253,16 +248,16 @@ def test_nothing_is_left_after_the_last_tensor(device: str, get: Serve, elsewher
             held = use(child)
             gc.collect(); family.settle()
             answer = [held, [open_fds() - before[0], child.call(family.facts)[1:] == before[1], before[1], mapped_segments()]]
-        """
+        """,
     )
     assert answer == [[[1, 0], 1, 0], [0, True, [0, 0], 0]]
 
 
-def test_a_child_outlives_its_parent_and_the_server(device: str, no_leaks: None, base_path: str, provider: Provider) -> None:
+def test_a_child_outlives_its_parent_and_the_server(device: str, world: World) -> None:
     """The memory exists while any process has it: after both ends the child still reads and computes."""
-    provider.share("get")(lambda: matrix(device))
-    with Server(provider):
-        parent = python(
+    world.share("get")(lambda: matrix(device))
+    with world.server:
+        parent = world.process(
             f"""
             import multiprocessing, os, sys
             from shared_rpc import Client
@@ -284,41 +279,37 @@ def test_a_child_outlives_its_parent_and_the_server(device: str, no_leaks: None,
     parent.close()
 
 
-def test_children_pass_the_memory_to_the_server_by_name(
-    device: str, provider: Provider, serve: Serve, elsewhere: Elsewhere, base_path: str
-) -> None:
+def test_children_pass_the_memory_to_the_server_by_name(device: str, world: World) -> None:
     """As an argument of a call it is named, not copied; the child has its own lease."""
-    provider.share("get", managed=True)(lambda: torch.arange(4.0, device=device))
-    provider.share("where", cache=False)(lambda value: torch.tensor([value.data_ptr()], device=device))
+    world.share("get", managed=True)(lambda: torch.arange(4.0, device=device))
+    world.share("where", cache=False)(lambda value: torch.tensor([value.data_ptr()], device=device))
 
-    serve()
-    answer = elsewhere(
+    answer = run(
+        world,
         """
         with client.call("get") as handle, peer("forkserver", handle.value[1:]) as child:
             answer = [*child.call(family.call, base_path, device, "where"), [os.getpid(), child.process.pid]]
-        """
+        """,
     )
-    with provider.call("get") as handle:
+    with world.provider.call("get") as handle:
         at = handle.value.data_ptr() + 4
     (found,), copied, leased, pids = answer
     assert (found, copied, sorted(leased)) == (at, 0, sorted(pids))
 
 
-def test_endpoints_can_send_published_objects_to_children(
-    device: str, base_path: str, tmp_path: Path, children: list[Child], elsewhere: Elsewhere
-) -> None:
+def test_endpoints_can_send_published_objects_to_children(device: str, tmp_path: Path, world: World) -> None:
     """The server's object stays in place, and writes of the server's child are visible to all."""
     (tmp_path / "app.py").write_text(APP)
-    server = Child("-m", "shared_rpc.cli", "serve", str(tmp_path / "app.py"), environ={"DEVICE": device})
-    children.append(server)
+    server = world.start("-m", "shared_rpc.cli", "serve", str(tmp_path / "app.py"), environ={"DEVICE": device})
     server.expect("serving")
-    answer = elsewhere(
+    answer = run(
+        world,
         """
         mine = client.call("get")
         filled = client.call("fill", 5)
         family.settle()
         answer = [mine.tolist(), filled.data_ptr() == mine.data_ptr()]
-        """
+        """,
     )
     assert answer == [[5, 5, 5, 5], True]
 
@@ -326,31 +317,30 @@ def test_endpoints_can_send_published_objects_to_children(
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda"])
 @pytest.mark.parametrize("mechanism", ["vmm", "ipc", "pool"])
-def test_every_mechanism_works_in_children(
-    device: str, base_path: str, tmp_path: Path, children: list[Child], elsewhere: Elsewhere, mechanism: str
-) -> None:
+def test_every_mechanism_works_in_children(device: str, tmp_path: Path, world: World, mechanism: str) -> None:
     """Memory that belongs to its maker is opened once in the child, and closed there before its maker frees it."""
     (tmp_path / "app.py").write_text(APP)
     environ = {"DEVICE": device, "MECHANISM": mechanism}
-    server = Child(str(tmp_path / "app.py"), environ=environ | {"SHARED_TENSOR_ROLE": "server"})
-    children.append(server)
+    server = world.start(str(tmp_path / "app.py"), environ=environ | {"SHARED_TENSOR_ROLE": "server"})
     server.expect_error("serving")
-    answer = elsewhere(
+    answer = run(
+        world,
         """
         value = client.call("get")
         with peer("forkserver", value) as child:
             child.call(family.write, 0, 5)
             answer = [value.tolist(), child.call(family.same, value[1:]).data_ptr() - value.data_ptr()]
-        """
+        """,
     )
     assert answer == [[5, 5, 5, 5], 4]
 
 
 @pytest.mark.parametrize("device", ["cpu"])
-def test_receivers_that_cannot_map_report_the_reason(get: Serve, elsewhere: Elsewhere) -> None:
+def test_receivers_that_cannot_map_report_the_reason(world: World) -> None:
     """The memory is refused, and no descriptor is left."""
-    get(torch.ones(64 << 20))
-    answer = elsewhere(
+    world.serve_result(torch.ones(64 << 20))
+    answer = run(
+        world,
         """
         value = client.call("get")
         with peer("forkserver") as child:
@@ -359,7 +349,7 @@ def test_receivers_that_cannot_map_report_the_reason(get: Serve, elsewhere: Else
                 child.call(family.keep, value)
             except RuntimeError as error:
                 answer = [str(error), child.call(family.facts)]
-        """
+        """,
     )
     assert answer[0].startswith("CapabilityError: cannot map 268435456 bytes of host memory: Cannot allocate memory")
     assert answer[1] == [0, 0, 0]

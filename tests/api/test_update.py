@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 from anyio import create_task_group, move_on_after
 
-from shared_rpc import AsyncClient, Client, Handle, Provider, Server
+from shared_rpc import AsyncClient, Client
 from shared_rpc.errors import (
     CapabilityError,
     ConfigurationError,
@@ -21,8 +20,8 @@ from shared_rpc.errors import (
     StaleHandleError,
     UpdateInterrupted,
 )
-from tests.kit.apps import App, Serve, at_once
-from tests.kit.processes import Child, python
+from tests.kit.processes import Child
+from tests.kit.world import World, at_once
 
 #: A process that executes commands; it holds the result of ``load``.
 PEER = """
@@ -30,7 +29,7 @@ PEER = """
     import torch
     from shared_rpc import Client, errors
 
-    client = Client(device=DEVICE)
+    client = Client(device=sys.argv[1])
     handle = client.call("load")
     value = handle.value
     print("ready", flush=True)
@@ -39,71 +38,61 @@ PEER = """
 """
 
 
-def weights(size: int = 1000) -> torch.Tensor:
-    """The weights of the endpoint."""
-    return torch.zeros(size)
-
-
-def gpu_weights() -> torch.Tensor:
-    """64 MiB of weights."""
-    return torch.zeros(16 << 20, device="cuda")
-
-
 def run(peer: Child, code: str) -> None:
     """Run several lines in the other process."""
     peer.tell(f"exec({code!r})")
 
 
 @pytest.fixture
-def server(no_leaks: None, provider: Provider, serve: Serve) -> Server:
-    """A server of writable weights, and of others that clients may only read."""
-    provider.share("load", managed=True)(weights)
-    provider.share("sealed", managed=True, access="read")(weights)
-    return serve()
+def world(world: World) -> World:
+    """A server of writable weights, of 64 MiB on a GPU, and of others that clients may only read."""
+
+    def weights(size: int = 1000 if world.device == "cpu" else 16 << 20) -> torch.Tensor:
+        return torch.zeros(size, device=world.device)
+
+    world.share("load", managed=True)(weights)
+    world.share("sealed", managed=True, access="read")(weights)
+    return world
 
 
 @pytest.fixture
-def peer(server: Server, children: list[Child]) -> Child:
+def peer(world: World) -> Child:
     """Another process with a handle of the weights."""
-    child = python(PEER.replace("DEVICE", "'cpu'"))
-    children.append(child)
+    child = world.process(PEER, world.device)
     child.expect("ready")
     return child
 
 
-def test_an_update_is_the_next_even_revision(app: App) -> None:
+def test_an_update_is_the_next_even_revision(world: World, role: str) -> None:
     """It is odd in the block; the value is the writable memory, and all handles of the object see the same number."""
-    app.share("load", managed=True)(weights)
-    one, other = app.provider.call("load"), app.provider.call("load")
+    one, other = world.provider.call("load"), world.provider.call("load")
     assert (one.revision, other.revision) == (0, 0)
     for expected in (1, 3):
-        with app.provider.update(one) as value:
+        with world.provider.update(one) as value:
             assert (value is one.value, one.revision, other.revision) == (True, expected, expected)
             value.fill_(expected)
         assert (one.revision, other.revision, float(other.value[0])) == (expected + 1, expected + 1, expected)
-    app.provider.refresh("load")
-    with one.latest() as new, app.provider.update(new):
+    world.provider.refresh("load")
+    with one.latest() as new, world.provider.update(new):
         assert (one.revision, new.revision, one.wait_revision(4)) == (4, 1, 4)
 
 
-def test_released_handles_have_no_revision(app: App) -> None:
+def test_released_handles_have_no_revision(world: World, role: str) -> None:
     """Even after an earlier access; nothing can be written through them."""
-    app.share("load", managed=True)(weights)
-    handle = app.provider.call("load")
+    handle = world.provider.call("load")
     assert handle.revision == 0
     handle.release()
     for look in (lambda: handle.revision, lambda: handle.wait_revision(0), lambda: handle.read_consistent(torch.clone)):
         with pytest.raises(StaleHandleError, match="was released"):
             look()
-    with pytest.raises(StaleHandleError, match="was released"), app.provider.update(handle):
+    with pytest.raises(StaleHandleError, match="was released"), world.provider.update(handle):
         pass
 
 
-def test_a_failing_block_leaves_the_update_interrupted(app: App) -> None:
+def test_a_failing_block_leaves_the_update_interrupted(world: World, role: str) -> None:
     """Its writes stay, and are reported as such, until another update ends."""
-    app.share("load", managed=True)(weights)
-    handle = app.provider.call("load")
-    with pytest.raises(ZeroDivisionError), app.provider.update(handle) as value:
+    handle = world.provider.call("load")
+    with pytest.raises(ZeroDivisionError), world.provider.update(handle) as value:
         value[0] = 7
         raise ZeroDivisionError
     assert (handle.revision, handle.value[0]) == (1, 7)
@@ -111,51 +100,48 @@ def test_a_failing_block_leaves_the_update_interrupted(app: App) -> None:
         with pytest.raises(UpdateInterrupted, match=f"by pid {os.getpid()} began with revision 1 and did not end") as caught:
             wait()
         assert (caught.value.revision, caught.value.pid) == (1, os.getpid())
-    with app.provider.update(handle):
+    with world.provider.update(handle):
         assert handle.revision == 3
     assert handle.wait_revision(2) == 4
 
 
-def test_nested_updates_and_waits_are_refused(app: App) -> None:
+def test_nested_updates_and_waits_are_refused(world: World, role: str) -> None:
     """Within the block they would never end; other objects are unaffected."""
-    app.share("load", managed=True)(weights)
-    handle, again, other = app.provider.call("load", 4), app.provider.call("load", 4), app.provider.call("load", 5)
-    with app.provider.update(handle):
-        with pytest.raises(ConfigurationError, match="this thread is updating object"), app.provider.update(handle):
+    handle, again, other = world.provider.call("load", 4), world.provider.call("load", 4), world.provider.call("load", 5)
+    with world.provider.update(handle):
+        with pytest.raises(ConfigurationError, match="this thread is updating object"), world.provider.update(handle):
             pass
         with pytest.raises(ConfigurationError, match="deadlock: this thread is updating"):
             again.wait_revision(2)
-        with app.provider.update(other):
+        with world.provider.update(other):
             pass
     assert (handle.revision, other.revision) == (2, 2)
 
 
-def test_writers_take_turns(app: App) -> None:
+def test_writers_take_turns(world: World, role: str) -> None:
     """Threads of one process, each with its own handle."""
-    app.share("load", managed=True)(weights)
     inside = []
 
     def write() -> None:
-        with app.provider.call("load") as handle:
+        with world.provider.call("load") as handle:
             for _ in range(50):
-                with app.provider.update(handle) as value:
+                with world.provider.update(handle) as value:
                     inside.append(1)
                     assert len(inside) == 1
                     value.add_(1)
                     inside.pop()
 
     assert at_once(write, write, write) == [None] * 3
-    handle = app.provider.call("load")
+    handle = world.provider.call("load")
     assert (handle.revision, handle.value.unique().tolist()) == (300, [150])
 
 
-def test_waiting_for_another_writer_times_out(app: App, go: threading.Event, begun: threading.Event) -> None:
+def test_waiting_for_another_writer_times_out(world: World, go: threading.Event, begun: threading.Event, role: str) -> None:
     """The error names the writer."""
-    app.share("load", managed=True)(weights)
-    one, other = app.provider.call("load"), app.provider.call("load")
+    one, other = world.provider.call("load"), world.provider.call("load")
 
     def write() -> None:
-        with app.provider.update(one):
+        with world.provider.update(one):
             begun.set()
             assert go.wait(30)
 
@@ -164,7 +150,7 @@ def test_waiting_for_another_writer_times_out(app: App, go: threading.Event, beg
     assert begun.wait(10)
     with (
         pytest.raises(DeadlineExceeded, match=f"by pid {os.getpid()} did not end in time"),
-        app.provider.update(other, timeout=0.05),
+        world.provider.update(other, timeout=0.05),
     ):
         pass
     with pytest.raises(DeadlineExceeded, match="did not reach revision 2 in time: it is at 1"):
@@ -172,31 +158,31 @@ def test_waiting_for_another_writer_times_out(app: App, go: threading.Event, beg
     with pytest.raises(DeadlineExceeded):
         other.read_consistent(torch.clone, timeout=0.05)
     threading.Timer(0.05, go.set).start()
-    with app.provider.update(other):
+    with world.provider.update(other):
         assert other.revision == 3
     thread.join(10)
     assert other.revision == 4
 
 
-def test_revisions_are_read_without_the_server(server: Server, client: Client, peer: Child) -> None:
+def test_revisions_are_read_without_the_server(world: World, client: Client, peer: Child) -> None:
     """Except the first time: it works after the server's end, between the remaining processes."""
     handle = client.call("load")
     assert handle.revision == 0
     assert peer.ask("print('at', handle.revision, flush=True)", "at") == "0"
-    server.stop()
+    world.server.stop()
     peer.tell("with client.update(handle): value.fill_(4)")
     assert (handle.wait_revision(2, timeout=20), float(handle.value[0])) == (2, 4)
     assert handle.revision == 2
     handle.release()
 
 
-def test_the_server_updates_objects_shared_for_reading(server: Server, provider: Provider, client: Client, peer: Child) -> None:
+def test_the_server_updates_objects_shared_for_reading(world: World, client: Client, peer: Child) -> None:
     """Clients read the revisions, and their updates are refused."""
     peer.ask("handle = client.call('sealed'); value = handle.value; print('sealed', handle.revision, flush=True)", "sealed")
-    with client.call("sealed") as handle, provider.call("sealed") as own:
+    with client.call("sealed") as handle, world.provider.call("sealed") as own:
         with pytest.raises(CapabilityError, match="shared with access='read'"), client.update(handle):
             pass
-        with provider.update(own) as value:
+        with world.provider.update(own) as value:
             assert handle.revision == 1
             run(peer, "try: handle.wait_revision(2, 0.1)\nexcept Exception as e: print('late', type(e).__name__, flush=True)")
             assert peer.expect("late") == "late DeadlineExceeded"
@@ -285,9 +271,9 @@ print('after it', handle.revision, flush=True)
 
 
 @pytest.mark.anyio
-async def test_coroutines_can_update(server: Server, client: Client) -> None:
+async def test_coroutines_can_update(world: World, client: Client) -> None:
     """With the same names; the loop continues while a coroutine waits, and a cancelled one stops waiting."""
-    async with AsyncClient(socket_path=server.socket_path) as other, await other.call("load") as handle:
+    async with AsyncClient(socket_path=world.server.socket_path) as other, await other.call("load") as handle:
         assert await handle.revision == 0
         async with create_task_group() as tasks:
             tasks.start_soon(partial(handle.wait_revision, 1, timeout=20))
@@ -309,23 +295,11 @@ async def test_coroutines_can_update(server: Server, client: Client) -> None:
         assert await handle.wait_revision(0) == 6
 
 
-@pytest.fixture
-def on_gpu(base_path: str, children: list[Child]) -> Iterator[tuple[Server, Provider, Handle[torch.Tensor], Child]]:
-    """Weights of 64 MiB on the GPU, in the server's process, and another process that holds them."""
-    provider = Provider(base_path, device="cuda", execution_mode="server")
-    provider.share("load", managed=True)(gpu_weights)
-    with Server(provider) as server:
-        child = python(PEER.replace("DEVICE", "'cuda'"))
-        children.append(child)
-        child.expect("ready")
-        with provider.call("load") as handle:
-            yield server, provider, handle, child
-
-
 @pytest.mark.gpu
-def test_queued_work_is_complete_at_the_revision(on_gpu: tuple[Server, Provider, Handle[torch.Tensor], Child]) -> None:
+@pytest.mark.parametrize("device", ["cuda"])
+def test_queued_work_is_complete_at_the_revision(device: str, world: World, peer: Child) -> None:
     """Including a side stream that the writer did not wait for; the reader only waits for the number."""
-    _, provider, handle, peer = on_gpu
+    provider, handle = world.provider, world.provider.call("load")
     for number in range(1, 21):
         peer.tell(f"r = handle.wait_revision({2 * number - 1}); print('all', int((value == {number}).all()), r, flush=True)")
         with provider.update(handle) as value:
@@ -338,9 +312,10 @@ def test_queued_work_is_complete_at_the_revision(on_gpu: tuple[Server, Provider,
 
 
 @pytest.mark.gpu
-def test_an_update_cannot_end_in_a_capture(on_gpu: tuple[Server, Provider, Handle[torch.Tensor], Child]) -> None:
+@pytest.mark.parametrize("device", ["cuda"])
+def test_an_update_cannot_end_in_a_capture(device: str, world: World, peer: Child) -> None:
     """It is refused and left interrupted, without breaking the capture; afterwards it can be repeated."""
-    _, provider, handle, _ = on_gpu
+    provider, handle = world.provider, world.provider.call("load")
     static = torch.zeros(4, device="cuda")
     with provider.update(handle):
         pass

@@ -10,6 +10,7 @@ import pytest
 from tests.kit.commands import MODULE
 from tests.kit.processes import Child
 from tests.kit.scripts import Place
+from tests.kit.world import World
 
 
 @pytest.fixture(scope="module")
@@ -28,12 +29,6 @@ def place(tmp_path: Path, sockets: Path) -> Place:
 
 
 @pytest.fixture
-def start(base_path: str, tmp_path: Path, children: list[Child]) -> Callable[..., Child]:
+def start(world: World, tmp_path: Path) -> Callable[..., Child]:
     """``start(*arguments)`` starts a long-running ``shared-rpc``."""
-
-    def start(*arguments: str, cwd: Path | None = None, environ: dict[str, str] | None = None) -> Child:
-        child = Child(*MODULE, *arguments, cwd=cwd or tmp_path, environ=environ)
-        children.append(child)
-        return child
-
-    return start
+    return lambda *words, cwd=None, environ=None: world.start(*MODULE, *words, cwd=cwd or tmp_path, environ=environ)

@@ -22,27 +22,28 @@ from shared_rpc.cli.doctor import examine
 from shared_rpc.cli.options import in_bytes
 from shared_rpc.cli.rendering import lasted, span
 from shared_rpc.errors import ConfigurationError
-from tests.kit.apps import Connect, Serve
 from tests.kit.commands import cli, spawn
-from tests.kit.processes import Child, eventually, python
+from tests.kit.processes import eventually
+from tests.kit.world import World
 
 TOTAL = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.fixture
-def served(provider: Provider, serve: Serve) -> Server:
+def world(world: World) -> World:
     """A server with two endpoints and an empty cache."""
 
-    @provider.share(managed=True, idle_ttl=600)
+    @world.share(managed=True, idle_ttl=600)
     def load(size: int, name: str = "base") -> torch.nn.Module:
         """Build a layer."""
         return torch.nn.Linear(size, size, bias=False)
 
-    @provider.share(cache=False, concurrency="serialized")
+    @world.share(cache=False, concurrency="serialized")
     def ones(size: int) -> torch.Tensor:
         return torch.ones(size)
 
-    return serve(quotas={"cpu": 8 << 20})
+    world.serve(quotas={"cpu": 8 << 20})
+    return world
 
 
 @pytest.fixture
@@ -74,34 +75,34 @@ def test_ls_without_a_server(base_path: str, tmp_path: Path) -> None:
     assert not (tmp_path / "later").exists()
 
 
-def test_ls_prints_a_row_for_each_server(served: Server, connect: Connect) -> None:
+def test_ls_prints_a_row_for_each_server(world: World) -> None:
     """Whole, however long it is, where the output is no terminal."""
-    with connect().call("load", 16):
+    with world.client().call("load", 16):
         header, row = cli("ls").rows
     assert header == ["socket", "pid", "device", "endpoints", "objects", "memory", "leases", "clients", "up"]
-    assert row[:8] == [served.socket_path, str(os.getpid()), "cpu", "load, ones", "1", "4.0 KiB", "1", "1"]
+    assert row[:8] == [world.server.socket_path, str(os.getpid()), "cpu", "load, ones", "1", "4.0 KiB", "1", "1"]
 
 
 def test_ls_omits_dead_servers_and_other_programs(
-    served: Server, another: Server, listener: socket.socket, tmp_path: Path
+    world: World, another: Server, listener: socket.socket, tmp_path: Path
 ) -> None:
     """Silently: /run/user/1000 has many sockets; those of servers have a lock file beside them."""
     with socket.socket(socket.AF_UNIX) as sock:
         sock.bind(str(tmp_path / "dead.sock"))
     (tmp_path / "dead.sock.lock").touch()
-    assert listed() == [another.socket_path, served.socket_path]
+    assert listed() == [another.socket_path, world.server.socket_path]
     with pytest.raises(BlockingIOError):
         listener.accept()
 
 
 def test_ls_reports_a_server_that_does_not_answer(
-    served: Server, listener: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world: World, listener: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On standard error, after a limited time; the other servers are listed."""
     monkeypatch.setattr(discovery, "PATIENCE", 0.2)
     (tmp_path / "a.sock.lock").touch()
     ran = cli("ls")
-    assert (ran.code, served.socket_path in ran.output) == (0, True)
+    assert (ran.code, world.server.socket_path in ran.output) == (0, True)
     assert ran.errors == f"shared-rpc: passed over: the server at {tmp_path}/a.sock did not answer the handshake in time\n"
 
 
@@ -117,15 +118,15 @@ def test_the_only_server_does_not_answer(
     assert cli("stop", "--all").complaint == silent.partition(": ")[2]  # it has not stopped all
 
 
-def test_several_servers_need_a_choice(served: Server, another: Server, base_path: str) -> None:
+def test_several_servers_need_a_choice(world: World, another: Server, base_path: str) -> None:
     """By their socket, or their base path, also where one base path begins with another one; the error lists the sockets."""
-    sockets = f"{another.socket_path}, {served.socket_path}"
+    sockets = f"{another.socket_path}, {world.server.socket_path}"
     assert cli("info").complaint == f"several servers answer; choose one with --socket: {sockets}"
     data = cli("info", "--json", "--socket", another.socket_path).data
     assert data["server"]["socket_path"] == another.socket_path
     for words in (["info"], ["objects"], ["devices"], ["objects", "invalidate", "load"]):
         assert cli(*words, "--base-path", base_path, "--json").code == 0
-    assert listed("--base-path", base_path) == [served.socket_path]
+    assert listed("--base-path", base_path) == [world.server.socket_path]
 
 
 def test_no_server_to_ask(base_path: str, tmp_path: Path) -> None:
@@ -140,22 +141,22 @@ def test_no_server_to_ask(base_path: str, tmp_path: Path) -> None:
         assert cli(*words).complaint.startswith(f"no server answers in {tmp_path}: start one with")
 
 
-def test_info(served: Server) -> None:
+def test_info(world: World) -> None:
     """The server's facts, and its endpoints with their options and the first line of their docstrings."""
     rows = cli("info").rows
-    assert ["socket_path", served.socket_path] in rows
+    assert ["socket_path", world.server.socket_path] in rows
     assert ["mechanism", "memfd: host memory is a memfd"] in rows
     assert ["load", "yes", "all arguments", "parallel", "read_write", "all", "600 s", "on_evict", "Build a layer."] in rows
     data = cli("info", "--json").data
     assert set(data) == {"server", "endpoints"}
-    assert (data["server"]["server_id"], data["endpoints"]["load"]["idle_ttl"]) == (served.info()["server_id"], 600)
+    assert (data["server"]["server_id"], data["endpoints"]["load"]["idle_ttl"]) == (world.server.info()["server_id"], 600)
 
 
 @pytest.mark.usefixtures("admitted_source")
-def test_info_describes_the_source(served: Server) -> None:
+def test_info_describes_the_source(world: World) -> None:
     """In one line, with what it reports."""
     assert "source " not in cli("info").succeeded
-    with Client(socket_path=served.socket_path) as client, client.source() as source:
+    with Client(socket_path=world.server.socket_path) as client, client.source() as source:
         status: ClusterStatus = {"cluster": "prod", "node": "a", "state": "joined", "nodes": 3, "objects": 1}
         source.report(status | {"bytes_received": 1 << 30, "activity": ["sends load()"]})
         (line,) = [line for line in cli("info").output.splitlines() if line.startswith("source")]
@@ -163,9 +164,9 @@ def test_info_describes_the_source(served: Server) -> None:
     assert "cluster prod, node a, state joined, nodes 3, objects 1, bytes received 1.0 GiB; sends load()" in line
 
 
-def test_objects_and_their_holders(served: Server, connect: Connect) -> None:
+def test_objects_and_their_holders(world: World) -> None:
     """Every object with the processes that hold it, and their command lines."""
-    client = connect()
+    client = world.client()
     with client.call("load", 16):
         client.call("load", size=32, name="big").release()
         header, base, big = cli("objects").rows
@@ -180,17 +181,16 @@ def test_objects_and_their_holders(served: Server, connect: Connect) -> None:
     assert [[one["pid"] for one in item["holders"]] for item in data] == [[os.getpid()], []]
 
 
-def test_an_unfetched_result_is_held_by_its_task(served: Server, connect: Connect) -> None:
+def test_an_unfetched_result_is_held_by_its_task(client: Client) -> None:
     """Not by the process that submitted that, which may have exited."""
-    client = connect()
     task_id = client.submit("load", 16)
     eventually(lambda: client.get_task_status(task_id).status is TaskStatus.COMPLETED)
     assert cli("objects").rows[1][9] == f"task {task_id}, not fetched"
 
 
-def test_buffers_are_marked(served: Server, connect: Connect) -> None:
+def test_buffers_are_marked(world: World) -> None:
     """They are objects that no call made; ``ls`` counts them separately."""
-    client = connect()
+    client = world.client()
     client.call("load", 16).release()
     assert cli("ls").rows[1][4] == "1"
     client.create_buffer(5000, keep=True).release()
@@ -201,9 +201,9 @@ def test_buffers_are_marked(served: Server, connect: Connect) -> None:
         assert [item["kind"] for item in cli("objects", "--json").data] == ["result", "buffer", "buffer"]
 
 
-def test_devices(served: Server, connect: Connect) -> None:
+def test_devices(world: World) -> None:
     """Memory of each device: all, used, and the quota."""
-    connect().create_buffer(3 << 20, ttl=600).release()
+    world.client().create_buffer(3 << 20, ttl=600).release()
     header, row = cli("devices").rows
     assert header == ["device", "name", "memory", "free", "used", "quota"]
     assert row[:2] == ["cpu", "host memory"] and row[4:] == ["3.0 MiB", "8.0 MiB"]
@@ -211,32 +211,31 @@ def test_devices(served: Server, connect: Connect) -> None:
     assert (found["id"], found["total"], found["used"], found["limit"]) == ("cpu", TOTAL, 3 << 20, 8 << 20)
 
 
-def test_text_of_clients_moves_no_cursor(provider: Provider, serve: Serve, connect: Connect, tmp_path: Path) -> None:
+def test_text_of_clients_moves_no_cursor(world: World, tmp_path: Path) -> None:
     """Cache keys and errors quote values of callers; each object is one line without escape sequences."""
-    provider.share("load", cache_format_key="{name}")(lambda name: torch.ones(1))
-    serve()
-    connect().call("load", "red \x1b[31m\nand [bold]")
+    world.share("load", cache_format_key="{name}")(lambda name: torch.ones(1))
+    world.client().call("load", "red \x1b[31m\nand [bold]")
     _, row = cli("objects").succeeded.splitlines()
     assert "load:red [31m and [bold]" in row
     assert "\x1b" not in cli("ls", "--base-path", f"{tmp_path}/a\x1b[2J\x1b/b").output
     assert "\x1b" not in cli("info", "--socket", f"{tmp_path}/\x1b[2J.sock").complaint
 
 
-def test_invalidating_an_endpoint_or_a_call(served: Server, connect: Connect) -> None:
+def test_invalidating_an_endpoint_or_a_call(world: World) -> None:
     """Arguments are Python literals or plain text; the output says how many results were dropped."""
     for name in ("base", "big", "3"):
-        connect().call("load", 1, name).release()
+        world.client().call("load", 1, name).release()
     assert cli("objects", "invalidate", "load", "size=1", "name=big").succeeded == "1 cached result of load dropped\n"
     assert cli("objects", "invalidate", "load", "size=1", "name='3'").succeeded == "1 cached result of load dropped\n"
     assert cli("objects", "invalidate", "load", "size=1", "name=big").succeeded == "0 cached results of load dropped\n"
     assert cli("objects", "invalidate", "load", "--json").data == {"endpoint": "load", "invalidated": 1}
 
 
-def test_a_call_that_does_not_exist(served: Server, connect: Connect) -> None:
+def test_a_call_that_does_not_exist(world: World) -> None:
     """A wrong name is an error of one line, and does nothing."""
     assert "no endpoint 'lod': did you mean 'load'?" in cli("call", "lod").complaint
     assert "unexpected keyword argument 'siez'" in cli("objects", "invalidate", "load", "size=1", "siez=1").misuse
-    assert connect().list_tasks() == []
+    assert world.client().list_tasks() == []
 
 
 def test_doctor(base_path: str, tmp_path: Path) -> None:
@@ -335,9 +334,9 @@ def test_durations(seconds: float, text: str, short: str) -> None:
     assert (span(seconds), lasted(seconds)) == (text, short)
 
 
-def test_commands_load_no_torch(served: Server, connect: Connect, children: list[Child]) -> None:
+def test_commands_load_no_torch(world: World) -> None:
     """They ask a server and rebuild nothing, neither results nor exceptions: torch alone would take seconds to import."""
-    client = connect()
+    client = world.client()
     completed, failed = client.submit("load", 1), client.submit("load", "none")
     client.wait_for_task(completed).release()
     with pytest.raises(TypeError):
@@ -359,15 +358,14 @@ def test_commands_load_no_torch(served: Server, connect: Connect, children: list
         assert not {{"asyncio", "textual"}} & sys.modules.keys()
         print("checked")
     """
-    child = python(code, fresh=True)
-    children.append(child)
+    child = world.process(code, fresh=True)
     child.expect("checked")
 
 
-def test_a_reader_that_exits_early_is_no_error(served: Server, connect: Connect) -> None:
+def test_a_reader_that_exits_early_is_no_error(world: World) -> None:
     """``shared-rpc objects | head`` leaves no traceback."""
     for size in range(1, 40):
-        connect().call("load", size).release()
+        world.client().call("load", size).release()
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as output:

@@ -8,29 +8,30 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared_rpc import Client, Provider, Server
-from tests.kit.apps import Serve
+from shared_rpc import Client
 from tests.kit.commands import cli
+from tests.kit.world import World
 
 KEY = "load(size=8, name='base')"
 
 
 @pytest.fixture
-def server(provider: Provider, serve: Serve) -> Server:
+def world(world: World) -> World:
     """A server whose results are filled with the number of their build."""
     builds = iter(range(1, 100))
 
-    @provider.share(managed=True)
+    @world.share(managed=True)
     def load(size: int = 4, name: str = "base") -> torch.nn.Module:
         layer = torch.nn.Linear(size, size, bias=False).requires_grad_(False)
         layer.weight.fill_(next(builds))
         return layer
 
-    @provider.share(managed=True)
+    @world.share(managed=True)
     def other(size: int = 4) -> torch.nn.Module:
         raise AssertionError("this is never built")
 
-    return serve()
+    world.serve()
+    return world
 
 
 @pytest.fixture

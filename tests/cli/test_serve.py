@@ -15,9 +15,9 @@ from shared_rpc import Provider
 from shared_rpc.cli.options import quotas_of
 from shared_rpc.errors import ConfigurationError, ServerBusy
 from shared_rpc.provider.app import load_providers
-from tests.kit.apps import Connect
 from tests.kit.commands import MODULE, cli, spawn
 from tests.kit.processes import Child
+from tests.kit.world import World
 
 Write = Callable[..., Path]
 Start = Callable[..., Child]
@@ -105,7 +105,7 @@ def test_an_app_that_cannot_be_served(
     assert not list(tmp_path.glob("*.sock*"))
 
 
-def test_classes_of_a_served_file_travel_as_code(app: Write, start: Start, connect: Connect, tmp_path: Path) -> None:
+def test_classes_of_a_served_file_travel_as_code(app: Write, start: Start, world: World, tmp_path: Path) -> None:
     """A client that cannot import the file gets its classes; its directory is on the path, and its role is the server."""
     (tmp_path / "factors.py").write_text("DOUBLE = 2.0")
     path = app("""
@@ -123,14 +123,14 @@ def test_classes_of_a_served_file_travel_as_code(app: Write, start: Start, conne
     """)
     server = start("serve", str(path), cwd=Path("/"), environ={"SHARED_TENSOR_ENABLED": "0", "SHARED_TENSOR_ROLE": "client"})
     assert server.expect("loaded") == "loaded 2.0 server"
-    client = connect()
+    client = world.client()
     assert server.expect("serving") == f"serving load at {client.socket_path}"
     module = client.call("load").value
     assert torch.equal(module(torch.ones(2)), torch.full((2,), 2.0))
     assert type(module).__name__ == "Scale" and "app" not in sys.modules
 
 
-def test_a_module_that_calls_its_own_endpoints_while_it_is_loaded(app: Write, start: Start, connect: Connect) -> None:
+def test_a_module_that_calls_its_own_endpoints_while_it_is_loaded(app: Write, start: Start, world: World) -> None:
     """The thread that pickles the result imports the module that waits for it; clients get the object."""
     app(
         """
@@ -150,23 +150,23 @@ def test_a_module_that_calls_its_own_endpoints_while_it_is_loaded(app: Write, st
         "modelling.py",
     )
     start("serve", "modelling").expect("serving")
-    info = connect().get_server_info()
+    info = world.client().get_server_info()
     assert (info["objects"], info["builds"]) == (1, 1)
 
 
-def test_serving_with_closed_standard_streams(app: Write, connect: Connect, children: list[Child], tmp_path: Path) -> None:
+def test_serving_with_closed_standard_streams(app: Write, world: World, children: list[Child], tmp_path: Path) -> None:
     """As after ``>&-``: no other file gets their numbers, or their output."""
     app("print('said', flush=True)\nprovider.share('endpoint')(lambda: 0)")
     code = "import os, sys; os.closerange(0, 3); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
     child = Child("-c", code, *MODULE, "serve", "app.py", cwd=tmp_path, fresh=True)
     children.append(child)
-    pid = connect(connect_timeout=40.0).get_server_info()["pid"]
+    pid = world.client(connect_timeout=40.0).get_server_info()["pid"]
     assert [os.readlink(f"/proc/{pid}/fd/{number}") for number in range(3)] == [os.devnull] * 3
     child.process.terminate()
     assert child.close()[0] == 0
 
 
-def test_options_reach_the_server(app: Write, start: Start, connect: Connect, tmp_path: Path) -> None:
+def test_options_reach_the_server(app: Write, start: Start, world: World, tmp_path: Path) -> None:
     """Each of them has an effect; the path of a socket is relative to the working directory."""
     app("""
         import anyio, torch
@@ -182,7 +182,7 @@ def test_options_reach_the_server(app: Write, start: Start, connect: Connect, tm
     limits = ("--max-bytes", "9KiB", "--quota", "cpu=16KiB", "--when-full", "evict", "--host-quota", "0.5", "--max-tasks", "1")
     served = start("serve", "app", *limits, "--result-ttl", "0", "--socket", "mine.sock").expect("serving")
     assert served.endswith(f" {tmp_path}/mine.sock")
-    client = connect(socket_path=tmp_path / "mine.sock", timeout=1.0)
+    client = world.client(socket_path=tmp_path / "mine.sock", timeout=1.0)
     for size in (1, 2, 3):
         client.call("ones", size)
     info = client.get_server_info()

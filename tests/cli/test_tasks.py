@@ -18,10 +18,10 @@ from shared_rpc import Client, Provider, Server, progress
 from shared_rpc.cli.rendering import percent, status_of, steps, task_object
 from shared_rpc.cli.tasks import Lines, _error_or_key
 from shared_rpc.protocol.tasks import Progress, TaskInfo, TaskStatus
-from tests.kit.apps import Serve
 from tests.kit.commands import MODULE, cli
 from tests.kit.processes import eventually
 from tests.kit.terminals import Tty
+from tests.kit.world import World
 
 KEY = "load(size=16, name='base')"
 
@@ -30,14 +30,14 @@ class Refused(Exception):
     """Raised by an endpoint."""
 
 
-def share_all(provider: Provider, go: threading.Event) -> None:
+def share_all(world: World, go: threading.Event) -> None:
     """Share endpoints that return at once, that wait for ``go``, that never return, and that fail."""
 
-    @provider.share(managed=True)
+    @world.share(managed=True)
     def load(size: int, name: str = "base") -> torch.nn.Module:
         return torch.nn.Linear(size, size, bias=False)
 
-    @provider.share(cache=False, concurrency="serialized")
+    @world.share(cache=False, concurrency="serialized")
     def gated(fail: bool = False) -> torch.Tensor:
         progress(1, 4, "the first\nof [red]all")
         go.wait()
@@ -46,21 +46,22 @@ def share_all(provider: Provider, go: threading.Event) -> None:
             raise Refused("not\nnow")
         return torch.ones(4)
 
-    @provider.share(cache=False)
+    @world.share(cache=False)
     async def forever() -> torch.Tensor:
         await anyio.sleep_forever()
         raise AssertionError
 
-    @provider.share(cache=False)
+    @world.share(cache=False)
     def fails() -> torch.Tensor:
         raise Refused("not\nnow")
 
 
 @pytest.fixture
-def server(provider: Provider, serve: Serve, go: threading.Event) -> Server:
+def world(world: World, go: threading.Event) -> World:
     """A server without tasks, with all endpoints."""
-    share_all(provider, go)
-    return serve()
+    share_all(world.provider, go)
+    world.serve()
+    return world
 
 
 @pytest.fixture
@@ -96,12 +97,12 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def test_no_tasks(base_path: str, provider: Provider) -> None:
+def test_no_tasks(world: World) -> None:
     """An empty table for people, an empty list for machines; no server is no error."""
+    assert len(cli("tasks", "--status", "failed").rows) == 1
+    assert cli("tasks", "--json").data == []
+    world.server.stop()
     assert len(cli("tasks").rows) == 1
-    with Server(provider):
-        assert len(cli("tasks", "--status", "failed").rows) == 1
-        assert cli("tasks", "--json").data == []
 
 
 def test_tasks_are_listed_in_the_order_of_submission(client: Client) -> None:

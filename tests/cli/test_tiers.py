@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from shared_rpc import Client, Provider, Server
+from shared_rpc import Client
 from shared_rpc.cli import discovery, objects
 from shared_rpc.memory.spill import SpillDirectory
 from tests.kit.commands import cli
+from tests.kit.world import World
 
 
 @pytest.fixture
-def client(provider: Provider, tmp_path: Path) -> Iterator[Client]:
+def client(world: World, tmp_path: Path) -> Client:
     """A client of a server that has a directory as the lower tier of host memory."""
 
-    @provider.share(managed=True, access="read")
+    @world.share(managed=True, access="read")
     def load(number: int) -> torch.Tensor:
         return torch.full((1 << 18,), float(number))
 
-    @provider.share(managed=True, pinned=True)
+    @world.share(managed=True, pinned=True)
     def stays() -> torch.Tensor:
         return torch.zeros(8)
 
-    with Server(provider, spill_dir=tmp_path) as server, Client(socket_path=server.socket_path) as client:
-        yield client
+    world.serve(spill_dir=tmp_path)
+    return world.client()
 
 
 def tiers(client: Client) -> list[str]:

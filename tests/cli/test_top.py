@@ -25,7 +25,7 @@ from shared_rpc.cli.top.app import Grid, Question, TopApp
 from shared_rpc.cli.top.tables import ORDERS, ObjectChoice, arranged, bar, detail, objects, others, summary
 from shared_rpc.cli.top.watching import Action, Rates, ServerWatcher, Snapshot, pause, rates
 from shared_rpc.errors import SharedRPCError
-from tests.kit.apps import Serve
+from tests.kit.world import World
 
 LOAD = [f"load(size={number})" for number in range(100)]
 GPU = "GPU-0123abcd-89ef-0123-4567-89abcdef0123"
@@ -280,20 +280,20 @@ def test_slow_polls_are_rarer() -> None:
 # Polls and actions.
 
 
-def test_the_watched_server_is_found_again(base_path: str, provider: Provider) -> None:
+def test_the_watched_server_is_found_again(world: World) -> None:
     """Also if another one has started since."""
-    with Server(provider) as first, Server(Provider(f"{base_path}-another", device="cpu")) as other:
+    with world.serve() as first, Server(Provider(f"{world.base_path}-another", device="cpu")) as other:
         for server in (first, other):
             with the_server(None, None, server.socket_path) as client:
                 assert client.socket_path == server.socket_path
 
 
 @pytest.fixture
-def watcher(provider: Provider, serve: Serve) -> Iterator[ServerWatcher]:
+def watcher(world: World) -> Iterator[ServerWatcher]:
     """A watcher of a server that has built a tensor."""
-    provider.share("load")(lambda size: torch.zeros(int(size)))
-    server = serve()
-    provider.call("load", 1)
+    world.share("load")(lambda size: torch.zeros(int(size)))
+    server = world.serve()
+    world.provider.call("load", 1)
     watcher = ServerWatcher(lambda earlier: Client(socket_path=server.socket_path, timeout=20, connect_timeout=0))
     yield watcher
     watcher.close()

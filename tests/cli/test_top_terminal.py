@@ -14,35 +14,36 @@ import pytest
 import torch
 
 from shared_rpc import Client, Provider, Server, progress
-from tests.kit.apps import Connect, Serve
 from tests.kit.commands import MODULE, cli
 from tests.kit.deep import deep
 from tests.kit.terminals import ALTERNATE, Tty
+from tests.kit.world import World
 
 MIB = 1 << 20
 Terminal = Callable[..., Tty]
 
 
 @pytest.fixture
-def served(provider: Provider, serve: Serve, go: threading.Event) -> Server:
+def world(world: World, go: threading.Event) -> World:
     """A server in this process."""
 
-    @provider.share(managed=True)
+    @world.share(managed=True)
     def load(mib: int) -> torch.Tensor:
         return torch.zeros(mib * MIB, dtype=torch.uint8)
 
-    @provider.share
+    @world.share
     def table(key: int) -> torch.Tensor:
         return torch.zeros(2 * MIB, dtype=torch.uint8)
 
-    @provider.share(cache=False)
+    @world.share(cache=False)
     def gated() -> torch.Tensor:
         progress(1, 4, "the first shard")
         go.wait()
         progress(3, 4, "the third shard")
         return torch.zeros(1)
 
-    return serve(quotas={"cpu": 64 * MIB})
+    world.serve(quotas={"cpu": 64 * MIB})
+    return world
 
 
 @pytest.fixture
@@ -70,17 +71,15 @@ def row(top: Tty, beginning: str) -> str:
     return next((line.strip() for line in top.lines if line.strip().startswith(beginning)), "")
 
 
-def test_the_view_of_a_busy_server(
-    served: Server, connect: Connect, go: threading.Event, threads: ThreadPoolExecutor, tty: Terminal
-) -> None:
+def test_the_view_of_a_busy_server(world: World, go: threading.Event, threads: ThreadPoolExecutor, tty: Terminal) -> None:
     """Objects with sizes and holders, memory, builds, calls and clients, of which the view itself is none."""
-    client = connect()
+    client = world.client()
     with client.call("load", 8), client.create_buffer(4 * MIB, ttl=600):
         client.call("table", 1)
         call = threads.submit(client.call, "gated")
         top = tty(columns=160, lines=40)
         screen = top.until("load(mib=8)", "table(key=1)", "buffer", "calls/s", "1/4 the first shard")
-        assert f"pid {os.getpid()}" in screen and served.socket_path in screen
+        assert f"pid {os.getpid()}" in screen and world.server.socket_path in screen
         assert "14.0 MiB in 3 objects" in screen and "2 leases" in screen and "1 client" in screen and "1 build" in screen
         assert f"{os.getpid()} python" in row(top, "load(mib=8)") and "8.0 MiB" in row(top, "load(mib=8)")
         go.set()
@@ -91,17 +90,17 @@ def test_the_view_of_a_busy_server(
     assert [one["pid"] for one in client.list_sessions()] == [os.getpid()]
 
 
-def test_waiting_for_a_server(provider: Provider, base_path: str, serve: Serve, tty: Terminal) -> None:
+def test_waiting_for_a_server(world: World, tty: Terminal) -> None:
     """The command that starts one is shown whole. After the end of a server, the view waits for the next one."""
-    provider.share("ones")(lambda: torch.ones(1))
+    world.server.stop()
     top = tty(columns=40, lines=24)
     top.until("no server answers in", "'shared-rpc serve app.py'", "--base-path or --socket", "q Quit")
     top.resize(200, 30)
-    first = serve()
+    world.server.start()
     top.until("objects 0", "s-cpu.sock")
-    first.stop()
+    world.server.stop()
     top.until("lost the server")
-    elsewhere = Provider(f"{base_path}-next", device="cpu")
+    elsewhere = Provider(f"{world.base_path}-next", device="cpu")
     elsewhere.share("twos")(lambda: torch.ones(2))
     with Server(elsewhere) as second, Client(socket_path=second.socket_path) as client:
         top.until_gone("lost the server")
@@ -131,19 +130,19 @@ def test_the_terminal_is_restored(base_path: str, tty: Terminal, end: Callable[[
 
 
 @pytest.mark.parametrize("options", [["--once"], []], ids=str)
-def test_one_frame(served: Server, connect: Connect, options: list[str]) -> None:
+def test_one_frame(world: World, options: list[str]) -> None:
     """With --once, and where there is no terminal: all rows whole, without escape sequences."""
-    connect().call("table", 1)
-    with connect().call("load", 8):
+    world.client().call("table", 1)
+    with world.client().call("load", 8):
         output = cli("top", "-d", "0.05", *options).succeeded
     assert "\x1b" not in output and "0.0 calls/s" in output
     line, _ = (line for line in output.splitlines() if line.startswith(("load(mib=8)", "table(key=1)")))
     assert line.startswith("load") and "8.0 MiB" in line and f"{os.getpid()} " in line
 
 
-def test_without_textual(served: Server, connect: Connect, tty: Terminal) -> None:
+def test_without_textual(world: World, tty: Terminal) -> None:
     """The error says how to install it; --once works, and prints below the cursor, as wide as the terminal."""
-    connect().call("table", 1)
+    world.client().call("table", 1)
     without = ("-c", code("sys.modules['textual'] = None"), "-d", "0.05")
     top = tty(command=without)
     assert top.end() == 1

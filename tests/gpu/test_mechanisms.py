@@ -20,6 +20,7 @@ from shared_rpc.memory.devices import device_id
 from shared_rpc.protocol.records import Mechanism
 from tests.kit.bound_host import BoundHost
 from tests.kit.processes import Child, eventually, python
+from tests.kit.world import World
 
 GPU = "GPU-00000000-0000-0000-0000-00000000000a"
 
@@ -88,12 +89,12 @@ def test_conflicting_requests_of_two_providers_are_refused(gpu: Callable[..., No
         choose_mechanism("pool", GPU)
 
 
-def test_invalid_options_are_refused(provider: Provider) -> None:
+def test_invalid_options_are_refused(world: World) -> None:
     """On first use, with the valid ones."""
-    provider.mechanism = "cuda_ipc"
-    provider.share("load")(lambda: torch.ones(1))
+    world.provider.mechanism = "cuda_ipc"
+    world.share("load")(lambda: torch.ones(1))
     with pytest.raises(ConfigurationError, match="mechanism='cuda_ipc': use 'auto', 'vmm', 'ipc' or 'pool'"):
-        provider.call("load")
+        world.provider.call("load")
 
 
 @pytest.mark.parametrize("mode", ["local", "server", "client"])

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from shared_rpc import Provider, Server
+from shared_rpc import Provider
 from shared_rpc.integrations.loading import serve_with
 from tests.integrations.checkpoints import decoder, save
+from tests.kit.world import World
 
 
 @pytest.fixture
-def owner(base_path: str, device: str) -> Iterator[Provider]:
+def role() -> str:
+    """The role in which the tests load."""
+    return "client"
+
+
+@pytest.fixture
+def owner(world: World) -> Provider:
     """The server's provider."""
-    provider = Provider(base_path, execution_mode="server", device=device)
-    serve_with(provider)
-    with Server(provider):
-        yield provider
+    serve_with(world.owner)
+    return world.owner
 
 
 @pytest.fixture
-def provider(owner: Provider, base_path: str, device: str) -> Iterator[Provider]:
+def provider(owner: Provider, device: str, world: World) -> Provider:
     """A client's provider."""
-    provider = Provider(base_path, execution_mode="client", device=device, server_startup_timeout=0)
-    yield provider
-    provider.close()
+    return world.provider
 
 
 @pytest.fixture

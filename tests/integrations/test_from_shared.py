@@ -10,29 +10,23 @@ import torch
 import transformers
 from torch import nn
 
-from shared_rpc import Handle, Provider, materialize
+from shared_rpc import Handle, materialize
 from shared_rpc.errors import StateMismatchError
 from shared_rpc.integrations.transformers import from_shared
 from tests.integrations.checkpoints import FAMILIES, decoder, inputs
 from tests.integrations.comparing import same_bits, shared_parameters
-from tests.kit.apps import Connect, Serve
+from tests.kit.world import World
 
 Weights = Callable[[Any], Handle[Any]]
 
 
 @pytest.fixture
-def provider(base_path: str, device: str) -> Provider:
-    """The server's provider."""
-    return Provider(base_path, device=device)
-
-
-@pytest.fixture
-def weights(get: Serve, connect: Connect, device: str) -> Weights:
+def weights(device: str, world: World) -> Weights:
     """``weights(value)`` returns a client's handle of it."""
 
     def share(value: Any) -> Handle[Any]:
-        get(value, managed=True, access="read")
-        handle: Handle[Any] = connect(device=device).call("get")
+        world.serve_result(value, managed=True, access="read")
+        handle: Handle[Any] = world.client().call("get")
         return handle
 
     return share

@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
-from shared_rpc import Client, Provider
-from tests.kit.apps import Serve
+from shared_rpc import Client
 from tests.kit.interpreter import bits
 from tests.kit.processes import Child, eventually, python
+from tests.kit.world import World
 
 zmq = pytest.importorskip("zmq")
 
@@ -62,17 +62,10 @@ _ROLLOUT = ("verl", "verl.utils", "verl.workers", "verl.workers.rollout", "verl.
 
 
 @pytest.fixture
-def provider(base_path: str, device: str) -> Provider:
-    """A provider on each kind of device."""
-    return Provider(base_path, device=device)
-
-
-@pytest.fixture
-def client(serve: Serve, base_path: str, device: str) -> Iterator[Client]:
+def client(device: str, world: World) -> Client:
     """A client of a running server."""
-    serve()
-    with Client(base_path, device=device, timeout=30, connect_timeout=0) as client:
-        yield client
+    world.serve()
+    return world.client()
 
 
 class Sender:

@@ -14,6 +14,7 @@ import pytest
 from shared_rpc import Client
 from shared_rpc.protocol.options import ServeOptions
 from tests.kit.processes import Child, eventually, links_of
+from tests.kit.world import World
 
 #: The beginning of every app, with the endpoints that the tests of crashes need.
 APP = """
@@ -84,10 +85,10 @@ class BrokerProgram(NamedTuple):
 class BrokerApp:
     """An app file, the broker that serves it, and clients of it."""
 
-    def __init__(self, directory: Path, base_path: str, children: list[Child]) -> None:
-        self.file = directory / "app.py"
-        self.base_path = base_path
-        self._children = children
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.base_path = world.base_path
+        self.file = Path(world.base_path).with_name("app.py")
         self._clients: list[Client] = []
 
     def write(self, *pieces: str) -> None:
@@ -109,15 +110,12 @@ class BrokerApp:
 
     def begin(self, *options: str, fresh: bool = False, cwd: Path | None = None) -> Child:
         """Start a broker of the app, without waiting for it."""
-        cwd = cwd or self.file.parent
-        child = Child("-m", "shared_rpc.cli", "serve", str(self.file), *options, cwd=cwd, fresh=fresh)
-        self._children.append(child)
-        return child
+        words = ("-m", "shared_rpc.cli", "serve", str(self.file), *options)
+        return self.world.start(*words, cwd=cwd or self.file.parent, fresh=fresh)
 
     def start_script(self) -> Child:
         """Run the app in the server role, in which one process is the server and runs the endpoints; wait until it serves."""
-        child = Child(str(self.file), environ={"SHARED_TENSOR_ROLE": "server"}, cwd=self.file.parent)
-        self._children.append(child)
+        child = self.world.start(str(self.file), environ={"SHARED_TENSOR_ROLE": "server"}, cwd=self.file.parent)
         child.expect_error("serving")
         return child
 
@@ -134,26 +132,20 @@ class BrokerApp:
 
     def start_program(self, program: BrokerProgram, **options: Any) -> Child:
         """Start such a broker, and wait until it serves the app; the options are those of :class:`Child`."""
-        child = Child("-c", program.code, *program.words, cwd=self.file.parent, has_workers=True, **options)
-        self._children.append(child)
+        child = self.world.start("-c", program.code, *program.words, cwd=self.file.parent, has_workers=True, **options)
         child.expect("serving")
         return child
 
     def connect(self, **options: Any) -> Client:
         """Return a client of the broker."""
-        client = Client(self.base_path, **{"device": "cpu", "timeout": 30.0, "connect_timeout": 5.0, **options})
+        client = self.world.client(**{"connect_timeout": 5.0, **options})
         self._clients.append(client)
         return client
 
-    def close(self) -> None:
-        """Close the client."""
-        for client in self._clients:
-            client.close()
-
     def empty(self) -> None:
-        """Close the client and have the broker drop all objects, for the next test."""
-        self.close()
-        self._clients.clear()
+        """Close the clients and have the broker drop all objects, for the next test."""
+        while self._clients:
+            self._clients.pop().close()
         with Client(self.base_path, device="cpu", timeout=30.0) as client:
             for name in client.list_endpoints():
                 client.invalidate_endpoint_cache(name)
@@ -164,17 +156,14 @@ class BrokerApp:
 def module_broker(directory: Path, app: str, *options: str) -> Iterator[BrokerApp]:
     """Serve an app to all tests of a module, each of which calls :meth:`BrokerApp.empty` at its end."""
     directory.chmod(0o700)
-    children: list[Child] = []
-    served = BrokerApp(directory, str(directory / "s"), children)
+    world = World(str(directory / "s"))
+    served = BrokerApp(world)
     served.write(app)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SHARED_TENSOR_BASE_PATH", served.base_path)
         served.start(*options)
     yield served
-    served.close()
-    for child in children:
-        child.process.kill()
-        child.process.communicate()
+    world.close()
 
 
 def worker_pids(client: Client) -> list[int]:

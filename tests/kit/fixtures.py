@@ -25,13 +25,13 @@ from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.records import Record
 from shared_rpc.server import sources
 from tests.kit import forks
-from tests.kit.apps import EACH_ROLE, ROLES, App
 from tests.kit.brokers import BrokerApp
 from tests.kit.forks import start_zygote, stop_zygote
 from tests.kit.interpreter import Interpreter
 from tests.kit.joiners import TOKEN
-from tests.kit.processes import Child, Program, eventually, open_fds, python
+from tests.kit.processes import Child, eventually, open_fds
 from tests.kit.service_manager import ServiceManager
+from tests.kit.world import EACH_ROLE, ROLES, World
 
 # A command that a shell runs in the background ignores Ctrl-C, and the children of the tests would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -116,22 +116,42 @@ def device_of(request: pytest.FixtureRequest) -> str:
     return request.getfixturevalue("device") if "device" in request.fixturenames else "cpu"
 
 
-@pytest.fixture
-def provider(request: pytest.FixtureRequest, base_path: str) -> Provider:
-    """A provider without endpoints, on the test's device."""
-    return Provider(base_path, device=device_of(request))
+@pytest.fixture(params=EACH_ROLE)
+def role(request: pytest.FixtureRequest) -> str:
+    """Each role of an app."""
+    name: str = request.param
+    return name
 
 
 @pytest.fixture
-def serve(provider: Provider) -> Iterator[Callable[..., Server]]:
-    """``serve(**options)`` starts a server for ``provider``, which is stopped at the end."""
-    with ExitStack() as stack:
+def world(
+    request: pytest.FixtureRequest, no_leaks: None, base_path: str, interpreters: dict[int, Interpreter]
+) -> Iterator[World]:
+    """An app, its server, clients and processes: on the ``device`` and in the ``role`` of tests that have these fixtures.
 
-        def start(**options: Any) -> Server:
-            server = Server(provider, **options)
-            return stack.enter_context(server)
+    Other tests are on host memory, with the server in this process.
+    """
+    role = request.getfixturevalue("role") if "role" in request.fixturenames else "server"
+    world = World(base_path, role, device_of(request), interpreters)
+    yield world
+    world.close()
+    vars(world).clear()  # for `no_leaks`: results live as long as their endpoints
 
-        yield start
+
+@pytest.fixture
+def every_world(no_leaks: None, base_path: str) -> Iterator[list[World]]:
+    """A world in each role at once, for results that must be equal in them."""
+    worlds = [World(f"{base_path}-{role}", role) for role in ROLES]
+    yield worlds
+    for world in worlds:
+        world.close()
+        vars(world).clear()
+
+
+@pytest.fixture
+def client(world: World) -> Client:
+    """A client of the test's server."""
+    return world.client()
 
 
 @pytest.fixture
@@ -142,75 +162,9 @@ def admitted_source(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def connect(request: pytest.FixtureRequest, base_path: str) -> Iterator[Callable[..., Client]]:
-    """``connect(**options)`` returns a client of that server, which is closed at the end."""
-    with ExitStack() as stack:
-
-        def make(**options: Any) -> Client:
-            return stack.enter_context(
-                Client(base_path, **{"device": device_of(request), "timeout": 30.0, "connect_timeout": 0.0, **options})
-            )
-
-        yield make
-
-
-@pytest.fixture
-def client(server: Server, connect: Callable[..., Client]) -> Client:
-    """A client of the fixture ``server`` of a test file."""
-    return connect()
-
-
-@pytest.fixture
-def get(no_leaks: None, provider: Provider, serve: Callable[..., Server]) -> Iterator[Callable[..., Server]]:
-    """``get(value, **options)`` makes ``value`` the result of the endpoint ``get`` of a running server."""
-    held: list[Any] = []
-
-    def share(value: Any, **options: Any) -> Server:
-        held.append(value)
-        provider.share("get", **options)(lambda: held[0])
-        return serve()
-
-    yield share
-    held.clear()
-
-
-@pytest.fixture(params=EACH_ROLE)
-def app(request: pytest.FixtureRequest, base_path: str) -> Iterator[App]:
-    """An app in each role."""
-    app = App(request.param, base_path)
-    yield app
-    app.close()
-
-
-@pytest.fixture
-def every_app(base_path: str) -> Iterator[list[App]]:
-    """An app in all roles at once, for results that must be equal in them."""
-    apps = [App(role, f"{base_path}-{role}") for role in ROLES]
-    yield apps
-    for app in apps:
-        app.close()
-
-
-@pytest.fixture
-def children() -> Iterator[list[Child]]:
-    """A list of children; those still running at the end are killed."""
-    started: list[Child] = []
-    yield started
-    for child in started:
-        if child.process.poll() is None:
-            child.process.kill()
-        child.process.communicate()
-
-
-@pytest.fixture
-def program(children: list[Child]) -> Program:
-    """``program(code, *arguments)`` runs a piece of code in another process, which is killed at the end."""
-
-    def start(code: str, *arguments: str, **options: Any) -> Child:
-        children.append(python(code, *arguments, **options))
-        return children[-1]
-
-    return start
+def children(world: World) -> list[Child]:
+    """Started processes; those still running at the end are killed."""
+    return world.children
 
 
 @pytest.fixture
@@ -222,25 +176,25 @@ def broker(no_leaks: None, served: BrokerApp, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.fixture
-def broker_app(tmp_path: Path, base_path: str, children: list[Child]) -> Iterator[BrokerApp]:
+def broker_app(no_leaks: None, base_path: str) -> Iterator[BrokerApp]:
     """An app for a broker, with the endpoints common to such apps; not served yet."""
-    app = BrokerApp(tmp_path, base_path, children)
+    app = BrokerApp(World(base_path))
     app.write()
     yield app
-    app.close()
+    app.world.close()
 
 
 @pytest.fixture
-def make_manager(broker_app: BrokerApp, tmp_path: Path, children: list[Child]) -> Iterator[Callable[..., ServiceManager]]:
+def make_manager(broker_app: BrokerApp, tmp_path: Path) -> Iterator[Callable[..., ServiceManager]]:
     """``make_manager(**options)`` makes a service manager of the app, which ends after the broker."""
     made: list[ServiceManager] = []
 
     def make(**options: Any) -> ServiceManager:
-        made.append(ServiceManager(broker_app, tmp_path, children, **options))
+        made.append(ServiceManager(broker_app, tmp_path, **options))
         return made[-1]
 
     yield make
-    for child in children:
+    for child in broker_app.world.children:
         if child.process.poll() is None:
             child.process.kill()
             child.process.wait()
@@ -287,19 +241,23 @@ def warm_gpu(warm: None) -> None:
 
 
 @pytest.fixture
-def no_leaks(request: pytest.FixtureRequest, warm: None) -> Iterator[None]:
+def no_leaks(request: pytest.FixtureRequest, warm: None, interpreters: dict[int, Interpreter]) -> Iterator[None]:
     """Fail the test if it leaves descriptors or mappings behind. Request it before fixtures that open any."""
     if request.node.get_closest_marker("gpu") is not None:
         request.getfixturevalue("warm_gpu")
+
+    def opened() -> int:
+        return open_fds() - 3 * len(interpreters)  # without their pipes
+
     gc.collect()
     MAPPINGS.drain()
-    fds, mappings = open_fds(), len(MAPPINGS)
+    fds, mappings = opened(), len(MAPPINGS)
     yield
 
     def clean() -> bool:
         # The finaliser thread may be about to unmap items of its queue; a collection takes time, and is rarely needed.
         MAPPINGS.drain()
-        if len(MAPPINGS) <= mappings and open_fds() <= fds:
+        if len(MAPPINGS) <= mappings and opened() <= fds:
             return True
         gc.collect()
         return False
@@ -307,7 +265,7 @@ def no_leaks(request: pytest.FixtureRequest, warm: None) -> Iterator[None]:
     try:
         eventually(clean, seconds=2)
     except AssertionError:
-        pytest.fail(f"{len(MAPPINGS) - mappings} mappings and {open_fds() - fds} descriptors left")
+        pytest.fail(f"{len(MAPPINGS) - mappings} mappings and {opened() - fds} descriptors left")
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -344,23 +302,9 @@ def rebuilt(published: Callable[..., Record]) -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="module")
-def interpreters() -> Iterator[list[Interpreter]]:
-    """Two other processes."""
-    processes = [Interpreter(), Interpreter()]
+def interpreters() -> Iterator[dict[int, Interpreter]]:
+    """Other processes that a module's tests have started, by number; the next test uses them too."""
+    processes: dict[int, Interpreter] = {}
     yield processes
-    for process in processes:
+    for process in processes.values():
         process.kill()
-
-
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[Interpreter]:
-    """Another process."""
-    process = Interpreter()
-    yield process
-    process.kill()
-
-
-@pytest.fixture
-def elsewhere(interpreter: Interpreter, base_path: str, device: str) -> Callable[..., Any]:
-    """``elsewhere(code, **names)`` runs code in another process, where ``client`` is connected to this test's server."""
-    return lambda code, **names: interpreter.run(code, base_path=base_path, device=device, **names)

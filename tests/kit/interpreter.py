@@ -28,7 +28,7 @@ class Interpreter(Child):
     def run(self, code: str, **names: Any) -> Any:
         """Return the value that the code assigns to ``answer``, through JSON.
 
-        Its variables are ``names``, ``torch``, ``bits``, a ``client`` if ``base_path`` and ``device`` are among the names, and
+        Its variables are ``names``, ``torch``, ``bits``, a ``client`` if the names have a ``base_path`` and a ``device``, and
         ``kept``, a dict that persists between pieces.
         """
         self.tell(json.dumps([textwrap.dedent(code), names]))
@@ -63,7 +63,7 @@ def main() -> None:
         problem = None
         try:
             with ExitStack() as stack:
-                if "base_path" in names:
+                if names.get("base_path"):
                     client = Client(names["base_path"], device=names["device"], timeout=30, connect_timeout=0)
                     space["client"] = stack.enter_context(client)
                 exec(compile(code, "<piece>", "exec"), space)

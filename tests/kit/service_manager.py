@@ -39,9 +39,7 @@ class ServiceManager:
     :param listen: False to leave the socket to the broker.
     """
 
-    def __init__(
-        self, app: BrokerApp, directory: Path, children: list[Child], *, capacity: int = 1000, listen: bool = True
-    ) -> None:
+    def __init__(self, app: BrokerApp, directory: Path, *, capacity: int = 1000, listen: bool = True) -> None:
         self.app = app
         self.capacity = capacity
         #: The stored descriptors by name.
@@ -49,7 +47,6 @@ class ServiceManager:
         #: All received lines, in order.
         self.received: list[str] = []
         self.environ: dict[str, str] = {}
-        self._children = children
         self._lock = threading.Lock()
         self._notified = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._notified.bind(str(directory / "notify"))
@@ -83,7 +80,7 @@ class ServiceManager:
             }
             fds = [fd for _, fd in passed]
             code, words = program or (_BECOME, ["-m", "shared_rpc.cli", "serve", str(self.app.file), *options])
-            child = Child(
+            child = self.app.world.start(
                 "-c",
                 _LAUNCH + code,
                 ",".join(str(fd) for fd in fds),
@@ -93,7 +90,6 @@ class ServiceManager:
                 pass_fds=fds,
                 has_workers=True,
             )
-        self._children.append(child)
         if wait_for:
             child.expect(wait_for)
         return child

@@ -70,7 +70,7 @@ def served(broker_app: BrokerApp) -> Iterator[Served]:
     """The broker with a client."""
     served = Served(broker_app)
     yield served
-    served.client.close()
+    served.handle.release()
 
 
 @pytest.mark.parametrize(

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from shared_rpc import Client, Provider, Server
+from shared_rpc import Client, Provider
 from shared_rpc.errors import BufferNotFound, CapabilityError, ConfigurationError
 from shared_rpc.memory.devices import device_id, facts_of
-from tests.kit.apps import App
-from tests.kit.processes import Child, eventually, python
+from tests.kit.processes import Child, eventually
+from tests.kit.world import World
 
 on_the_host = pytest.mark.parametrize("device", ["cpu"], indirect=True)
 
@@ -23,7 +22,7 @@ PEER = """
     import torch
     from shared_rpc import Client
 
-    client = Client(device=DEVICE)
+    client = Client(device=sys.argv[1])
     print("ready", flush=True)
     for line in sys.stdin:
         exec(line)
@@ -31,34 +30,25 @@ PEER = """
 
 
 @pytest.fixture
-def shared(device: str, no_leaks: None, base_path: str) -> Provider:
-    """A script with an endpoint that accepts memory."""
-    provider = Provider(base_path, device=device)
+def world(device: str, world: World) -> World:
+    """A server with endpoints that accept memory."""
 
-    @provider.share(cache=False)
+    @world.share(cache=False)
     def add(target: torch.Tensor, number: float) -> None:
         target += number
 
-    @provider.share(cache=False)
+    @world.share(cache=False)
     def itself(buffer_id: str) -> torch.Tensor:
-        with provider.get_buffer(buffer_id) as buffer:
+        with world.provider.get_buffer(buffer_id) as buffer:
             return buffer.value
 
-    return provider
+    return world
 
 
 @pytest.fixture
-def server(shared: Provider) -> Iterator[Server]:
-    """A server of the script."""
-    with Server(shared) as server:
-        yield server
-
-
-@pytest.fixture
-def peer(server: Server, device: str, children: list[Child]) -> Child:
+def peer(world: World) -> Child:
     """Another process with a client."""
-    child = python(PEER.replace("DEVICE", repr(device)))
-    children.append(child)
+    child = world.process(PEER, world.device)
     child.expect("ready")
     return child
 
@@ -168,9 +158,9 @@ def test_invalid_requests_are_refused(client: Client, arguments: tuple[Any, ...]
     assert client.get_server_info()["objects"] == 0
 
 
-def test_buffers_work_in_every_role(no_leaks: None, app: App) -> None:
+def test_buffers_work_in_every_role(world: World, role: str) -> None:
     """A tensor of the requested form, in a handle; an access by id returns the same one."""
-    provider = app.provider
+    provider = world.provider
     with provider.create_buffer((2, 3), torch.float32, zero=True) as buffer:
         assert (tuple(buffer.value.shape), buffer.value.dtype, buffer.value.device.type) == ((2, 3), torch.float32, "cpu")
         assert not buffer.value.any()
@@ -183,14 +173,14 @@ def test_buffers_work_in_every_role(no_leaks: None, app: App) -> None:
     eventually(lambda: used(provider) == 0)
 
 
-def test_endpoints_use_buffers_of_their_server(server: Server, shared: Provider, client: Client, device: str) -> None:
+def test_endpoints_use_buffers_of_their_server(world: World, client: Client, device: str) -> None:
     """They get one by its id, and may return the memory itself: writes of clients and of the server are visible to all."""
-    with shared.create_buffer((8,), "float32", zero=True) as buffer:
+    with world.provider.create_buffer((8,), "float32", zero=True) as buffer:
         returned = client.call("itself", buffer.object_id)
         returned.add_(1)
         settle(device)
         assert buffer.value.tolist() == [1.0] * 8
-        shared.call("add", buffer.value[2:4], 6.0)
+        world.provider.call("add", buffer.value[2:4], 6.0)
         settle(device)
         assert returned.tolist() == [1.0, 1.0, 7.0, 7.0, 1.0, 1.0, 1.0, 1.0]
         assert {holder["pid"] for holder in client.list_objects()[0]["holders"]} == {os.getpid()}

@@ -15,13 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from shared_rpc import Provider
 from shared_rpc.errors import CodecError, RemoteError
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.protocol import messages as m
-from tests.kit.apps import Connect, Serve
 from tests.kit.processes import Child, eventually, python
 from tests.kit.raw import Raw
+from tests.kit.world import World
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -30,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["def", "async def"])
-def test_a_server_survives_exits_of_endpoints(provider: Provider, serve: Serve, connect: Connect, is_async: bool) -> None:
+def test_a_server_survives_exits_of_endpoints(world: World, is_async: bool) -> None:
     """SystemExit reaches the caller as a RemoteError, and later calls are answered."""
 
     def build() -> None:
@@ -39,8 +38,8 @@ def test_a_server_survives_exits_of_endpoints(provider: Provider, serve: Serve, 
     async def build_async() -> None:
         build()
 
-    provider.share("build")(build_async if is_async else build)
-    server, client = serve(), connect()
+    world.share("build")(build_async if is_async else build)
+    server, client = world.serve(), world.client()
     for _ in range(2):
         with pytest.raises(RemoteError, match="SystemExit: the end"):
             client.call("build")
@@ -62,10 +61,10 @@ class Sticky(Exception):
         raise SystemExit("pickled")
 
 
-def raiser(provider: Provider, error: Callable[[], BaseException]) -> None:
+def raiser(world: World, error: Callable[[], BaseException]) -> None:
     """Share an endpoint that raises."""
 
-    @provider.share(cache=False)
+    @world.share(cache=False)
     def fail() -> None:
         raise error()
 
@@ -79,14 +78,11 @@ def raiser(provider: Provider, error: Callable[[], BaseException]) -> None:
     ],
     ids=["needs arguments", "ends its pickler", "is too long"],
 )
-def test_unpicklable_exceptions_become_remote_errors(
-    provider: Provider, serve: Serve, connect: Connect, error: Callable[[], Exception], message: str
-) -> None:
+def test_unpicklable_exceptions_become_remote_errors(world: World, error: Callable[[], Exception], message: str) -> None:
     """With their type's name, message and traceback."""
-    raiser(provider, error)
-    serve()
+    raiser(world, error)
     with pytest.raises(RemoteError) as caught:
-        connect().call("fail")
+        world.client().call("fail")
     assert caught.value.type_name.endswith(type(error()).__name__)
     assert message in caught.value.message
     assert "raise error()" in caught.value.traceback
@@ -100,13 +96,13 @@ class Broken(torch.nn.Linear):
         raise ImportError("it needs another release of something")
 
 
-def test_retained_exceptions_keep_no_memory(provider: Provider, serve: Serve, connect: Connect) -> None:
+def test_retained_exceptions_keep_no_memory(world: World) -> None:
     """Such as a notebook's ``sys.last_value``: an object that cannot be rebuilt is unmapped."""
     before = len(MAPPINGS)
-    provider.share("broken", managed=True, cache=False)(lambda: Broken(4, 4))
-    server = serve()
+    world.share("broken", managed=True, cache=False)(lambda: Broken(4, 4))
+    server = world.serve()
     with pytest.raises(CodecError, match="another release of something") as caught:
-        connect().call("broken")
+        world.client().call("broken")
     assert isinstance(caught.value.__cause__, ImportError)
 
     def is_unmapped() -> bool:
@@ -117,23 +113,23 @@ def test_retained_exceptions_keep_no_memory(provider: Provider, serve: Serve, co
     eventually(is_unmapped)
 
 
-def test_an_abandoned_inner_call_continues(provider: Provider, serve: Serve, connect: Connect) -> None:
+def test_an_abandoned_inner_call_continues(world: World) -> None:
     """Its result is cached for later calls, and no lease is left."""
     ready = asyncio.Event()
 
-    @provider.share(managed=True)
+    @world.share(managed=True)
     async def slow() -> torch.Tensor:
         await ready.wait()
         return torch.ones(4)
 
-    @provider.share(cache=False)
+    @world.share(cache=False)
     async def impatient() -> torch.Tensor:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(slow(), 0.01)
         ready.set()
         return torch.zeros(1)
 
-    server, client = serve(), connect()
+    server, client = world.serve(), world.client()
     assert client.call("impatient") == 0
     eventually(lambda: server.info()["objects"] == 1)
     eventually(lambda: server.info()["leases"] == 0)
@@ -142,20 +138,18 @@ def test_an_abandoned_inner_call_continues(provider: Provider, serve: Serve, con
     assert server.info()["builds"] == 2
 
 
-def test_queued_work_without_waiters_never_runs(
-    provider: Provider, serve: Serve, connect: Connect, go: threading.Event, begun: threading.Event
-) -> None:
+def test_queued_work_without_waiters_never_runs(world: World, go: threading.Event, begun: threading.Event) -> None:
     """It is dropped when its last waiter leaves, by cancellation or disconnection, and not before."""
     ran = []
 
-    @provider.share
+    @world.share
     def job(number: int) -> torch.Tensor:
         ran.append(number)
         begun.set()
         go.wait(30)
         return torch.tensor(number)
 
-    server = serve(max_workers=1)
+    server = world.serve(max_workers=1)
     with Raw(server.socket_path) as stays, Raw(server.socket_path) as leaves:
         stays.say(m.Call("job", [1]), 1)
         begun.wait(10)
@@ -171,7 +165,7 @@ def test_queued_work_without_waiters_never_runs(
         assert isinstance(stays.hear(1), m.Result)
         assert isinstance(stays.hear(3), m.Result)
     assert ran == [1, 3]
-    assert connect().call("job", 2) == 2
+    assert world.client().call("job", 2) == 2
 
 
 def test_fingerprints_are_equal_in_all_processes() -> None:

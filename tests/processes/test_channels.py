@@ -25,9 +25,9 @@ from shared_rpc.errors import (
     ProtocolError,
 )
 from shared_rpc.operations import channels
-from tests.kit.apps import Connect, Serve
 from tests.kit.interpreter import bits
-from tests.kit.processes import Child, Program
+from tests.kit.processes import Child
+from tests.kit.world import World
 
 Run = Callable[..., Any]
 
@@ -62,16 +62,16 @@ def device() -> str:
 
 
 @pytest.fixture
-def client(device: str, no_leaks: None, serve: Serve, connect: Connect) -> Client:
+def client(device: str, world: World) -> Client:
     """A client of a running server."""
-    serve()
-    return connect()
+    world.serve()
+    return world.client()
 
 
 @pytest.fixture
-def peer(program: Program) -> Callable[..., Child]:
+def peer(world: World) -> Callable[..., Child]:
     """``peer(body, …)`` runs bodies in another process, which has opened the channel ``c``."""
-    return lambda *bodies: program(PEER + "".join(bodies))
+    return lambda *bodies: world.process(PEER + "".join(bodies))
 
 
 def samples(device: str) -> dict[str, torch.Tensor]:
@@ -107,13 +107,13 @@ answer = received
 
 @each_device
 @pytest.mark.parametrize("nbytes", [4096, 1 << 20])
-def test_tensors_of_every_kind_arrive(device: str, client: Client, elsewhere: Run, nbytes: int) -> None:
+def test_tensors_of_every_kind_arrive(device: str, client: Client, world: World, nbytes: int) -> None:
     """Each message whole and in order, in slots smaller than some of its tensors, or larger than all."""
     tensors = samples(device)
     with client.create_channel("c", nbytes) as channel:
         sender = threading.Thread(target=lambda: send_all(channel, tensors))
         sender.start()
-        received = elsewhere(RECEIVED)
+        received = world.run(RECEIVED)
         sender.join()
     digests = {name: bits(tensor) for name, tensor in tensors.items()}
     assert received == [[{"step": 0}, digests], [None, {}], [[1, "two"], digests]]

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from shared_rpc import Provider, Server
+from shared_rpc import Server
 from shared_rpc.errors import CapabilityError
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.exported import Adopt
 from shared_rpc.protocol.peers import shares_pid_namespace
-from tests.kit.apps import Connect, Serve
 from tests.kit.attacker import in_namespaces, needs_namespaces
 from tests.kit.brokers import BrokerApp
-from tests.kit.processes import Child, Program
+from tests.kit.processes import Child
 from tests.kit.raw import Raw
+from tests.kit.world import World
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -44,17 +44,17 @@ def total(values: list[Any]) -> torch.Tensor:
 
 
 @pytest.fixture
-def server(provider: Provider, serve: Serve) -> Callable[[str], Server]:
+def server(world: World) -> Callable[[str], Server]:
     """``server(client_code)`` serves a total, and an object to export."""
-    provider.share("total", cache=False)(total)
-    provider.share("load", managed=True)(lambda: torch.ones(4))
-    return lambda code: serve(client_code=code)
+    world.share("total", cache=False)(total)
+    world.share("load", managed=True)(lambda: torch.ones(4))
+    return lambda code: world.serve(client_code=code)
 
 
-def test_no_code_is_accepted(server: Callable[[str], Server], connect: Connect) -> None:
+def test_no_code_is_accepted(server: Callable[[str], Server], world: World) -> None:
     """Modules and records are refused by an error that names the option; tensors and scalars are accepted."""
     server("none")
-    client = connect()
+    client = world.client()
     assert client.call("total", [torch.ones(2), 1]).tolist() == 3.0
     for attempt in (client.call, client.submit, client.prepare):
         with pytest.raises(CapabilityError, match=r"from clients \(client_code='none'\), and an argument that is a module"):
@@ -75,10 +75,10 @@ def test_no_record_is_accepted(server: Callable[[str], Server]) -> None:
     assert isinstance(answer, m.Error) and answer.code == CapabilityError.code
 
 
-def test_the_own_pid_namespace_is_trusted(server: Callable[[str], Server], provider: Provider, program: Program) -> None:
+def test_the_own_pid_namespace_is_trusted(server: Callable[[str], Server], world: World) -> None:
     """The server's own processes, and those of its pid namespace: these could as well attach a debugger to it."""
-    assert program(SEND, server("namespace").socket_path).expect("module") == "module 1.0"
-    assert provider.call("total", [torch.nn.Linear(1, 1)]).tolist() == 1.0
+    assert world.process(SEND, server("namespace").socket_path).expect("module") == "module 1.0"
+    assert world.provider.call("total", [torch.nn.Linear(1, 1)]).tolist() == 1.0
 
 
 @needs_namespaces

@@ -23,6 +23,7 @@ from shared_rpc.protocol.records import SegmentInfo, StorageEntry, TensorEntry, 
 from shared_rpc.protocol.values import TensorRef, encode
 from tests.kit.processes import Child, eventually, open_fds, python
 from tests.kit.raw import Raw, sealed_memory
+from tests.kit.world import World
 
 MIB = 1 << 20
 #: Elements of a float32 tensor.
@@ -33,10 +34,9 @@ SMALL = PoolOptions(initial=MIB, limit=8 * MIB)
 
 
 @pytest.fixture
-def server(device: str, no_leaks: None, base_path: str, go: threading.Event, begun: threading.Event) -> Iterator[Server]:
+def server(device: str, world: World, go: threading.Event, begun: threading.Event) -> Server:
     """Endpoints that take and return memory, with small pools."""
-    provider = Provider(base_path, device=device)
-    share = functools.partial(provider.share, cache=False)
+    share = functools.partial(world.share, cache=False)
 
     @share()
     def full(value: float, size: int = 64) -> torch.Tensor:
@@ -64,19 +64,17 @@ def server(device: str, no_leaks: None, base_path: str, go: threading.Event, beg
     def refuse(x: torch.Tensor) -> torch.Tensor:
         raise ValueError("no")
 
-    @provider.share()
+    @world.share
     def cached() -> torch.Tensor:
         return torch.ones(4)
 
-    with Server(provider, pool=SMALL) as server:
-        yield server
+    return world.serve(pool=SMALL)
 
 
 @pytest.fixture
-def client(server: Server) -> Iterator[Client]:
+def client(server: Server, world: World) -> Client:
     """A client with a small pool."""
-    with Client(socket_path=server.socket_path, timeout=30.0, pool=SMALL) as client:
-        yield client
+    return world.client(pool=SMALL)
 
 
 def pools(server: Server) -> dict[str, int]:

@@ -9,9 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from shared_rpc import Provider, Server
-from tests.kit.apps import Serve
-from tests.kit.processes import Program
+from tests.kit.world import World
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -39,26 +37,26 @@ MESSAGE = "wrote to memory that is shared with access='read', and is killed by S
 
 
 @pytest.fixture
-def server(provider: Provider, serve: Serve) -> Server:
+def world(world: World) -> World:
     """A server whose clients may only read, and one endpoint whose clients may write."""
 
-    @provider.share(access="read", managed=True)
+    @world.share(access="read", managed=True)
     def load() -> torch.nn.Module:
         return torch.nn.Linear(SIDE, SIDE, bias=False).requires_grad_(False)
 
-    @provider.share(managed=True)
+    @world.share(managed=True)
     def writable() -> torch.Tensor:
         return torch.zeros(4)
 
-    return serve()
+    return world
 
 
 @pytest.fixture
-def run(server: Server, program: Program) -> Callable[..., tuple[int, str, str]]:
+def run(world: World) -> Callable[..., tuple[int, str, str]]:
     """``run(code, before)`` runs code in a client; returns its exit code, its output, and its errors."""
 
     def run(code: str, before: str = "") -> tuple[int, str, str]:
-        child = program(BEGIN.format(code=code, before=before))
+        child = world.process(BEGIN.format(code=code, before=before))
         output, errors = child.process.communicate(timeout=50)
         return child.process.returncode, output, errors
 
@@ -76,12 +74,12 @@ WRITES = {
 
 
 @pytest.mark.parametrize("how", WRITES)
-def test_a_write_is_reported(run: Run, server: Server, how: str) -> None:
+def test_a_write_is_reported(run: Run, world: World, how: str) -> None:
     """Once, with the object, its endpoint, the place, the line and a remedy; then the process ends as without the report."""
     status, output, errors = run(WRITES[how])
     assert (status, output) == (-signal.SIGSEGV, "")
     assert errors.count(MESSAGE) == 1
-    (item,) = server._engine.ask(lambda core: [stored.object_id for stored in core.objects])
+    (item,) = world.server._engine.ask(lambda core: [stored.object_id for stored in core.objects])
     found = re.search(r"byte (\d+) of segment ([0-9a-f]{16}) of (\d+) bytes, with (.*); address 0x", errors)
     assert found is not None and int(found[1]) < int(found[3])
     assert found[4] == f"object {item} of load()"

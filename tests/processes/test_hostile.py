@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.msgpack import Ext
 
-from shared_rpc import Client, Provider, Server
+from shared_rpc import Client, Server
 from shared_rpc.execution import coroutines
 from shared_rpc.protocol import exported as x
 from shared_rpc.protocol import generations as g
@@ -27,10 +27,10 @@ from shared_rpc.protocol.frames import HEADER_SIZE, MAX_FDS, Limits
 from shared_rpc.protocol.records import SegmentInfo, StorageEntry, TensorEntry, TensorTable
 from shared_rpc.protocol.values import SkeletonRef, TensorRef, encode
 from shared_rpc.server import remote as remote_module
-from tests.kit.apps import Connect, Serve
 from tests.kit.deep import deep
-from tests.kit.processes import Program, eventually, open_fds
+from tests.kit.processes import eventually, open_fds
 from tests.kit.raw import F_SEAL_SHRINK, F_SEAL_WRITE, Raw, frame_of, sealed_memory
+from tests.kit.world import World
 
 PING = frame_of(m.Ping())
 
@@ -51,9 +51,9 @@ def account(server: Server) -> dict[str, int]:
 
 
 @pytest.fixture
-def good(connect: Connect) -> Client:
+def good(world: World) -> Client:
     """A client that behaves."""
-    return connect(timeout=20.0)
+    return world.client(timeout=20.0)
 
 
 @pytest.fixture(params=["asyncio", *deep("uvloop")])
@@ -65,26 +65,26 @@ def loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.fixture
-def server(no_leaks: None, loop: None, provider: Provider, serve: Serve, good: Client, go: threading.Event) -> Iterator[Server]:
+def server(loop: None, world: World, good: Client, go: threading.Event) -> Iterator[Server]:
     """A server that, at the end of the test, serves a good client and has nothing more than it had at the start."""
 
-    @provider.share
+    @world.share
     def ones(size: int) -> torch.Tensor:
         return torch.ones(size)
 
-    @provider.share(managed=True, cache=False)
+    @world.share(managed=True, cache=False)
     def kept(size: int) -> torch.Tensor:
         return torch.ones(size)
 
-    @provider.share(cache=False)
+    @world.share(cache=False)
     def total(x: torch.Tensor) -> torch.Tensor:
         return x.double().sum()
 
-    @provider.share(cache=False)
+    @world.share(cache=False)
     def hold() -> None:
         go.wait(30)
 
-    server = serve(max_workers=1)
+    server = world.serve(max_workers=1)
     good.call("ones", 3)
     good.create_buffer(1).release()  # starts the thread that makes memory
     before = account(server)
@@ -371,9 +371,9 @@ def test_a_handshake_that_takes_too_long(
     assert f"pid {os.getpid()} connected and sent no Hello" in caplog.text
 
 
-def test_excess_connections_are_refused(no_leaks: None, provider: Provider, serve: Serve, good: Client) -> None:
+def test_excess_connections_are_refused(world: World, good: Client) -> None:
     """With the reason, until others leave."""
-    server = serve(max_connections=3)
+    server = world.serve(max_connections=3)
     good.ping()
     with Raw(server.socket_path), Raw(server.socket_path), Raw(server.socket_path, hello=False) as raw:
         error = refused(raw)
@@ -384,9 +384,9 @@ def test_excess_connections_are_refused(no_leaks: None, provider: Provider, serv
         assert isinstance(raw.ask(m.Ping()), m.Pong)
 
 
-def test_a_server_without_free_descriptors_refuses_connections(connect: Connect, program: Program, memory: int) -> None:
+def test_a_server_without_free_descriptors_refuses_connections(world: World, memory: int) -> None:
     """With the reason, and serves again once some are free."""
-    program(
+    world.process(
         """
         import resource, sys
         from shared_rpc import Provider, Server
@@ -397,7 +397,7 @@ def test_a_server_without_free_descriptors_refuses_connections(connect: Connect,
             sys.stdin.readline()
         """
     ).expect("serving")
-    client = connect(connect_timeout=10.0)
+    client = world.client(connect_timeout=10.0)
     with ExitStack() as stack:
         first = stack.enter_context(Raw(client.socket_path))
         others = [stack.enter_context(Raw(client.socket_path, hello=False)) for _ in range(100)]
@@ -420,9 +420,9 @@ FLOOD = """
 """
 
 
-def test_a_flood_of_connections_delays_no_client(server: Server, good: Client, program: Program) -> None:
+def test_a_flood_of_connections_delays_no_client(server: Server, good: Client, world: World) -> None:
     """Other clients are served in time."""
-    flood = program(FLOOD.replace("PATH", repr(server.socket_path)))
+    flood = world.process(FLOOD.replace("PATH", repr(server.socket_path)))
     flood.expect("flooding")
     times = sorted(good.ping() for _ in range(50))
     flood.kill()

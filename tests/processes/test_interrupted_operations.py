@@ -22,7 +22,8 @@ from shared_rpc import Client, Provider
 from shared_rpc.errors import DeadlineExceeded
 from tests.kit.deep import repetitions
 from tests.kit.interrupting import Interrupted, interrupted_at, points_of, raising_handler
-from tests.kit.processes import Child, Program, eventually, rights
+from tests.kit.processes import Child, eventually, rights
+from tests.kit.world import World
 
 # Descriptors that are dropped with the frames of an operation are closed by finalisers, which warn.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
@@ -68,9 +69,14 @@ ARGUMENT = torch.arange(1000.0)
 
 
 @pytest.fixture
-def server(base_path: str, program: Program) -> Child:
+def no_leaks() -> None:
+    """An interruption between two instructions may leave a mapping in this process; the tests look at the server."""
+
+
+@pytest.fixture
+def server(world: World) -> Child:
     """A server process with the endpoints above."""
-    child = program(SERVER, environ={"SHARED_TENSOR_ROLE": "server"})
+    child = world.process(SERVER, environ={"SHARED_TENSOR_ROLE": "server"})
     child.expect("ready")
     return child
 

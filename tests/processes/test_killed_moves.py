@@ -20,8 +20,9 @@ from tests.kit.fake_driver import GPUS
 from tests.kit.forks import DRIVER
 from tests.kit.killing import Killing
 from tests.kit.moving import APP, MovedBuffer, back_of, to_of
-from tests.kit.processes import Program, eventually
+from tests.kit.processes import eventually
 from tests.kit.service_manager import ServiceManager
+from tests.kit.world import World
 
 MakeManager = Callable[..., ServiceManager]
 #: What brokers are started with here: no zygote, which would come while some moves are made and not while others are.
@@ -146,10 +147,10 @@ def client(broker_app: BrokerApp, spill: Path) -> Client:
     ],
 )
 def test_killed_clients_do_not_stop_a_move(
-    client: Client, killing: Killing, program: Program, before: tuple[str, ...], action: str, step: str
+    client: Client, killing: Killing, world: World, before: tuple[str, ...], action: str, step: str
 ) -> None:
     """The lease ends, and the object can be called, evicted and called again."""
-    child = program(CLIENT.format(watching=killing.code(OF_CLIENTS)))
+    child = world.process(CLIENT.format(watching=killing.code(OF_CLIENTS)))
     broker, object_id = client.get_server_info()["pid"], child.expect("")
     cold = memory_of(broker)  # a file takes the place of the memory
     for earlier in before:

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from shared_rpc import Provider, Server
+from shared_rpc import Client, Provider, Server
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.protocol.election import Election
 from shared_rpc.server.listener import bind_socket
-from tests.kit.apps import Connect, Serve, at_once
 from tests.kit.attacker import STRANGER, as_uid, common_directory, needs_another_uid, needs_namespaces
-from tests.kit.processes import Child, Program, sigstop
+from tests.kit.processes import Child, sigstop
+from tests.kit.world import World, at_once
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -44,9 +44,9 @@ def path(base_path: str) -> str:
 
 
 @pytest.fixture
-def other_server(base_path: str, program: Program) -> Child:
+def other_server(world: World) -> Child:
     """A server in another process."""
-    child = program(SERVER)
+    child = world.process(SERVER)
     child.expect("serving")
     return child
 
@@ -59,23 +59,22 @@ def mode(path: str | Path) -> int:
 # A path that is taken.
 
 
-def test_a_live_server_is_not_disturbed(other_server: Child, serve: Serve, connect: Connect) -> None:
+def test_a_live_server_is_not_disturbed(other_server: Child, world: World) -> None:
     """The second server fails, naming the first one's pid and the socket, even while the first one is suspended."""
-    client = connect()
+    client = world.client()
     client.ping()
     sigstop(other_server.pid)
     with pytest.raises(ConfigurationError, match=f"is served by pid {other_server.pid}: stop that server") as caught:
-        serve()
+        world.serve()
     assert client.socket_path in str(caught.value)
     os.kill(other_server.pid, signal.SIGCONT)
-    assert connect().get_server_info()["pid"] == other_server.pid
+    with Client(world.base_path, device="cpu") as another:
+        assert another.get_server_info()["pid"] == other_server.pid
 
 
-def test_a_child_of_a_dead_server_does_not_keep_its_socket_alive(
-    base_path: str, serve: Serve, connect: Connect, program: Program
-) -> None:
+def test_a_child_of_a_dead_server_does_not_keep_its_socket_alive(world: World) -> None:
     """A process forked by the server closes the listening socket."""
-    parent = program(
+    parent = world.process(
         """
         import os, signal, sys
         from shared_rpc import Provider, Server
@@ -91,34 +90,34 @@ def test_a_child_of_a_dead_server_does_not_keep_its_socket_alive(
     parent.expect("forked")
     parent.process.kill()
     parent.process.wait()
-    serve()
-    assert connect().get_server_info()["pid"] == os.getpid()
+    world.serve()
+    assert world.client().get_server_info()["pid"] == os.getpid()
     parent.tell("end")
 
 
-def test_other_files_are_not_replaced(path: str, serve: Serve) -> None:
+def test_other_files_are_not_replaced(path: str, world: World) -> None:
     """Only sockets are."""
     Path(path).write_text("precious")
     with pytest.raises(ConfigurationError, match=f"{path} exists and is no socket: remove the file"):
-        serve()
+        world.serve()
     assert Path(path).read_text() == "precious"
 
 
 # The end.
 
 
-def test_stopping_again_leaves_the_next_server_alone(serve: Serve, connect: Connect) -> None:
+def test_stopping_again_leaves_the_next_server_alone(world: World) -> None:
     """A server removes its own socket, once, whatever inode number the next one's has."""
-    first = serve()
+    first = world.serve()
     first.stop()
-    serve()
+    world.serve()
     first.stop()
-    connect().ping()
+    world.client().ping()
 
 
-def test_stop_removes_only_the_own_socket(path: str, serve: Serve) -> None:
+def test_stop_removes_only_the_own_socket(path: str, world: World) -> None:
     """A file that has replaced it stays."""
-    server = serve()
+    server = world.serve()
     os.unlink(path)
     Path(path).write_text("precious")
     server.stop()
@@ -141,11 +140,11 @@ def test_directory_and_socket_are_private(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("permissions", [0o770, 0o702], ids=oct)
-def test_a_directory_writable_by_others_is_refused(tmp_path: Path, serve: Serve, permissions: int) -> None:
+def test_a_directory_writable_by_others_is_refused(tmp_path: Path, world: World, permissions: int) -> None:
     """They could replace the socket."""
     tmp_path.chmod(permissions)
     with pytest.raises(ConfigurationError, match=f"{tmp_path} has mode {permissions:04o}.*chmod 700"):
-        serve()
+        world.serve()
     tmp_path.chmod(0o700)
 
 
@@ -157,11 +156,11 @@ def test_a_directory_behind_a_link_is_refused(tmp_path: Path) -> None:
 
 
 @needs_root
-def test_a_directory_of_another_user_is_refused(tmp_path: Path, serve: Serve) -> None:
+def test_a_directory_of_another_user_is_refused(tmp_path: Path, world: World) -> None:
     """The error names the owner, and the remedy."""
     os.chown(tmp_path, NOBODY, NOBODY)
     with pytest.raises(ConfigurationError, match=f"belongs to uid {NOBODY}, not 0: set SHARED_TENSOR_BASE_PATH"):
-        serve()
+        world.serve()
     os.chown(tmp_path, 0, 0)
 
 

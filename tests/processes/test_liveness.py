@@ -12,7 +12,6 @@ from contextlib import closing
 
 import pytest
 
-from shared_rpc import Provider
 from shared_rpc.errors import CapabilityError
 from shared_rpc.memory.backends import fd_server as fd_server_module
 from shared_rpc.memory.backends import liveness
@@ -21,9 +20,9 @@ from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.records import Record
 from shared_rpc.protocol.records import EMPTY_TABLE
 from shared_rpc.server.core import Core
-from tests.kit.apps import Serve
 from tests.kit.bound_host import BoundHost
-from tests.kit.processes import Program, eventually, open_fds
+from tests.kit.processes import eventually, open_fds
+from tests.kit.world import World
 
 #: A process that issues an export descriptor and sends it, with a child, which outlives it.
 MAKER = """
@@ -112,9 +111,9 @@ def test_a_mutable_memfd_is_refused(seals: int) -> None:
 # The end of the maker.
 
 
-def test_a_forked_child_keeps_no_memory(program: Program) -> None:
+def test_a_forked_child_keeps_no_memory(world: World) -> None:
     """It closes inherited segments: the memory is freed although the child lives."""
-    child = program(
+    child = world.process(
         """
         import os, signal
         from tests.kit.bound_host import BACKEND
@@ -133,9 +132,9 @@ def test_a_forked_child_keeps_no_memory(program: Program) -> None:
     assert child.expect("the child ended by") == "the child ended by 15"
 
 
-def test_a_forked_child_does_not_represent_the_maker(listener: socket.socket, program: Program) -> None:
+def test_a_forked_child_does_not_represent_the_maker(listener: socket.socket, world: World) -> None:
     """A child that outlives its parent does not make the parent look alive."""
-    child = program(MAKER.format(path=listener.getsockname()))
+    child = world.process(MAKER.format(path=listener.getsockname()))
     fd = received(listener)
     grandchild = int(child.expect("child").split()[1])
     assert liveness.maker_lives(fd)
@@ -163,9 +162,9 @@ def test_memory_is_not_freed_while_the_device_cannot_be_waited_for() -> None:
         assert len(backend.freed) == 1
 
 
-def test_objects_end_with_the_process_that_made_their_memory(provider: Provider, serve: Serve) -> None:
+def test_objects_end_with_the_process_that_made_their_memory(world: World) -> None:
     """Named by their descriptors."""
-    server = serve()
+    server = world.serve()
 
     def left(core: Core, pid: int) -> int:
         core.drop_bound(pid)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.kit.processes import Program, python
+from tests.kit.processes import python
+from tests.kit.world import World
 
 
-def test_fork_keeps_mappings_with_their_descriptors(program: Program) -> None:
+def test_fork_keeps_mappings_with_their_descriptors(world: World) -> None:
     """A forked child reads and writes its parent's mappings, publishes nothing of them, and unmaps and closes for itself."""
-    child = program(
+    child = world.process(
         """
         import os
         from shared_rpc.memory.backends.host import HOST
@@ -44,9 +45,9 @@ def test_fork_keeps_mappings_with_their_descriptors(program: Program) -> None:
 
 
 @pytest.mark.gpu
-def test_fork_leaves_gpu_memory_alone(program: Program) -> None:
+def test_fork_leaves_gpu_memory_alone(world: World) -> None:
     """CUDA does not work in a forked child: it drops inherited mappings without a call, and its parent continues."""
-    child = program(
+    child = world.process(
         """
         import os, torch
         from shared_rpc.codec.results import decode_result, publish

@@ -28,12 +28,12 @@ from shared_rpc.errors import (
 from shared_rpc.extras import record_file
 from shared_rpc.extras.record_file import FileRecord, save
 from shared_rpc.memory.backends.host import HOST
-from tests.kit.apps import App
 from tests.kit.comparing import differences
 from tests.kit.deep import deep
 from tests.kit.models import Tied
 from tests.kit.payloads import PAYLOADS
 from tests.kit.processes import eventually
+from tests.kit.world import World
 
 on_the_host = pytest.mark.parametrize("device", ["cpu"], indirect=True)
 
@@ -262,18 +262,18 @@ def test_uncached_objects_need_a_call(here: Site, there: Site) -> None:
 
 
 @on_the_host
-def test_every_role_adopts(here: Site, app: App) -> None:
+def test_every_role_adopts(here: Site, world: World, role: str) -> None:
     """Including providers; the process of the endpoints attaches to adopted objects like any other."""
     built: list[int] = []
-    app.share("mine")(lambda size: built.append(size) or nn.Linear(size, size))
+    world.share("mine")(lambda size: built.append(size) or nn.Linear(size, size))
     with here.client.export(here.client.call("load", 3)) as record:
-        assert app.provider.adopt(record, "mine", 3).generation == 1
-        with app.provider.allocate(record.header) as allocated:
+        assert world.provider.adopt(record, "mine", 3).generation == 1
+        with world.provider.allocate(record.header) as allocated:
             record.segments[0].copy_to(allocated.segments[0])
-            assert app.provider.adopt(allocated, "mine", 3).generation == 2
-    value = app.provider.call("mine", 3)
+            assert world.provider.adopt(allocated, "mine", 3).generation == 2
+    value = world.provider.call("mine", 3)
     assert (type(value), built, bool((value.weight == 1).all())) == (nn.Linear, [], True)
-    assert app.provider.call("mine", 3) is value
+    assert world.provider.call("mine", 3) is value
 
 
 def test_the_local_role_has_neither_records_nor_tiers(base_path: str) -> None:

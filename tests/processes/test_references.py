@@ -30,8 +30,8 @@ from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.records import Access, SegmentInfo, StorageEntry, TensorEntry, TensorTable
 from shared_rpc.protocol.values import TensorRef, encode
-from tests.kit.apps import Connect, Serve
 from tests.kit.raw import Raw
+from tests.kit.world import World
 
 on_the_host = pytest.mark.parametrize("device", ["cpu"], indirect=True)
 Elsewhere = Callable[..., Any]
@@ -54,29 +54,27 @@ answer = [answer, sum(copied)]
 
 
 @pytest.fixture
-def shared(device: str, no_leaks: None, base_path: str) -> Iterator[Provider]:
-    """The server's script, served. Its endpoints return the places of their arguments."""
-    provider = Provider(base_path, device=device)
-    provider.share("weights", managed=True)(lambda size: torch.arange(float(size), device=device))
+def world(device: str, world: World) -> World:
+    """A server whose endpoints return the places of their arguments."""
+    world.share("weights", managed=True)(lambda size: torch.arange(float(size), device=device))
 
-    @provider.share(cache=False)
+    @world.share(cache=False)
     def where(*tensors: torch.Tensor) -> torch.Tensor:
         return torch.tensor([tensor.data_ptr() for tensor in tensors], device=device)
 
-    @provider.share(cache=False)
+    @world.share(cache=False)
     async def add_later(target: torch.Tensor, other: torch.Tensor) -> None:
         if device == "cuda":
             torch.cuda._sleep(200_000_000)
         target += other
 
-    with Server(provider):
-        yield provider
+    return world
 
 
 @pytest.fixture
-def remote(shared: Provider, elsewhere: Elsewhere) -> Remote:
+def remote(world: World) -> Remote:
     """``remote(code)`` runs code of a client process; returns its ``answer``, and the number of bytes copied for arguments."""
-    return lambda code: tuple(elsewhere(COUNTED.format(code=textwrap.indent(textwrap.dedent(code), "    "))))
+    return lambda code: tuple(world.run(COUNTED.format(code=textwrap.indent(textwrap.dedent(code), "    "))))
 
 
 @pytest.mark.parametrize(
@@ -88,9 +86,9 @@ def remote(shared: Provider, elsewhere: Elsewhere) -> Remote:
     ],
     ids=["call", "task", "coroutine"],
 )
-def test_tensors_of_the_server_are_sent_by_reference(shared: Provider, remote: Remote, call: str) -> None:
+def test_tensors_of_the_server_are_sent_by_reference(world: World, remote: Remote, call: str) -> None:
     """The endpoint gets the server's own memory, including views, by any kind of call."""
-    start = shared.call("weights", 1000).value.data_ptr()
+    start = world.provider.call("weights", 1000).value.data_ptr()
     assert remote(f"""
         async def asynchronously():
             async with AsyncClient(base_path, device=device) as other:
@@ -103,7 +101,7 @@ def test_tensors_of_the_server_are_sent_by_reference(shared: Provider, remote: R
     """) == ([start, start + 40, start, start], 0)
 
 
-def test_references_can_be_mixed_with_other_memory(shared: Provider, remote: Remote) -> None:
+def test_references_can_be_mixed_with_other_memory(world: World, remote: Remote) -> None:
     """Only the client's own memory is sent; writes to the server's memory are complete at the reply, also on a GPU."""
     sums, copied = remote("""
         answer = []
@@ -114,7 +112,7 @@ def test_references_can_be_mixed_with_other_memory(shared: Provider, remote: Rem
     """)
     begin = sum(range(1000))
     assert (sums, copied >= 12_000) == ([begin + 1000, begin + 2000, begin + 3000], True)
-    assert shared.call("weights", 1000).value[:3].tolist() == [3, 4, 5]
+    assert world.provider.call("weights", 1000).value[:3].tolist() == [3, 4, 5]
 
 
 def test_memory_dropped_by_the_server_is_sent(remote: Remote) -> None:
@@ -159,9 +157,9 @@ def named(segment_id: str, nbytes: int = 16) -> m.Call:
 
 
 @on_the_host
-def test_tensors_that_exceed_the_named_segment_are_refused(shared: Provider, connect: Connect) -> None:
+def test_tensors_that_exceed_the_named_segment_are_refused(world: World) -> None:
     """The server uses its own sizes, whatever the client sends."""
-    with connect() as good, Raw(good.socket_path) as raw, good.call("weights", 4):
+    with world.client() as good, Raw(good.socket_path) as raw, good.call("weights", 4):
         result = raw.ask(m.Call("weights", [4]))
         assert isinstance(result, m.Result)
         (info,) = result.segments
@@ -175,23 +173,21 @@ def test_tensors_that_exceed_the_named_segment_are_refused(shared: Provider, con
 # Objects of any class and size.
 
 
-def test_more_segments_than_a_message_carries_arrive(
-    device: str, get: Serve, elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_segments_than_a_message_carries_arrive(device: str, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """An object in 260 segments; a message carries 253 descriptors at most."""
     monkeypatch.setattr(placement, "pack", partial(pack, limit=1))
-    get([torch.full((2,), number, device=device) for number in range(260)])
-    answer = elsewhere('answer = [tensor.unique().tolist() for tensor in client.call("get")]')
+    world.serve_result([torch.full((2,), number, device=device) for number in range(260)])
+    answer = world.run('answer = [tensor.unique().tolist() for tensor in client.call("get")]')
     assert answer == [[number] for number in range(260)]
 
 
 @pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
-def test_recurrent_layers_stay_in_shared_memory(device: str, get: Serve, elsewhere: Elsewhere) -> None:
+def test_recurrent_layers_stay_in_shared_memory(device: str, world: World) -> None:
     """On a GPU torch would move their weights into one block, on either side."""
     model = nn.LSTM(4, 4, device=device)
-    get(model)
+    world.serve_result(model)
     for number in (2, 3):
-        elsewhere(
+        world.run(
             """
             import warnings
             with warnings.catch_warnings():
@@ -209,7 +205,7 @@ def test_recurrent_layers_stay_in_shared_memory(device: str, get: Serve, elsewhe
 
 
 def test_modules_registered_by_value_are_not_needed(
-    device: str, get: Serve, elsewhere: Elsewhere, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: str, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those given to ``pickle_by_value`` need not exist in the client."""
     (tmp_path / "only_in_the_server.py").write_text("import torch\n\nclass Net(torch.nn.Linear):\n    answer = 42\n")
@@ -217,8 +213,8 @@ def test_modules_registered_by_value_are_not_needed(
     private = importlib.import_module("only_in_the_server")
     pickle_by_value(private)
     try:
-        get(private.Net(2, 2, device=device))
-        assert elsewhere('answer = client.call("get").answer') == 42
+        world.serve_result(private.Net(2, 2, device=device))
+        assert world.run('answer = client.call("get").answer') == 42
     finally:
         by_value._names.discard(private.__name__)
         del sys.modules[private.__name__]

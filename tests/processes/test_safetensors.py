@@ -8,27 +8,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared_rpc import Progress, Provider
+from shared_rpc import Progress
 from shared_rpc.extras import safetensors
 from shared_rpc.extras.safetensors import load
 from shared_rpc.memory.records import Record
-from tests.kit.apps import Connect, Serve
 from tests.kit.models import net, raw
+from tests.kit.world import World
 
 save_file = pytest.importorskip("safetensors.torch").save_file
 
 
-def test_progress_is_reported_in_bytes(
-    tmp_path: Path, provider: Provider, serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_is_reported_in_bytes(tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """From zero to all, never decreasing; the message is the file."""
     monkeypatch.setattr(safetensors, "_PART", 1000)
     file = tmp_path / "model.safetensors"
     save_file(net(), file, metadata={"format": "pt"})
-    provider.share("weights", execution="task", managed=True, access="read")(lambda: load(file, "cpu"))
-    serve()
+    world.share("weights", execution="task", managed=True, access="read")(lambda: load(file, "cpu"))
     seen: list[Progress] = []
-    client = connect()
+    client = world.client()
     task_id = client.submit("weights")
     with client.wait_for_task(task_id, callback=lambda info: seen.append(info.progress) if info.progress else None) as handle:
         assert raw(handle.value["embedding"]) == raw(net()["embedding"])

@@ -19,12 +19,12 @@ import pytest
 import torch
 
 import shared_rpc
-from shared_rpc import AsyncClient, AsyncHandle, Client, Provider, Server, TaskInfo
+from shared_rpc import AsyncClient, AsyncHandle, Client, Server, TaskInfo
 from shared_rpc.client.link import BlockingLink
 from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded
 from shared_rpc.memory.mapping import MAPPINGS
-from tests.kit.apps import Connect, Serve
-from tests.kit.processes import Program, eventually, open_fds
+from tests.kit.processes import eventually, open_fds
+from tests.kit.world import World
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -43,21 +43,22 @@ def hold():
 
 
 @pytest.fixture
-def server(provider: Provider, serve: Serve, go: threading.Event, begun: threading.Event) -> Server:
+def world(world: World, go: threading.Event, begun: threading.Event) -> World:
     """A server in this process."""
-    provider.share("kept", managed=True)(lambda size: torch.ones((size,)))
-    provider.share("own", managed=True, cache=False)(lambda size: torch.ones((size,)))
-    provider.share("doubled", cache=False)(lambda x: x * 2)
-    provider.share("deep")(lambda layers: torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(layers)]))
+    world.share("kept", managed=True)(lambda size: torch.ones((size,)))
+    world.share("own", managed=True, cache=False)(lambda size: torch.ones((size,)))
+    world.share("doubled", cache=False)(lambda x: x * 2)
+    world.share("deep")(lambda layers: torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(layers)]))
 
-    @provider.share(managed=True)
+    @world.share(managed=True)
     def slow(size: int) -> torch.Tensor:
         begun.set()
         shared_rpc.progress(1, 2)
         go.wait(30)
         return torch.ones(size)
 
-    return serve()
+    world.serve()
+    return world
 
 
 def holders(client: Client) -> list[int]:
@@ -65,12 +66,12 @@ def holders(client: Client) -> list[int]:
     return sorted(holder["pid"] for stored in client.list_objects() for holder in stored["holders"])
 
 
-def test_closing_the_client_releases_all_leases(server: Server, client: Client) -> None:
+def test_closing_the_client_releases_all_leases(world: World, client: Client) -> None:
     """At once; tensors stay valid; later operations give the reason."""
     handles = [client.call("own", size) for size in (1, 2, 3)]
     tensors = [handle.value for handle in handles]
     client.close()
-    eventually(lambda: server.info()["leases"] == 0, seconds=1)
+    eventually(lambda: world.server.info()["leases"] == 0, seconds=1)
     assert [int(tensor.sum()) for tensor in tensors] == [1, 2, 3]
     for handle in handles:
         handle.release()
@@ -79,9 +80,9 @@ def test_closing_the_client_releases_all_leases(server: Server, client: Client) 
     client.close()
 
 
-def test_forked_children_have_their_own_sessions(server: Server, client: Client, program: Program) -> None:
+def test_forked_children_have_their_own_sessions(world: World, client: Client) -> None:
     """And leases; they do not keep those of their parent, which end when it is killed."""
-    parent = program(
+    parent = world.process(
         HOLDER
         + """
 hold()
@@ -117,10 +118,10 @@ def test_threads_wait_for_a_slow_connection_of_another_one(client: Client, monke
         assert all(pool.map(lambda _: client.ping(), range(3)))
 
 
-def test_closing_a_client_that_many_threads_use(server: Server, connect: Connect) -> None:
+def test_closing_a_client_that_many_threads_use(world: World) -> None:
     """Whenever it happens, every thread ends with an error that names the client, and nothing stays open."""
     for _ in range(5):
-        client = connect(connect_timeout=10.0)
+        client = world.client(connect_timeout=10.0)
         started = threading.Semaphore(0)
 
         def use(client: Client = client, started: threading.Semaphore = started) -> None:
@@ -136,11 +137,11 @@ def test_closing_a_client_that_many_threads_use(server: Server, connect: Connect
             for future in futures:
                 with pytest.raises(ConnectionClosed, match=r"this client (is|was) closed"):
                     future.result(timeout=5)
-        eventually(lambda: server.info()["connections"] == 0)
-        eventually(lambda: server.info()["objects"] == 0)
+        eventually(lambda: world.server.info()["connections"] == 0)
+        eventually(lambda: world.server.info()["objects"] == 0)
 
 
-def test_threads_with_timeouts_get_their_own_answers(server: Server, client: Client, go: threading.Event) -> None:
+def test_threads_with_timeouts_get_their_own_answers(world: World, client: Client, go: threading.Event) -> None:
     """A storm of calls that time out next to others: nothing is mixed up, and nothing is left."""
 
     def work(number: int) -> None:
@@ -157,14 +158,14 @@ def test_threads_with_timeouts_get_their_own_answers(server: Server, client: Cli
         list(pool.map(work, range(8)))
     go.set()
     client.wait_for_task(task_id).release()
-    eventually(lambda: server.info()["leases"] == 0)
+    eventually(lambda: world.server.info()["leases"] == 0)
     link = client._link
     assert link is not None and not link._exchanges.pending and not link._waiting and link._reader is None
-    assert server.info()["connections"] == 1
+    assert world.server.info()["connections"] == 1
 
 
 def test_a_timeout_keeps_the_session(
-    server: Server, client: Client, go: threading.Event, begun: threading.Event, monkeypatch: pytest.MonkeyPatch
+    world: World, client: Client, go: threading.Event, begun: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The call is abandoned, its run continues; the session, its other leases and the connection stay."""
     held = client.call("own", 3)
@@ -175,10 +176,10 @@ def test_a_timeout_keeps_the_session(
     assert isinstance(caught.value, TimeoutError)  # users of Python's own exceptions need not know ours
     assert begun.wait(10)
     assert not held.is_stale()
-    assert (server.info()["sessions"], server.info()["connections"]) == (1, 1)
+    assert (world.server.info()["sessions"], world.server.info()["connections"]) == (1, 1)
     go.set()
     assert client.call("slow", 3).value.sum() == 3
-    assert server.info()["builds"] == 2
+    assert world.server.info()["builds"] == 2
 
 
 # Clients that are dropped without a close: the last reference ends the session, without the cyclic collector.
@@ -198,7 +199,7 @@ def await_end(server: Server) -> None:
     assert server.info()["leases"] == 0
 
 
-def test_a_dropped_client_ends_its_session(server: Server, base_path: str, no_collector: None) -> None:
+def test_a_dropped_client_ends_its_session(world: World, base_path: str, no_collector: None) -> None:
     """At once; a result stays valid, and then descriptors, mappings and pools of both sides are freed."""
     MAPPINGS.drain()
     descriptors, mappings = open_fds(), len(MAPPINGS)
@@ -207,17 +208,15 @@ def test_a_dropped_client_ends_its_session(server: Server, base_path: str, no_co
     dropped = weakref.ref(client)
     del client
     assert dropped() is None
-    await_end(server)
+    await_end(world.server)
     assert result.sum() == 999000
     del result
     MAPPINGS.drain()
     eventually(lambda: (open_fds(), len(MAPPINGS)) == (descriptors, mappings))
-    assert server.info()["pools"] == {"nbytes": 0, "chunks": 0}
+    assert world.server.info()["pools"] == {"nbytes": 0, "chunks": 0}
 
 
-def test_a_dropped_async_client_ends_its_session(
-    server: Server, base_path: str, anyio_backend: str, no_collector: None
-) -> None:
+def test_a_dropped_async_client_ends_its_session(world: World, base_path: str, anyio_backend: str, no_collector: None) -> None:
     """On its loop, without blocking it, and after the loop's end. Handles keep their client."""
 
     async def main() -> None:
@@ -227,23 +226,23 @@ def test_a_dropped_async_client_ends_its_session(
         del client
         assert not await handle.is_stale()
         del handle
-        await anyio.to_thread.run_sync(await_end, server)
+        await anyio.to_thread.run_sync(await_end, world.server)
         assert dropped() is None
 
     anyio.run(main, backend=anyio_backend)
     other = AsyncClient(base_path, device="cpu", timeout=30.0)
     anyio.run(other.ping, backend=anyio_backend)
     del other
-    await_end(server)
+    await_end(world.server)
 
 
 # Coroutines.
 
 
 @pytest.fixture
-async def async_client(server: Server) -> AsyncIterator[AsyncClient]:
+async def async_client(world: World) -> AsyncIterator[AsyncClient]:
     """A client of that server."""
-    async with AsyncClient(socket_path=server.socket_path, connect_timeout=0) as client:
+    async with AsyncClient(socket_path=world.server.socket_path, connect_timeout=0) as client:
         yield client
 
 
@@ -264,26 +263,26 @@ async def test_the_timeout_includes_connecting(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_handles_are_async_context_managers(async_client: AsyncClient, server: Server) -> None:
+async def test_handles_are_async_context_managers(async_client: AsyncClient, world: World) -> None:
     """The lease is released at the end of the block, however it ends."""
     async with await async_client.call("kept", 3) as handle:
         assert isinstance(handle, AsyncHandle)
         assert handle.value.tolist() == [1, 1, 1]
         assert (await handle.get_object_info())["leases"] == 1
-    assert handle.released and server.info()["leases"] == 0
+    assert handle.released and world.server.info()["leases"] == 0
     with anyio.CancelScope() as scope:
         async with await async_client.call("kept", 3):
             scope.cancel()
             await anyio.lowlevel.checkpoint()
-    assert server.info()["leases"] == 0
+    assert world.server.info()["leases"] == 0
 
 
 @pytest.mark.anyio
-async def test_collected_handles_are_released(async_client: AsyncClient, server: Server) -> None:
+async def test_collected_handles_are_released(async_client: AsyncClient, world: World) -> None:
     """A garbage-collected handle releases its lease while its client is open."""
     await async_client.call("kept", 3)
     gc.collect()
-    await anyio.to_thread.run_sync(eventually, lambda: server.info()["leases"] == 0)
+    await anyio.to_thread.run_sync(eventually, lambda: world.server.info()["leases"] == 0)
     assert await async_client.ping() < 5
 
 
@@ -327,9 +326,9 @@ async def test_tasks_work_in_coroutines(async_client: AsyncClient, go: threading
 
 
 @pytest.mark.anyio
-async def test_closing_a_client_ends_its_waits(server: Server, begun: threading.Event) -> None:
+async def test_closing_a_client_ends_its_waits(world: World, begun: threading.Event) -> None:
     """Waiters get an error, every later operation fails, and the leases are released."""
-    client = AsyncClient(socket_path=server.socket_path)
+    client = AsyncClient(socket_path=world.server.socket_path)
     handle = await client.call("kept", 2)
     async with anyio.create_task_group() as group:
 
@@ -342,5 +341,5 @@ async def test_closing_a_client_ends_its_waits(server: Server, begun: threading.
         await client.close()
     with pytest.raises(ConnectionClosed, match="this client is closed"):
         await client.ping()
-    await anyio.to_thread.run_sync(await_end, server)
+    await anyio.to_thread.run_sync(await_end, world.server)
     await handle.release()

@@ -14,7 +14,8 @@ from shared_rpc import Source
 from shared_rpc.errors import ClusterError, ConnectionClosed
 from tests.kit.brokers import BrokerApp, begun
 from tests.kit.joiners import KNOWN_TOKEN, source_of
-from tests.kit.processes import Child, Program, eventually
+from tests.kit.processes import Child, eventually
+from tests.kit.world import World
 
 pytestmark = pytest.mark.usefixtures("admitted_source")
 
@@ -52,11 +53,11 @@ Start = Callable[[], Child]
 
 
 @pytest.fixture
-def start_source(app: BrokerApp, program: Program) -> Start:
+def start_source(app: BrokerApp, world: World) -> Start:
     """``start_source()`` starts a source in another process."""
 
     def start() -> Child:
-        child = program(SOURCE, app.base_path)
+        child = world.process(SOURCE, app.base_path)
         child.expect("attached")
         return child
 

@@ -19,6 +19,7 @@ from tests.kit import attacker
 from tests.kit.attacker import as_uid, needs_another_uid
 from tests.kit.deep import deep
 from tests.kit.processes import Child, Program
+from tests.kit.world import World
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -49,7 +50,7 @@ while True:
 
 
 @pytest.fixture
-def sticky(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def sticky(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A directory like /tmp, with the base paths of this process and of its children."""
     directory = Path(tempfile.mkdtemp())
     directory.chmod(0o1777)
@@ -67,9 +68,9 @@ def path(sticky: Path) -> str:
 
 
 @pytest.fixture
-def stranger(path: str, program: Program) -> Program:
+def stranger(path: str, world: World) -> Program:
     """``stranger(code)`` runs code as another user, after ``before`` as this one; ``path`` is the socket's there."""
-    return lambda code, before="": program(STRANGER.format(nobody=NOBODY, path=path, rest=code, before=before))
+    return lambda code, before="": world.process(STRANGER.format(nobody=NOBODY, path=path, rest=code, before=before))
 
 
 @pytest.fixture

@@ -16,14 +16,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared_rpc import Provider, Server
+from shared_rpc import Server
 from shared_rpc.errors import ConnectionClosed, DeadlineExceeded
 from shared_rpc.operations.server import await_exit
 from shared_rpc.protocol import messages as m
 from shared_rpc.provider.runtime import ServerRuntime
-from tests.kit.apps import Connect, Serve
-from tests.kit.processes import Program, eventually
+from tests.kit.processes import eventually
 from tests.kit.raw import Raw, frame_of
+from tests.kit.world import World
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -31,10 +31,10 @@ STOPPED = r"the server \(pid \d+\) was stopped before the call ended"
 
 
 @pytest.fixture
-def hold(provider: Provider, go: threading.Event, begun: threading.Event) -> Callable[[int], torch.Tensor]:
+def hold(world: World, go: threading.Event, begun: threading.Event) -> Callable[[int], torch.Tensor]:
     """An endpoint that does not end before the test."""
 
-    @provider.share(cache=False)
+    @world.share(cache=False)
     def hold(number: int) -> torch.Tensor:
         begun.set()
         go.wait(30)
@@ -53,12 +53,10 @@ def stop(server: Server, seconds: float = 10.0) -> None:
 # Those who wait.
 
 
-def test_all_waiters_get_an_error(
-    provider: Provider, hold: Callable[[int], torch.Tensor], serve: Serve, connect: Connect
-) -> None:
+def test_all_waiters_get_an_error(world: World, hold: Callable[[int], torch.Tensor]) -> None:
     """Of runs, followers and queued calls: all end at once, with the reason."""
-    server, client = serve(max_workers=2), connect()
-    provider.share("model")(hold._endpoint.function)
+    server, client = world.serve(max_workers=2), world.client()
+    world.share("model")(hold._endpoint.function)
     with ThreadPoolExecutor(50) as pool:
         calls = [pool.submit(client.call, "hold", number) for number in range(25)]
         calls += [pool.submit(client.call, "model", 1) for _ in range(25)]
@@ -71,11 +69,11 @@ def test_all_waiters_get_an_error(
         assert time.monotonic() - begin < 10
 
 
-def test_requests_during_the_stop_are_answered(provider: Provider, serve: Serve) -> None:
+def test_requests_during_the_stop_are_answered(world: World) -> None:
     """A thread of the server's process gets an answer or an error at any moment."""
-    provider.share("ones", cache=False)(lambda: torch.ones(1))
+    world.share("ones", cache=False)(lambda: torch.ones(1))
     for _ in range(20):
-        server = serve()
+        server = world.serve()
         asked = threading.Semaphore(0)
 
         def ask(server: Server = server, asked: threading.Semaphore = asked) -> None:
@@ -98,12 +96,10 @@ def test_requests_during_the_stop_are_answered(provider: Provider, serve: Serve)
 
 
 @pytest.mark.parametrize("kind", ["refuses to be cancelled", "blocks the loop"])
-def test_stuck_endpoints_do_not_delay_the_stop(
-    provider: Provider, serve: Serve, go: threading.Event, begun: threading.Event, kind: str
-) -> None:
+def test_stuck_endpoints_do_not_delay_the_stop(world: World, go: threading.Event, begun: threading.Event, kind: str) -> None:
     """For more than a second."""
 
-    @provider.share
+    @world.share
     async def endless() -> None:
         begun.set()
         if kind == "blocks the loop":
@@ -112,7 +108,7 @@ def test_stuck_endpoints_do_not_delay_the_stop(
             with suppress(asyncio.CancelledError):
                 await asyncio.sleep(30)
 
-    server = serve()
+    server = world.serve()
     with Raw(server.socket_path) as raw:
         raw.say(m.Call("endless"))
         begun.wait(10)
@@ -126,18 +122,18 @@ def test_stuck_endpoints_do_not_delay_the_stop(
     eventually(lambda: not server.running and not server.busy)
 
 
-def test_endpoints_can_stop_their_server(provider: Provider, serve: Serve, connect: Connect) -> None:
+def test_endpoints_can_stop_their_server(world: World) -> None:
     """Without waiting for themselves."""
-    server = serve()
-    provider.share("end")(server.stop)
+    server = world.serve()
+    world.share("end")(server.stop)
     with pytest.raises(ConnectionClosed):
-        connect().call("end")
+        world.client().call("end")
     eventually(lambda: not server.running and not server.busy)
 
 
-def test_unread_replies_do_not_delay_the_stop(serve: Serve) -> None:
+def test_unread_replies_do_not_delay_the_stop(world: World) -> None:
     """Of a client that sends until the server stops reading."""
-    server = serve()
+    server = world.serve()
     with Raw(server.socket_path) as raw:
         raw.sock.settimeout(0.1)
         with pytest.raises(TimeoutError):
@@ -164,9 +160,9 @@ print("stopped")
 """
 
 
-def test_blocking_servers_stop_on_request(connect: Connect, program: Program) -> None:
+def test_blocking_servers_stop_on_request(world: World) -> None:
     """By Ctrl-C, with exit code 0, during a build, without a socket or a traceback left."""
-    server, client = program(SCRIPT), connect(connect_timeout=20.0)
+    server, client = world.process(SCRIPT), world.client(connect_timeout=20.0)
     client.ping()
     with Raw(client.socket_path) as raw:
         raw.say(m.Call("build"))

@@ -14,7 +14,8 @@ import torch
 from shared_rpc import errors
 from tests.kit.brokers import BrokerApp, is_running, worker_pids
 from tests.kit.deep import repetitions
-from tests.kit.processes import Child, Program, eventually
+from tests.kit.processes import Child, eventually
+from tests.kit.world import World
 
 #: Elements of every tensor here: segments of their own, and pages enough for a torn write to be seen.
 SIZE = 1 << 18
@@ -125,7 +126,7 @@ def kill(client: Child) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_kills_at_random_instants(broker_app: BrokerApp, program: Program, device: str) -> None:
+def test_kills_at_random_instants(broker_app: BrokerApp, world: World, device: str) -> None:
     """Results are right, dead clients hold nothing; after the broker, all is freed but what living clients have mapped."""
     seed, seconds = random.randrange(1 << 30), repetitions(5, 120)
     print("seed", seed)
@@ -136,7 +137,7 @@ def test_kills_at_random_instants(broker_app: BrokerApp, program: Program, devic
     watching = broker_app.connect(device=device, timeout=60.0)
 
     def another() -> Child:
-        child = program(CLIENT.format(device=device, seed=choose.randrange(1 << 30), size=SIZE))
+        child = world.process(CLIENT.format(device=device, seed=choose.randrange(1 << 30), size=SIZE))
         child.expect("ready")
         return child
 

@@ -18,12 +18,12 @@ import anyio.lowlevel
 import pytest
 import torch
 
-from shared_rpc import AsyncClient, AsyncHandle, Client, Handle, Provider
+from shared_rpc import AsyncClient, AsyncHandle, Client, Handle
 from shared_rpc.errors import HandleSuspended, ServerBusy, StaleHandleError
 from shared_rpc.memory.mapping import MAPPINGS
-from tests.kit.apps import App, Connect, Serve
 from tests.kit.brokers import BrokerApp, module_broker
 from tests.kit.processes import eventually, python, rights
+from tests.kit.world import World
 
 #: Number of elements of the tensors, and their bytes in pages.
 SIZE = 5000
@@ -51,9 +51,9 @@ def is_mapped(tensor: torch.Tensor) -> bool:
 
 
 @pytest.fixture
-def load(app: App) -> Callable[[], Handle[torch.Tensor]]:
+def load(world: World, role: str) -> Callable[[], Handle[torch.Tensor]]:
     """The endpoint of tests for all roles."""
-    return app.share("load", managed=True)(lambda: torch.arange(SIZE))
+    return world.share("load", managed=True)(lambda: torch.arange(SIZE))
 
 
 @pytest.fixture(scope="module")
@@ -104,12 +104,12 @@ def test_the_value_is_available_again_after_resume(load: Callable[[], Handle[tor
     assert (handle.suspended, active(handle), has_numbers(value)) == (False, 1, True)
 
 
-def test_suspended_handles_support_other_operations(app: App, load: Callable[[], Handle[torch.Tensor]]) -> None:
+def test_suspended_handles_support_other_operations(world: World, load: Callable[[], Handle[torch.Tensor]], role: str) -> None:
     """Everything that does not need the memory."""
     handle = load()
     handle.suspend()
     assert (handle.is_stale(), handle.is_current(), handle.revision, handle.released) == (False, True, 0, False)
-    for needs in (lambda: handle.read_consistent(torch.clone), lambda: app.provider.update(handle).__enter__()):
+    for needs in (lambda: handle.read_consistent(torch.clone), lambda: world.provider.update(handle).__enter__()):
         with pytest.raises(HandleSuspended):
             needs()
     latest = handle.latest()
@@ -258,19 +258,17 @@ def test_objects_of_several_clients_are_evicted_once_all_are_suspended(client: C
     assert torch.equal(theirs.value, torch.arange(SIZE) * 3 + 1)
 
 
-def test_the_servers_own_process_uses_the_restored_memory(
-    no_leaks: None, provider: Provider, serve: Serve, connect: Connect, tmp_path: Path
-) -> None:
+def test_the_servers_own_process_uses_the_restored_memory(world: World, tmp_path: Path) -> None:
     """A suspended handle keeps nothing of the evicted memory, and the resumed one has the same memory as all others."""
-    provider.share("load", managed=True)(lambda: torch.arange(SIZE))
-    serve(spill_dir=tmp_path)
-    own = provider.call("load")
+    world.share("load", managed=True)(lambda: torch.arange(SIZE))
+    world.serve(spill_dir=tmp_path)
+    own = world.provider.call("load")
     found = MAPPINGS.find(own.value.data_ptr())
     assert found is not None
     name = found[0].info.id
     del found
     own.suspend()
-    evict(connect(), own.object_id)
+    evict(world.client(), own.object_id)
 
     def mapped() -> bool:
         gc.collect()
@@ -279,10 +277,10 @@ def test_the_servers_own_process_uses_the_restored_memory(
 
     eventually(lambda: not mapped())
     own.resume()
-    with connect().call("load") as other:
+    with world.client().call("load") as other:
         other.value.add_(1)
     assert torch.equal(own.value, torch.arange(SIZE) + 1)
-    assert provider.call("load").value is own.value
+    assert world.provider.call("load").value is own.value
 
 
 # Objects of a lost session.
@@ -368,7 +366,7 @@ def test_handles_without_capacity_become_suspended(client: Client, other: Client
     buffer = other.create_buffer(2 * CAPACITY)
     client.ping()
     assert (handle.suspended, state(other, handle), has_numbers(value)) == (True, ("file", 1, 0), True)
-    with pytest.raises(HandleSuspended, match=r"it was evicted while the session .* was lost: resume\(\) it"):
+    with pytest.raises(HandleSuspended, match=r"evicted while the connection to the server was lost, .*: resume\(\) it"):
         _ = handle.value
     assert any("do not fit" in record.message for record in caplog.records)
     with pytest.raises(ServerBusy):

@@ -29,9 +29,9 @@ from shared_rpc.errors import (
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.tasks import Progress, TaskInfo, TaskStatus
 from shared_rpc.server.core import Core
-from tests.kit.apps import App, Connect, Serve, shares_memory
-from tests.kit.processes import Program, eventually
+from tests.kit.processes import eventually
 from tests.kit.raw import Raw
+from tests.kit.world import World, shares_memory
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -47,16 +47,16 @@ def kept(client: Client | Provider) -> tuple[int, int]:
     return info["objects"], info["leases"]
 
 
-def status(app: App, task_id: str) -> tuple[str, bool]:
+def status(world: World, task_id: str) -> tuple[str, bool]:
     """Return a task's status, and whether its cancellation was requested."""
-    return changes([app.provider.get_task_status(task_id)])[0]
+    return changes([world.provider.get_task_status(task_id)])[0]
 
 
-def share_held(app: App, go: threading.Event, begun: threading.Event, **options: Any) -> list[int]:
+def share_held(world: World, go: threading.Event, begun: threading.Event, **options: Any) -> list[int]:
     """Share ``held(number)``, which sets ``begun`` and waits for ``go``; return the numbers of its runs."""
     ran: list[int] = []
 
-    @app.share(**options)
+    @world.share(**options)
     def held(number: int = 1) -> torch.Tensor:
         ran.append(number)
         begun.set()
@@ -71,48 +71,48 @@ def changes(reports: list[TaskInfo]) -> list[tuple[str, bool]]:
     return [(info.status.value, info.cancel_requested) for info in reports]
 
 
-def test_submitted_tasks_can_be_waited_for(app: App) -> None:
+def test_submitted_tasks_can_be_waited_for(world: World, role: str) -> None:
     """A task has the result of a call, and all its facts are reported."""
-    app.share("ones")(lambda size, scale=2.0: torch.ones(size) * scale)
+    world.share("ones")(lambda size, scale=2.0: torch.ones(size) * scale)
     before = time.time()
-    task_id = app.provider.submit("ones", 3)
-    assert torch.equal(app.provider.wait_for_task(task_id, 10), torch.full((3,), 2.0))
-    assert torch.equal(app.provider.execute("ones", 3, scale=4.0), torch.full((3,), 4.0))
-    info = app.provider.get_task_status(task_id)
+    task_id = world.provider.submit("ones", 3)
+    assert torch.equal(world.provider.wait_for_task(task_id, 10), torch.full((3,), 2.0))
+    assert torch.equal(world.provider.execute("ones", 3, scale=4.0), torch.full((3,), 4.0))
+    info = world.provider.get_task_status(task_id)
     assert before <= info.created_at <= info.started_at <= info.finished_at <= time.time()
     assert (info.endpoint, info.status, info.cache_key) == ("ones", "completed", "ones(size=3, scale=2.0)")
 
 
-def test_tasks_and_calls_join_each_other(app: App, go: threading.Event, begun: threading.Event) -> None:
+def test_tasks_and_calls_join_each_other(world: World, go: threading.Event, begun: threading.Event, role: str) -> None:
     """The task is running from the start; the call gets the same result, which stays available."""
-    ran = share_held(app, go, begun)
+    ran = share_held(world, go, begun)
     with ThreadPoolExecutor(1) as pool:
-        call = pool.submit(app.provider.call, "held", 5)
+        call = pool.submit(world.provider.call, "held", 5)
         assert begun.wait(10)
-        task_id = app.provider.submit("held", 5)
-        assert status(app, task_id) == ("running", False)
-        eventually(lambda: app.waiting() == 2)
+        task_id = world.provider.submit("held", 5)
+        assert status(world, task_id) == ("running", False)
+        eventually(lambda: world.waiting() == 2)
         go.set()
-        assert shares_memory(call.result(10), app.provider.wait_for_task(task_id, 10))
+        assert shares_memory(call.result(10), world.provider.wait_for_task(task_id, 10))
     assert ran == [5]
 
 
-def test_invalid_submits_are_refused(app: App) -> None:
+def test_invalid_submits_are_refused(world: World, role: str) -> None:
     """For an unknown endpoint and arguments that do not fit there is an error at once, and no task."""
-    app.share("ones")(lambda size: torch.ones((size,)))
+    world.share("ones")(lambda size: torch.ones((size,)))
     with pytest.raises(EndpointNotFound, match="no endpoint 'ons': did you mean 'ones'"):
-        app.provider.submit("ons", 3)
+        world.provider.submit("ons", 3)
     with pytest.raises(TypeError, match=r"ones\(\): missing a required argument: 'size'"):
-        app.provider.execute("ones")
+        world.provider.execute("ones")
     with pytest.raises(CapabilityError):
-        app.provider.submit("ones", object())
-    assert app.provider.list_tasks() == []
+        world.provider.submit("ones", object())
+    assert world.provider.list_tasks() == []
 
 
-def test_callbacks_report_every_change_in_order(app: App, go: threading.Event, begun: threading.Event) -> None:
+def test_callbacks_report_every_change_in_order(world: World, go: threading.Event, begun: threading.Event, role: str) -> None:
     """Pending, running, progress and the end, in the thread that waits."""
 
-    @app.share(concurrency="serialized", cache=False)
+    @world.share(concurrency="serialized", cache=False)
     def work(steps: int) -> torch.Tensor:
         begun.set()
         go.wait(10)
@@ -125,10 +125,10 @@ def test_callbacks_report_every_change_in_order(app: App, go: threading.Event, b
         reports.append((info.status.value, info.progress, threading.get_ident()))
         go.set()
 
-    app.provider.submit("work", 1)
+    world.provider.submit("work", 1)
     assert begun.wait(10)
-    task_id = app.provider.submit("work", 4)
-    assert app.provider.wait_for_task(task_id, 10, callback).tolist() == [1, 1, 1, 1]
+    task_id = world.provider.submit("work", 4)
+    assert world.provider.wait_for_task(task_id, 10, callback).tolist() == [1, 1, 1, 1]
     here = threading.get_ident()
     step = Progress(1.0, 3.0, "one step")
     assert reports == [
@@ -140,109 +140,111 @@ def test_callbacks_report_every_change_in_order(app: App, go: threading.Event, b
 
 
 @pytest.mark.parametrize("error", [queue.Empty("mine"), KeyboardInterrupt()], ids=repr)
-def test_a_failing_callback_ends_the_wait(app: App, go: threading.Event, begun: threading.Event, error: BaseException) -> None:
+def test_a_failing_callback_ends_the_wait(
+    world: World, go: threading.Event, begun: threading.Event, error: BaseException, role: str
+) -> None:
     """With its exception, also one that the library uses itself; the task is unaffected."""
-    share_held(app, go, begun, cache=False)
-    task_id = app.provider.submit("held", 5)
+    share_held(world, go, begun, cache=False)
+    task_id = world.provider.submit("held", 5)
     assert begun.wait(10)
 
     def callback(info: TaskInfo) -> None:
         raise error
 
     with pytest.raises(type(error)) as caught:
-        app.provider.wait_for_task(task_id, 10, callback)
+        world.provider.wait_for_task(task_id, 10, callback)
     assert caught.value is error
-    assert status(app, task_id) == ("running", False)
-    eventually(lambda: app.ask(watchers) == 0)
+    assert status(world, task_id) == ("running", False)
+    eventually(lambda: world.ask(watchers) == 0)
     go.set()
-    assert app.provider.wait_for_task(task_id, 10).tolist() == [5, 5]
+    assert world.provider.wait_for_task(task_id, 10).tolist() == [5, 5]
 
 
-def test_a_wait_can_end_before_its_task(app: App, go: threading.Event, begun: threading.Event) -> None:
+def test_a_wait_can_end_before_its_task(world: World, go: threading.Event, begun: threading.Event, role: str) -> None:
     """The error has the task's status, like that of a fetch; it continues, and a later wait gets the result."""
-    share_held(app, go, begun, concurrency="serialized", cache=False)
-    first, second = app.provider.submit("held", 1), app.provider.submit("held", 2)
+    share_held(world, go, begun, concurrency="serialized", cache=False)
+    first, second = world.provider.submit("held", 1), world.provider.submit("held", 2)
     assert begun.wait(10)
     for task_id, where, timeout in ((first, "running", 0.02), (second, "pending", 0)):
         with pytest.raises(DeadlineExceeded, match=f"{task_id}.*(is still {where}|took longer than its timeout)"):
-            app.provider.wait_for_task(task_id, timeout)
+            world.provider.wait_for_task(task_id, timeout)
         with pytest.raises(TaskError, match=f"task {task_id} of 'held' is {where}, and has no result yet") as caught:
-            app.provider.get_task_result(task_id)
+            world.provider.get_task_result(task_id)
         assert (type(caught.value), caught.value.reason) == (TaskError, "unfinished")
-    assert app.ask(watchers) == 0
+    assert world.ask(watchers) == 0
     go.set()
-    eventually(lambda: status(app, second) == ("completed", False))
-    assert app.provider.get_task_result(second).tolist() == [2, 2]
-    assert app.provider.wait_for_task(first, 0).tolist() == [1, 1]
+    eventually(lambda: status(world, second) == ("completed", False))
+    assert world.provider.get_task_result(second).tolist() == [2, 2]
+    assert world.provider.wait_for_task(first, 0).tolist() == [1, 1]
 
 
 # Results.
 
 
-def test_cached_results_can_be_fetched_repeatedly(app: App) -> None:
+def test_cached_results_can_be_fetched_repeatedly(world: World, role: str) -> None:
     """It is one memory, while the cache keeps it; the task never ran."""
-    ones = app.share("ones")(lambda: torch.ones(2))
+    ones = world.share("ones")(lambda: torch.ones(2))
     cached = ones()
-    task_id = app.provider.submit("ones")
-    info = app.provider.get_task_status(task_id)
+    task_id = world.provider.submit("ones")
+    info = world.provider.get_task_status(task_id)
     assert (info.status, info.started_at) == ("completed", None)
     reports: list[TaskInfo] = []
-    assert shares_memory(app.provider.wait_for_task(task_id, 10, reports.append), cached)
-    assert shares_memory(app.provider.get_task_result(task_id), cached) and reports == [info]
+    assert shares_memory(world.provider.wait_for_task(task_id, 10, reports.append), cached)
+    assert shares_memory(world.provider.get_task_result(task_id), cached) and reports == [info]
     assert ones.invalidate() == 1
     ones()
     with pytest.raises(TaskError) as caught:  # another object of the same key is not the task's
-        app.provider.get_task_result(task_id)
+        world.provider.get_task_result(task_id)
     assert caught.value.reason == "released"
 
 
-def test_an_uncached_result_is_fetched_once(app: App) -> None:
+def test_an_uncached_result_is_fetched_once(world: World, role: str) -> None:
     """It is kept until then, and not after; the task stays completed."""
-    app.share("ones", cache=False)(lambda: torch.ones(2))
-    task_id = app.provider.submit("ones")
-    eventually(lambda: status(app, task_id) == ("completed", False))
-    assert kept(app.provider) == (1, 1)
-    assert app.provider.get_task_result(task_id).tolist() == [1, 1]
-    assert kept(app.provider) == (0, 0)
+    world.share("ones", cache=False)(lambda: torch.ones(2))
+    task_id = world.provider.submit("ones")
+    eventually(lambda: status(world, task_id) == ("completed", False))
+    assert kept(world.provider) == (1, 1)
+    assert world.provider.get_task_result(task_id).tolist() == [1, 1]
+    assert kept(world.provider) == (0, 0)
     with pytest.raises(TaskError, match=f"the result of task {task_id} was already fetched.*call 'ones' again") as caught:
-        app.provider.wait_for_task(task_id)
+        world.provider.wait_for_task(task_id)
     assert caught.value.reason == "released"
-    assert status(app, task_id) == ("completed", False)
+    assert status(world, task_id) == ("completed", False)
 
 
-def test_managed_results_are_held_by_their_task(app: App) -> None:
+def test_managed_results_are_held_by_their_task(world: World, role: str) -> None:
     """They do not count as idle; the fetch passes the lease on, and they end with it."""
-    app.share("model", managed=True, idle_ttl=0)(lambda: torch.ones(2))
-    task_id = app.provider.submit("model")
-    eventually(lambda: status(app, task_id) == ("completed", False))
-    assert kept(app.provider) == (1, 1)
-    handle = app.provider.get_task_result(task_id)
-    assert handle.object_id == app.provider.get_task_status(task_id).object_id
-    assert handle.get_object_info()["leases"] == kept(app.provider)[1] == 1
-    with app.provider.wait_for_task(task_id, 10) as again:  # for as long as a handle of it is held
+    world.share("model", managed=True, idle_ttl=0)(lambda: torch.ones(2))
+    task_id = world.provider.submit("model")
+    eventually(lambda: status(world, task_id) == ("completed", False))
+    assert kept(world.provider) == (1, 1)
+    handle = world.provider.get_task_result(task_id)
+    assert handle.object_id == world.provider.get_task_status(task_id).object_id
+    assert handle.get_object_info()["leases"] == kept(world.provider)[1] == 1
+    with world.provider.wait_for_task(task_id, 10) as again:  # for as long as a handle of it is held
         assert shares_memory(again.value, handle.value)
     handle.release()
-    eventually(lambda: kept(app.provider) == (0, 0))
+    eventually(lambda: kept(world.provider) == (0, 0))
     with pytest.raises(TaskError) as caught:
-        app.provider.get_task_result(task_id)
+        world.provider.get_task_result(task_id)
     assert caught.value.reason == "released"
 
 
-def test_failing_endpoints_fail_their_task(app: App) -> None:
+def test_failing_endpoints_fail_their_task(world: World, role: str) -> None:
     """The exception is raised with its own type, repeatedly, and the status has type and message."""
 
-    @app.share()
+    @world.share()
     def load() -> torch.Tensor:
         raise FileNotFoundError(2, "No such file", "llama")
 
-    task_id = app.provider.submit("load")
-    for fetch in (app.provider.wait_for_task, app.provider.get_task_result):
+    task_id = world.provider.submit("load")
+    for fetch in (world.provider.wait_for_task, world.provider.get_task_result):
         with pytest.raises(FileNotFoundError) as caught:
             fetch(task_id)
         assert caught.value.filename == "llama"
-        if app.role == "client":
+        if world.role == "client":
             assert 'raise FileNotFoundError(2, "No such file"' in str(caught.value.__cause__)
-    info = app.provider.get_task_status(task_id)
+    info = world.provider.get_task_status(task_id)
     assert (info.status, info.object_id) == ("failed", None)
     assert (info.error_type, info.error_message) == ("FileNotFoundError", "[Errno 2] No such file: 'llama'")
 
@@ -250,30 +252,30 @@ def test_failing_endpoints_fail_their_task(app: App) -> None:
 # Cancelling.
 
 
-def test_cancelled_pending_tasks_never_run(app: App, go: threading.Event, begun: threading.Event) -> None:
+def test_cancelled_pending_tasks_never_run(world: World, go: threading.Event, begun: threading.Event, role: str) -> None:
     """Present and later waiters get an error; other tasks are unaffected."""
-    ran = share_held(app, go, begun, concurrency="serialized")
-    first, second, third = (app.provider.submit("held", number) for number in (1, 2, 3))
+    ran = share_held(world, go, begun, concurrency="serialized")
+    first, second, third = (world.provider.submit("held", number) for number in (1, 2, 3))
     assert begun.wait(10)
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(app.provider.wait_for_task, second, 10)
-        eventually(lambda: app.ask(watchers) == 1)
-        assert app.provider.cancel_task(second) is True
-        for attempt in (waiting.result, lambda: app.provider.get_task_result(second)):
+        waiting = pool.submit(world.provider.wait_for_task, second, 10)
+        eventually(lambda: world.ask(watchers) == 1)
+        assert world.provider.cancel_task(second) is True
+        for attempt in (waiting.result, lambda: world.provider.get_task_result(second)):
             with pytest.raises(TaskCancelled, match=f"task {second} of 'held' was cancelled") as caught:
                 attempt()
             assert caught.value.reason == "cancelled"
-    assert (status(app, second), app.provider.get_task_status(second).started_at) == (("cancelled", True), None)
+    assert (status(world, second), world.provider.get_task_status(second).started_at) == (("cancelled", True), None)
     go.set()
     for task_id in (first, third):
-        app.provider.wait_for_task(task_id, 10)
+        world.provider.wait_for_task(task_id, 10)
     assert ran == [1, 3]
 
 
-def test_cancelled_running_tasks_stop(app: App, begun: threading.Event) -> None:
+def test_cancelled_running_tasks_stop(world: World, begun: threading.Event, role: str) -> None:
     """An endpoint that polls ends at once; a request after the end has no effect."""
 
-    @app.share(cache=False)
+    @world.share(cache=False)
     def looking() -> torch.Tensor:
         begun.set()
         pause = threading.Event()
@@ -282,58 +284,60 @@ def test_cancelled_running_tasks_stop(app: App, begun: threading.Event) -> None:
             pause.wait(0.001)
         return torch.ones(1)
 
-    task_id = app.provider.submit("looking")
+    task_id = world.provider.submit("looking")
     assert begun.wait(10)
     reports: list[TaskInfo] = []
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(app.provider.wait_for_task, task_id, 10, reports.append)
-        eventually(lambda: app.ask(watchers) == 1)
-        assert app.provider.cancel_task(task_id) is True
+        waiting = pool.submit(world.provider.wait_for_task, task_id, 10, reports.append)
+        eventually(lambda: world.ask(watchers) == 1)
+        assert world.provider.cancel_task(task_id) is True
         with pytest.raises(TaskCancelled, match="the task was cancelled") as caught:
             waiting.result(10)
     assert caught.value.reason == "cancelled"
     assert changes(reports) == [("running", False), ("running", True), ("cancelled", True)]
-    assert app.provider.cancel_task(task_id) is False
+    assert world.provider.cancel_task(task_id) is False
 
 
-def test_endpoints_that_do_not_poll_run_on(app: App, go: threading.Event, begun: threading.Event) -> None:
+def test_endpoints_that_do_not_poll_run_on(world: World, go: threading.Event, begun: threading.Event, role: str) -> None:
     """Their waiters get the result, which may be partial: it is not cached, and later calls have their own run."""
-    ran = share_held(app, go, begun)
-    task_id = app.provider.submit("held", 5)
+    ran = share_held(world, go, begun)
+    task_id = world.provider.submit("held", 5)
     assert begun.wait(10)
     reports: list[TaskInfo] = []
     with ThreadPoolExecutor(2) as pool:
-        waiting = pool.submit(app.provider.wait_for_task, task_id, 10, reports.append)
-        eventually(lambda: app.ask(watchers) == 1)
-        assert [app.provider.cancel_task(task_id) for _ in range(3)] == [True] * 3
-        later = pool.submit(app.provider.call, "held", 5)
+        waiting = pool.submit(world.provider.wait_for_task, task_id, 10, reports.append)
+        eventually(lambda: world.ask(watchers) == 1)
+        assert [world.provider.cancel_task(task_id) for _ in range(3)] == [True] * 3
+        later = pool.submit(world.provider.call, "held", 5)
         eventually(lambda: ran == [5, 5])
         go.set()
     assert changes(reports) == [("running", False), ("running", True), ("completed", True)]
     assert not shares_memory(waiting.result(), later.result())
-    assert shares_memory(later.result(), app.provider.call("held", 5))
+    assert shares_memory(later.result(), world.provider.call("held", 5))
     assert ran == [5, 5]
 
 
-def test_cancelling_one_of_two_tasks_keeps_the_run(app: App, go: threading.Event, begun: threading.Event) -> None:
+def test_cancelling_one_of_two_tasks_keeps_the_run(
+    world: World, go: threading.Event, begun: threading.Event, role: str
+) -> None:
     """It begins for the other task, and its result is cached."""
-    ran = share_held(app, go, begun, concurrency="serialized")
-    app.provider.submit("held", 1)
+    ran = share_held(world, go, begun, concurrency="serialized")
+    world.provider.submit("held", 1)
     assert begun.wait(10)
-    one, other = app.provider.submit("held", 5), app.provider.submit("held", 5)
-    assert app.provider.cancel_task(one) is True
-    assert (status(app, one), status(app, other)) == (("cancelled", True), ("pending", False))
+    one, other = world.provider.submit("held", 5), world.provider.submit("held", 5)
+    assert world.provider.cancel_task(one) is True
+    assert (status(world, one), status(world, other)) == (("cancelled", True), ("pending", False))
     go.set()
-    result = app.provider.wait_for_task(other, 10)
-    assert shares_memory(app.provider.call("held", 5), result)
+    result = world.provider.wait_for_task(other, 10)
+    assert shares_memory(world.provider.call("held", 5), result)
     assert ran == [1, 5]
 
 
-def test_async_endpoints_are_cancelled_at_their_await(app: App, begun: threading.Event) -> None:
+def test_async_endpoints_are_cancelled_at_their_await(world: World, begun: threading.Event, role: str) -> None:
     """They need not poll, and may clean up."""
     ended = []
 
-    @app.share()
+    @world.share()
     async def load() -> torch.Tensor:
         begun.set()
         try:
@@ -342,21 +346,21 @@ def test_async_endpoints_are_cancelled_at_their_await(app: App, begun: threading
             ended.append(cancelled())
         return torch.ones(1)
 
-    task_id = app.provider.submit("load")
+    task_id = world.provider.submit("load")
     assert begun.wait(10)
-    assert app.provider.cancel_task(task_id) is True
+    assert world.provider.cancel_task(task_id) is True
     with pytest.raises(TaskCancelled):
-        app.provider.wait_for_task(task_id, 10)
-    assert (status(app, task_id), ended) == (("cancelled", True), [True])
+        world.provider.wait_for_task(task_id, 10)
+    assert (status(world, task_id), ended) == (("cancelled", True), [True])
 
 
-@pytest.mark.parametrize("app", ["local", "client"], indirect=True)
+@pytest.mark.parametrize("role", ["local", "client"])
 @pytest.mark.parametrize("carried", [True, False], ids=["in the exception", "in a frame"])
-def test_failures_keep_no_objects_of_their_endpoint(app: App, carried: bool) -> None:
+def test_failures_keep_no_objects_of_their_endpoint(world: World, carried: bool, role: str) -> None:
     """A task is remembered for an hour, but not the model that failed to load."""
     seen: list[weakref.ref[torch.nn.Module]] = []
 
-    @app.share(cache=False)
+    @world.share(cache=False)
     def load() -> None:
         module = torch.nn.ReLU()
         seen.append(weakref.ref(module))
@@ -365,26 +369,28 @@ def test_failures_keep_no_objects_of_their_endpoint(app: App, carried: bool) -> 
         except ValueError as error:
             raise ExceptionGroup("several", [error]) from error
 
-    task_id = app.provider.submit("load")
+    task_id = world.provider.submit("load")
     with pytest.raises((RemoteError, ExceptionGroup)):
-        app.provider.wait_for_task(task_id, 10)
-    assert status(app, task_id) == ("failed", False)
+        world.provider.wait_for_task(task_id, 10)
+    assert status(world, task_id) == ("failed", False)
     eventually(lambda: gc.collect() >= 0 and [one() for one in seen] == [None], seconds=1)
 
 
 # Endpoints that are always tasks.
 
 
-def test_calls_of_task_endpoints_do_not_wait_for_other_calls(app: App, go: threading.Event, begun: threading.Event) -> None:
+def test_calls_of_task_endpoints_do_not_wait_for_other_calls(
+    world: World, go: threading.Event, begun: threading.Event, role: str
+) -> None:
     """They run on the threads of tasks, and are no tasks themselves."""
-    ran = share_held(app, go, begun, execution="task")
+    ran = share_held(world, go, begun, execution="task")
     with ThreadPoolExecutor(1) as pool:
-        call = pool.submit(app.provider.call, "held", 2)
+        call = pool.submit(world.provider.call, "held", 2)
         assert begun.wait(10)
-        task_id = app.provider.submit("held", 2)
-        assert [info.task_id for info in app.provider.list_tasks()] == [task_id]
+        task_id = world.provider.submit("held", 2)
+        assert [info.task_id for info in world.provider.list_tasks()] == [task_id]
         go.set()
-        assert shares_memory(app.provider.wait_for_task(task_id, 10), call.result(10))
+        assert shares_memory(world.provider.wait_for_task(task_id, 10), call.result(10))
     assert ran == [2]
 
 
@@ -392,20 +398,22 @@ def test_calls_of_task_endpoints_do_not_wait_for_other_calls(app: App, go: threa
 
 
 @pytest.fixture
-def server(provider: Provider, serve: Serve, go: threading.Event, begun: threading.Event) -> Server:
+def server(world: World, go: threading.Event, begun: threading.Event) -> Server:
     """A server with one thread and one task at a time, of an endpoint that is always a task, and of another one."""
 
-    @provider.share(cache=False, managed=True, execution="task")
+    @world.share(cache=False, managed=True, execution="task")
     def held(number: int) -> torch.Tensor:
         begun.set()
         go.wait(30)
         return torch.full((4,), number)
 
-    provider.share("other")(lambda: torch.ones(1))
-    return serve(max_tasks=2, max_workers=1)
+    world.share("other")(lambda: torch.ones(1))
+    return world.serve(max_tasks=2, max_workers=1)
 
 
-def test_submits_beyond_max_tasks_are_refused(client: Client, go: threading.Event, begun: threading.Event) -> None:
+def test_submits_beyond_max_tasks_are_refused(
+    server: Server, client: Client, go: threading.Event, begun: threading.Event
+) -> None:
     """Calls are not, and those of other endpoints do not wait for the worker's tasks."""
     tasks = [client.submit("held", number) for number in (1, 2)]
     assert begun.wait(10)
@@ -418,18 +426,18 @@ def test_submits_beyond_max_tasks_are_refused(client: Client, go: threading.Even
     assert client.call("held", 3).value.tolist() == [3] * 4
 
 
-def test_slow_readers_miss_progress_only(provider: Provider, serve: Serve, connect: Connect, begun: threading.Event) -> None:
+def test_slow_readers_miss_progress_only(world: World, begun: threading.Event) -> None:
     """Others get every report; a slow one gets the end, and its unread messages are bounded."""
     count, waits, heard = 60, 200, threading.Semaphore(0)
 
-    @provider.share(cache=False)
+    @world.share(cache=False)
     def talk() -> None:
         begun.wait(10)
         for number in range(count):
             progress(number, count, "x" * 400)
             heard.acquire(timeout=10)
 
-    server, client = serve(), connect()
+    server, client = world.serve(), world.client()
     task_id = client.submit("talk")
     done: list[float] = []
 
@@ -453,10 +461,10 @@ def test_slow_readers_miss_progress_only(provider: Provider, serve: Serve, conne
 
 
 def test_killed_submitters_do_not_stop_their_task(
-    server: Server, client: Client, program: Program, go: threading.Event, begun: threading.Event
+    server: Server, client: Client, world: World, go: threading.Event, begun: threading.Event
 ) -> None:
     """It continues and keeps its result, which any process with the id can fetch."""
-    submitter = program("from shared_rpc import Client\nprint('task', Client(device='cpu').submit('held', 7))\ninput()")
+    submitter = world.process("from shared_rpc import Client\nprint('task', Client(device='cpu').submit('held', 7))\ninput()")
     task_id = submitter.expect("task").split()[1]
     assert begun.wait(10)
     submitter.kill()

@@ -23,16 +23,16 @@ from shared_rpc.protocol import generations as g
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import tiers as t
 from shared_rpc.server.core import Core
-from tests.kit.apps import Connect, Serve
 from tests.kit.closings import late_closings
 from tests.kit.processes import eventually
 from tests.kit.raw import Raw
+from tests.kit.world import World
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
 @pytest.fixture
-def shared(provider: Provider) -> Provider:
+def shared(world: World) -> Provider:
     """The endpoints of this module."""
     options: dict[str, dict[str, Any]] = {
         "model": {},
@@ -41,20 +41,21 @@ def shared(provider: Provider) -> Provider:
         "pinned": {"pinned": True},
     }
     for name, more in options.items():
-        provider.share(name, managed=True, **more)(lambda size: torch.arange(size, dtype=torch.float32))
-    return provider
+        world.share(name, managed=True, **more)(lambda size: torch.arange(size, dtype=torch.float32))
+    return world.provider
 
 
 @pytest.fixture
-def server(shared: Provider, serve: Serve, tmp_path: Path) -> Server:
+def world(shared: Provider, world: World, tmp_path: Path) -> World:
     """A server of these endpoints, with a directory for files."""
-    return serve(spill_dir=tmp_path)
+    world.serve(spill_dir=tmp_path)
+    return world
 
 
 @pytest.fixture
-def raw(server: Server) -> Iterator[Raw]:
+def raw(world: World) -> Iterator[Raw]:
     """A session that sends arbitrary messages."""
-    with Raw(server.socket_path) as end:
+    with Raw(world.server.socket_path) as end:
         yield end
 
 
@@ -233,22 +234,22 @@ def test_copies_can_be_made_at_the_build(client: Client, gate: Gate) -> None:
         assert handle.value.tolist() == [5] * 4
 
 
-def test_damaged_files_cause_a_rebuild(client: Client, server: Server, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_files_cause_a_rebuild(client: Client, world: World, caplog: pytest.LogCaptureFixture) -> None:
     """Their bytes are not used. A call gets a new object, and the log has the reason."""
     object_id = cold(client)
-    damage(server, object_id)
+    damage(world.server, object_id)
     with caplog.at_level(logging.ERROR), client.call("model", 1000) as handle:
         assert handle.object_id != object_id
         assert torch.equal(handle.value, torch.arange(1000.0))
     assert f"object {object_id}" in caplog.text and "damaged" in caplog.text
 
 
-def test_damaged_files_fail_a_resumption(client: Client, server: Server, raw: Raw) -> None:
+def test_damaged_files_fail_a_resumption(client: Client, world: World, raw: Raw) -> None:
     """The object is dropped, since its bytes are lost."""
     object_id = held(raw, client)
     assert raw.ask(t.Suspend([object_id])) == m.Count(1)
     client.evict(object_id)
-    damage(server, object_id)
+    damage(world.server, object_id)
     answer = raw.ask(t.Resume(object_id))
     assert isinstance(answer, m.Error) and answer.detail["reason"] == "object_gone" and "damaged" in answer.text
     assert client.list_objects() == []
@@ -266,7 +267,7 @@ def damage(server: Server, object_id: str) -> None:
 
 
 def test_objects_dropped_during_an_eviction_are_not_moved(
-    client: Client, server: Server, gate: Gate, threads: ThreadPoolExecutor
+    client: Client, world: World, gate: Gate, threads: ThreadPoolExecutor
 ) -> None:
     """Nothing is left of the copy. Others that wait for the move get the same error."""
     client.call("model", 4).release()
@@ -276,7 +277,7 @@ def test_objects_dropped_during_an_eviction_are_not_moved(
         threads.submit(client.restore, client.list_objects()[0]["object_id"]),
         threads.submit(client.evict, "model"),
     ]
-    eventually(lambda: server.engine.ask(lambda core: len(core.state.waits)) == 2)
+    eventually(lambda: world.server.engine.ask(lambda core: len(core.state.waits)) == 2)
     assert client.invalidate_endpoint_cache("model") == 1
     gate.open.set()
     assert [request.result() for request in (first, *others)] == [[], [], []]
@@ -285,7 +286,7 @@ def test_objects_dropped_during_an_eviction_are_not_moved(
 
 
 def test_objects_dropped_during_a_restore_are_built_again(
-    client: Client, connect: Connect, gate: Gate, threads: ThreadPoolExecutor
+    client: Client, world: World, gate: Gate, threads: ThreadPoolExecutor
 ) -> None:
     """The caller gets a new one; nothing is left of the earlier one."""
     gate.open.set()
@@ -294,7 +295,7 @@ def test_objects_dropped_during_a_restore_are_built_again(
     gate.open.clear()
     called = threads.submit(client.call, "model", 10)
     assert gate.begun.wait(30)
-    restored = threads.submit(connect().restore, object_id)
+    restored = threads.submit(world.client().restore, object_id)
     assert client.invalidate_call_cache("model", 10) == 1
     gate.open.set()
     with called.result() as handle:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from shared_rpc import Client, Provider, Server
+from shared_rpc import Client, Server
 from shared_rpc.errors import ConfigurationError, ServerBusy, TaskCancelled
 from shared_rpc.execution import device_memory
 from shared_rpc.memory.closing import CLOSER
 from shared_rpc.memory.devices import device_id, facts_of
-from tests.kit.apps import Connect
 from tests.kit.closings import late_closings
 from tests.kit.processes import eventually
+from tests.kit.world import World
 
 #: The device first: resources that its driver opens once are no leak.
 pytestmark = pytest.mark.usefixtures("device", "no_leaks")
@@ -35,17 +35,16 @@ def unit(device: str) -> int:
 
 
 @pytest.fixture
-def shared(base_path: str, device: str) -> Provider:
+def world(device: str, world: World) -> World:
     """Models of the requested size in bytes."""
-    provider = Provider(base_path, device=device)
 
     def build(number: int, nbytes: int) -> torch.Tensor:
         return torch.full((nbytes,), number, dtype=torch.uint8, device=device)
 
-    provider.share("model", managed=True)(build)
-    provider.share("dropped", managed=True, host_copy="never")(build)
-    provider.share("line", managed=True, concurrency="serialized")(build)
-    return provider
+    world.share("model", managed=True)(build)
+    world.share("dropped", managed=True, host_copy="never")(build)
+    world.share("line", managed=True, concurrency="serialized")(build)
+    return world
 
 
 #: ``full(units, **options)`` serves with capacity for this many of the smallest segments.
@@ -53,24 +52,9 @@ Full = Callable[..., Server]
 
 
 @pytest.fixture
-def full(shared: Provider, device: str, unit: int) -> Iterator[Full]:
+def full(world: World, device: str, unit: int) -> Full:
     """See :data:`Full`."""
-    started: list[Server] = []
-
-    def start(units: int, **options: Any) -> Server:
-        server = Server(shared, **{"quotas": {device: units * unit}, "when_full": "evict", **options})
-        started.append(server.start())
-        return server
-
-    yield start
-    for server in started:
-        server.stop()
-
-
-@pytest.fixture
-def client(connect: Connect) -> Client:
-    """A client of the server that the test starts."""
-    return connect()
+    return lambda units, **options: world.serve(**{"quotas": {device: units * unit}, "when_full": "evict", **options})
 
 
 def waiting(server: Server) -> int:
@@ -83,11 +67,9 @@ def used(client: Client, device: str) -> int:
     return next(info["used"] for info in client.list_devices() if info["id"] == device_id(device))
 
 
-def test_the_error_of_a_deadline_names_who_holds_what(
-    full: Full, client: Client, connect: Connect, device: str, unit: int
-) -> None:
+def test_the_error_of_a_deadline_names_who_holds_what(full: Full, client: Client, world: World, device: str, unit: int) -> None:
     """With processes, objects, bytes and the remedy; nothing of the request is left."""
-    server, hasty = full(2), connect(timeout=SHORTLY)
+    server, hasty = full(2), world.client(timeout=SHORTLY)
     with client.call("model", 1, 2 * unit) as handle:
         for request in (lambda: hasty.call("model", 2, unit), lambda: hasty.create_buffer(unit)):
             with pytest.raises(ServerBusy) as caught:
@@ -100,10 +82,10 @@ def test_the_error_of_a_deadline_names_who_holds_what(
 
 
 def test_results_that_wait_for_capacity_can_be_abandoned(
-    full: Full, client: Client, connect: Connect, device: str, unit: int
+    full: Full, client: Client, world: World, device: str, unit: int
 ) -> None:
     """And the next run of a serialized endpoint begins."""
-    server, hasty = full(2), connect(timeout=SHORTLY)
+    server, hasty = full(2), world.client(timeout=SHORTLY)
     client.call("line", 1, 2 * unit).release()
     with client.call("model", 2, unit):
         with pytest.raises(ServerBusy):
@@ -146,10 +128,10 @@ def test_waiting_tasks_are_cancelled_at_once(full: Full, client: Client, unit: i
 
 
 def test_calls_join_a_waiting_result(
-    full: Full, client: Client, connect: Connect, threads: ThreadPoolExecutor, device: str, unit: int
+    full: Full, client: Client, world: World, threads: ThreadPoolExecutor, device: str, unit: int
 ) -> None:
     """It is built once, even if the client that asked first has ended."""
-    server, other = full(1), connect()
+    server, other = full(1), world.client()
     first = other.call("model", 1, unit)
     answer = threads.submit(client.call, "model", 2, unit)
     eventually(lambda: waiting(server) == 1)
@@ -191,7 +173,7 @@ def test_impossible_options_are_refused(full: Full, options: dict[str, Any], tex
 
 def test_calls_of_running_endpoints_go_first(
     full: Full,
-    shared: Provider,
+    world: World,
     client: Client,
     threads: ThreadPoolExecutor,
     begun: threading.Event,
@@ -201,12 +183,12 @@ def test_calls_of_running_endpoints_go_first(
 ) -> None:
     """Others may wait for memory that the endpoint uses: it is not blocked by them, for warm and cold objects."""
 
-    @shared.share(managed=True)
+    @world.share(managed=True)
     def both(nbytes: int) -> torch.Tensor:
-        with shared.call("model", 1, nbytes) as first:
+        with world.provider.call("model", 1, nbytes) as first:
             begun.set()
             go.wait(30)
-            with shared.call("model", 2, nbytes) as second:
+            with world.provider.call("model", 2, nbytes) as second:
                 return first.value + second.value
 
     server = full(3, spill_dir=tmp_path)
@@ -252,12 +234,12 @@ def test_quotas_count_dropped_memory_as_free(full: Full, client: Client, device:
 
 
 def test_builds_wait_for_pending_frees(
-    full: Full, shared: Provider, client: Client, monkeypatch: pytest.MonkeyPatch, device: str
+    full: Full, world: World, client: Client, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
     """If the device has less free memory than is being freed."""
     left: list[int] = []
 
-    @shared.share
+    @world.share
     async def weights() -> torch.Tensor:
         left.append(len(CLOSER))
         return torch.zeros(4, device=device)

@@ -354,8 +354,10 @@ def test_a_function_that_is_changed_has_another_fingerprint(old: str, new: str) 
 # The decorator.
 
 
-def test_decorators_take_parentheses_and_names(provider: Provider) -> None:
+def test_decorators_take_parentheses_and_names() -> None:
     """With or without parentheses, and with a name of its own; the result has the function's name, docstring and signature."""
+
+    provider = Provider(device="cpu")
 
     def load(size: int, *, bias: bool = True) -> torch.nn.Module:
         """Build a layer."""

@@ -15,8 +15,8 @@ from torch.nn.utils import parametrizations
 
 from shared_rpc import materialize
 from shared_rpc.errors import CapabilityError, ConfigurationError, StateMismatchError
-from tests.kit.apps import at_once
 from tests.kit.models import Tied, same_memory
+from tests.kit.world import at_once
 
 MIB = 1 << 20
 

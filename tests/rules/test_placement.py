@@ -27,9 +27,9 @@ from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.pool import Pool, PoolOptions
 from shared_rpc.memory.records import Record
 from shared_rpc.memory.segments import Segment
-from tests.kit.apps import at_once
 from tests.kit.models import Everything, Tied
 from tests.kit.processes import python
+from tests.kit.world import at_once
 
 Rebuilt = Callable[..., Any]
 Published = Callable[..., Record]

@@ -23,7 +23,7 @@ from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.revisions import Page, new_page, read_only, settled_revision
 from shared_rpc.protocol.records import SegmentInfo
 from tests.kit import fake_driver
-from tests.kit.apps import at_once
+from tests.kit.world import at_once
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ from shared_rpc.memory.backends.host import HOST, MemfdBackend
 from shared_rpc.memory.mapping import Mapping, MappingTable
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.records import Access
-from tests.kit.apps import at_once
 from tests.kit.bound_host import BoundHost
 from tests.kit.processes import open_fds, rights
+from tests.kit.world import at_once
 
 Make = Callable[..., Segment]
 Use = Callable[[list[Segment], str], tuple[Any, list[Mapping]]]

@@ -84,8 +84,7 @@ def test_stop_ends_a_broker(app: BrokerApp) -> None:
 
 def stopped(app: BrokerApp, *options: str) -> Child:
     """Wait for the end of ``shared-rpc stop``."""
-    child = Child("-m", "shared_rpc.cli", "stop", *options, cwd=app.file.parent)
-    app._children.append(child)
+    child = app.world.start("-m", "shared_rpc.cli", "stop", *options, cwd=app.file.parent)
     child.process.wait(30)
     return child
 

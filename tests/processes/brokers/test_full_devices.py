@@ -11,7 +11,8 @@ import pytest
 from shared_rpc import Client
 from tests.kit.brokers import BrokerApp
 from tests.kit.deep import repetitions
-from tests.kit.processes import Child, Program, eventually
+from tests.kit.processes import Child, eventually
+from tests.kit.world import World
 
 MIB = 1 << 20
 
@@ -68,9 +69,9 @@ def one_of_two(broker_app: BrokerApp, tmp_path: Path) -> Client:
 
 
 @pytest.fixture
-def holder(program: Program) -> Callable[[int], Child]:
+def holder(world: World) -> Callable[[int], Child]:
     """``holder(number)`` starts a process that has a model active."""
-    return lambda number: program(HOLDER.replace("NUMBER", str(number)))
+    return lambda number: world.process(HOLDER.replace("NUMBER", str(number)))
 
 
 def tell(child: Child, what: str) -> None:
@@ -79,10 +80,10 @@ def tell(child: Child, what: str) -> None:
     child.expect("done")
 
 
-def test_many_processes_take_turns_on_two_models(one_of_two: Client, program: Program) -> None:
+def test_many_processes_take_turns_on_two_models(one_of_two: Client, world: World) -> None:
     """With memory for one: all make progress, and find the right bytes each time."""
     code = IN_TURNS.replace("TURNS", "4")
-    users = [program(code.replace("ORDER", "1" if number % 2 else "-1")) for number in range(repetitions(6, 50))]
+    users = [world.process(code.replace("ORDER", "1" if number % 2 else "-1")) for number in range(repetitions(6, 50))]
     for user in users:
         user.expect("ready")
     for user in users:

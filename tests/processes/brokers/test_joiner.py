@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared_rpc import Client, Provider, Server
+from shared_rpc import Client, Server
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.server.joiner import check_cluster
-from tests.kit.apps import Connect, Serve
 from tests.kit.brokers import BrokerApp, is_running
 from tests.kit.joiners import FAITHLESS, PROGRAM, command_of, source_of
-from tests.kit.processes import Child, Program, eventually, links_of
+from tests.kit.processes import Child, eventually, links_of
+from tests.kit.world import World
 
 
 @pytest.fixture
@@ -80,11 +80,11 @@ def faithless(tmp_path: Path) -> str:
 
 
 @pytest.mark.usefixtures("no_leaks")
-def test_a_server_starts_a_joiner(provider: Provider, serve: Serve, connect: Connect, faithless: str) -> None:
+def test_a_server_starts_a_joiner(world: World, faithless: str) -> None:
     """It gets the server's socket, answers its misses, and ends with it."""
-    provider.share("load", managed=True)(lambda: torch.ones(1))
-    server = serve(cluster=faithless, source_grace=600.0)
-    client = connect()
+    world.share("load", managed=True)(lambda: torch.ones(1))
+    server = world.serve(cluster=faithless, source_grace=600.0)
+    client = world.client()
     client.call("load").release()
     info = source_of(client)
     assert (info["cluster"], info["pid"], info["joiner"]["starts"]) == (faithless, info["joiner"]["pid"], 1)
@@ -94,16 +94,16 @@ def test_a_server_starts_a_joiner(provider: Provider, serve: Serve, connect: Con
     assert not is_running(info["pid"])
 
 
-def test_a_missing_distribution_is_reported(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_distribution_is_reported(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names the extra; nothing listens."""
     monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: ())
-    server = Server(provider, cluster="prod")
+    server = Server(world.owner, cluster="prod")
     with pytest.raises(ConfigurationError, match=r"pip install 'shared-rpc\[ray\]'"):
         server.start()
     assert not server.running and not Path(server.socket_path).exists()
 
 
-def test_a_joiner_ends_with_a_killed_script(base_path: str, faithless: str, program: Program) -> None:
+def test_a_joiner_ends_with_a_killed_script(faithless: str, world: World) -> None:
     """Even if a process forked by the script, which is not the server's, survives."""
     code = """
     import os, sys, time
@@ -120,10 +120,10 @@ def test_a_joiner_ends_with_a_killed_script(base_path: str, faithless: str, prog
         os._exit(0)
     time.sleep(60)
     """
-    child = program(code, faithless)
+    child = world.process(code, faithless)
     forked = int(child.expect("child").split()[1])
     try:
-        with Client(base_path, device="cpu") as client:
+        with Client(world.base_path, device="cpu") as client:
             pid = source_of(client)["pid"]
         assert not pipes_of(pid) & pipes_of(forked)
         child.process.kill()
@@ -139,14 +139,12 @@ def pipes_of(pid: int) -> set[str]:
     return {link for link in links_of(pid) if link.startswith("pipe:")}
 
 
-def test_a_failed_joiner_is_reported(
-    provider: Provider, serve: Serve, connect: Connect, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failed_joiner_is_reported(world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """With its last line; calls are built after the grace period."""
     wrong = command_of(tmp_path, "raise SystemExit('no cluster is there')")
-    provider.share("load", managed=True)(lambda: torch.ones(1))
-    serve(cluster=wrong, source_grace=0.1)
-    client = connect()
+    world.share("load", managed=True)(lambda: torch.ones(1))
+    world.serve(cluster=wrong, source_grace=0.1)
+    client = world.client()
     client.call("load").release()
     eventually(lambda: "exited with code 1: no cluster is there" in source_of(client)["joiner"]["problem"])
     assert "the next one is started in 0.5 s" in caplog.text

@@ -10,8 +10,9 @@ import torch
 
 from shared_rpc.errors import RefreshError
 from tests.kit.brokers import BrokerApp, fds_of
-from tests.kit.processes import Child, Program, eventually
+from tests.kit.processes import eventually
 from tests.kit.service_manager import ServiceManager
+from tests.kit.world import World
 
 #: An endpoint that counts its builds in a file, and whose result has several segments: tensors, private ones and an array.
 MODEL = """
@@ -39,11 +40,11 @@ provider.share("sealed", managed=True, tensors="parameters", access="read")(net)
 class Place:
     """A folder with an app and the broker that serves it."""
 
-    def __init__(self, folder: Path, children: list[Child]) -> None:
+    def __init__(self, folder: Path) -> None:
         folder.mkdir()
         folder.chmod(0o700)
         self.folder = folder
-        self.app = BrokerApp(folder, str(folder / "s"), children)
+        self.app = BrokerApp(World(str(folder / "s")))
         self.app.write(MODEL)
         self.broker = self.app.start("--base-path", self.app.base_path, "--no-preload")
         self.client = self.app.connect()
@@ -55,14 +56,14 @@ class Place:
         return len(file.read_text()) if file.exists() else 0
 
     def close(self) -> None:
-        """Hang up."""
-        self.app.close()
+        """End the broker and its client."""
+        self.app.world.close()
 
 
 @pytest.fixture
-def places(tmp_path: Path, children: list[Child]) -> Iterator[list[Place]]:
+def places(world: World, tmp_path: Path) -> Iterator[list[Place]]:
     """Two places, like two hosts."""
-    made = [Place(tmp_path / name, children) for name in ("a", "b")]
+    made = [Place(tmp_path / name) for name in ("a", "b")]
     yield made
     for place in made:
         place.close()
@@ -82,7 +83,7 @@ def same(one: torch.nn.Module, other: torch.nn.Module) -> bool:
         'kept = client.prepare("held")',
     ],
 )
-def test_a_killed_client_leaves_nothing(places: list[Place], program: Program, code: str) -> None:
+def test_a_killed_client_leaves_nothing(places: list[Place], world: World, code: str) -> None:
     """Neither objects nor memory nor descriptors, in either broker."""
     for place in places:
         place.client.call("held").release()
@@ -90,7 +91,7 @@ def test_a_killed_client_leaves_nothing(places: list[Place], program: Program, c
     counts = [len(place.client.list_objects()) for place in places]
     clients = [f"Client({place.app.base_path!r}, device='cpu', timeout=30)" for place in places]
     code = f"from shared_rpc import Client\nclient, other = {', '.join(clients)}\n{code}\nprint('there', flush=True)\ninput()"
-    holder = program(code)
+    holder = world.process(code)
     holder.expect("there")
     assert [len(place.client.list_objects()) for place in places] != counts
     holder.kill()

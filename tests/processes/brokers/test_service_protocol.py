@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shared_rpc.broker.systemd import inherit
-from tests.kit.processes import Program
+from tests.kit.world import World
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -52,19 +52,19 @@ print("blocking", [listener.getblocking() for listener in inherited.listeners.va
 """
 
 
-def test_inherited_sockets_and_descriptors_are_taken(program: Program, tmp_path: Path) -> None:
+def test_inherited_sockets_and_descriptors_are_taken(world: World, tmp_path: Path) -> None:
     """Sockets by their path, stored descriptors by name; children inherit neither them nor the variables."""
     path = str(tmp_path / "socket")
-    child = program(TAKES, "listens memory memory", "", path)
+    child = world.process(TAKES, "listens memory memory", "", path)
     assert child.expect("took") == f"took [{path!r}] [Passed(name='memory', fd=4), Passed(name='memory', fd=5)]"
     assert child.expect("left") == "left []"
     assert child.expect("inheritable") == "inheritable []"
     assert child.expect("blocking") == "blocking [False]"
 
 
-def test_descriptors_for_another_pid_are_left_alone(program: Program, tmp_path: Path) -> None:
+def test_descriptors_for_another_pid_are_left_alone(world: World, tmp_path: Path) -> None:
     """``LISTEN_PID`` is not this process: nothing is touched."""
-    child = program(TAKES, "listens memory", "1", str(tmp_path / "socket"))
+    child = world.process(TAKES, "listens memory", "1", str(tmp_path / "socket"))
     assert child.expect("took") == "took [] []"
     assert child.expect("inheritable") == "inheritable [3, 4]"
 
@@ -76,9 +76,9 @@ def test_descriptors_for_another_pid_are_left_alone(program: Program, tmp_path: 
         ("memory nothing", "LISTEN_FDS=2, but descriptor 4 is not open"),
     ],
 )
-def test_unusable_descriptors_are_configuration_errors(program: Program, kinds: str, why: str) -> None:
+def test_unusable_descriptors_are_configuration_errors(world: World, kinds: str, why: str) -> None:
     """The error names the socket or descriptor."""
-    assert why in program(TAKES, kinds, "").expect("refused")
+    assert why in world.process(TAKES, kinds, "").expect("refused")
 
 
 def test_a_stuck_manager_does_not_block(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -19,9 +19,10 @@ from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import tiers as t
 from tests.kit.brokers import APP, BrokerApp
-from tests.kit.processes import Child, Program, eventually
+from tests.kit.processes import Child, eventually
 from tests.kit.raw import Raw
 from tests.kit.service_manager import ServiceManager
+from tests.kit.world import World
 
 #: Before anything else of an app: holds its import up, or makes it fail.
 GATE = """
@@ -193,11 +194,11 @@ def test_buffers_survive_a_restart(app: BrokerApp, manager: ServiceManager, brok
 
 
 def test_an_open_channel_survives_a_restart_without_its_name(
-    app: BrokerApp, manager: ServiceManager, broker: Child, program: Program
+    app: BrokerApp, manager: ServiceManager, broker: Child, world: World
 ) -> None:
     """Its processes use it, no other one opens it, and a new channel may have the name."""
     channel = app.connect().create_channel("c", 4096)
-    reader = program(READER)
+    reader = world.process(READER)
     channel.send({}, "before")
     reader.expect("received before")
     restart(broker, manager, 2)
