@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from shared_rpc.errors import DeadlineExceeded, TaskCancelled, TaskError
+from shared_rpc.errors import DeadlineExceeded, ServerBusy, TaskCancelled, TaskError
 from shared_rpc.execution.outcomes import Failure
 from shared_rpc.execution.run import CallArguments, Run
 from shared_rpc.observability.events import HOOKS, TaskChanged
@@ -18,7 +18,7 @@ from shared_rpc.protocol.options import ServeOptions
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
 from shared_rpc.server.requests import Answer, Caller, handles
-from shared_rpc.server.runs import Runs, close_arguments
+from shared_rpc.server.runs import Runs
 from shared_rpc.server.shared import State
 from shared_rpc.server.state.leases import TaskHolder
 from shared_rpc.server.state.objects import StoredObject
@@ -69,17 +69,15 @@ class Tasks:
     ) -> Task[Waiter]:
         """Make a task of a call; one with a cached result has ended on return.
 
-        :param arguments: this object takes ownership of their descriptors.
+        :param arguments: this object takes ownership of their descriptors, unless it raises.
         :param asker: the waiter of the submitting request, whose call is observed.
         :raises ServerBusy: if there are too many tasks.
         """
         try:
-            self.table.check_capacity()
-        except BaseException:
-            close_arguments(arguments)
+            task = self.table.add(spec.name, key)
+        except ServerBusy:
             self._runs.statistics.of(spec.name)["errors"] += 1
             raise
-        task = self.table.add(spec.name, key)
         waiter = task.waiter = Waiter(
             "",
             functools.partial(self._ended, task),

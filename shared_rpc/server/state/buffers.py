@@ -172,15 +172,13 @@ class BufferTable:
     def expire(self) -> float | None:
         """Unlist expired buffers; return the seconds until the next one expires, None for never."""
         now = self._clock.now()
-        ends = {object_id: terms.expires_at for object_id, terms in self._terms.items() if terms.expires_at is not None}
-        for object_id in [object_id for object_id, end in ends.items() if end <= now]:
-            del ends[object_id]
-            self._unlist(object_id, "expired")
-        claims = {object_id: terms.claimed_until for object_id, terms in self._terms.items() if terms.claimed_until is not None}
-        for object_id in [object_id for object_id, end in claims.items() if end <= now]:
-            del claims[object_id]
-            self.settle(object_id)
-        return min((end - now for end in (*ends.values(), *claims.values())), default=None)
+        for object_id, terms in tuple(self._terms.items()):
+            if terms.expires_at is not None and terms.expires_at <= now:
+                self._unlist(object_id, "expired")
+            elif terms.claimed_until is not None and terms.claimed_until <= now:
+                self.settle(object_id)
+        ends = [end for terms in self._terms.values() for end in (terms.expires_at, terms.claimed_until) if end is not None]
+        return min((end - now for end in ends if end > now), default=None)
 
     def info(self, object_id: str) -> tuple[str, float | None]:
         """Return a buffer's state, and its end (time.time()), see :class:`~shared_rpc.protocol.infos.ObjectInfo`."""

@@ -99,8 +99,8 @@ class TaskTable(Generic[W]):
         #: Finished tasks, in the order of their ends.
         self._finished: OrderedDict[str, Task[W]] = OrderedDict()
 
-    def check_capacity(self) -> None:
-        """Check that a task may be created.
+    def add(self, endpoint: str, cache_key: str | None) -> Task[W]:
+        """Create a pending task.
 
         :raises ServerBusy: if the capacity is exhausted.
         """
@@ -108,9 +108,6 @@ class TaskTable(Generic[W]):
             raise ServerBusy(
                 f"{self._capacity} tasks are pending or running, the limit of this server (max_tasks): wait for one to end"
             )
-
-    def add(self, endpoint: str, cache_key: str | None) -> Task[W]:
-        """Create a pending task."""
         self._issued = next(self._numbers)
         info = TaskInfo(
             task_id=f"{self.issuer}-{self._issued}",
