@@ -13,7 +13,8 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
+
+import msgspec
 
 from shared_rpc.forks import after_fork
 from shared_rpc.lifecycle.finalizer import FinalizerThread
@@ -33,7 +34,7 @@ class _Thread(threading.local):
 THREAD = _Thread()
 
 
-class _Closing(NamedTuple):
+class _Closing(msgspec.Struct):
     """A descriptor to be closed. ``file`` is the device and the inode of its file."""
 
     number: int

@@ -21,12 +21,13 @@ import faulthandler
 import os
 import signal
 from collections.abc import Callable
-from typing import NamedTuple
+
+import msgspec
 
 from shared_rpc.forks import fork_safe_lock
 
 
-class Target(NamedTuple):
+class Target(msgspec.Struct):
     """Memory that may not be accessed: ``offset`` is the accessed byte. ``vacated`` if its object is suspended."""
 
     memory: str

@@ -10,7 +10,9 @@ import functools
 import importlib
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
+
+import msgspec
 
 from shared_rpc.errors import CapabilityError, ConfigurationError
 from shared_rpc.forks import fork_safe_lock
@@ -32,7 +34,7 @@ _GOOD = {
 }
 
 
-class Choice(NamedTuple):
+class Choice(msgspec.Struct, frozen=True):
     """A mechanism and the reason for it."""
 
     name: Mechanism
