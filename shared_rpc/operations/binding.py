@@ -163,8 +163,8 @@ def _method(kind: type[Driver], name: str, body: Callable[..., Steps[Any]]) -> C
 
 def _shown(annotation: str, kind: type[Driver]) -> str:
     """Convert an annotation to its public form for a class."""
-    inner = re.fullmatch(r"Steps\[(.*)\]", annotation)
-    return re.sub(r"\bLeased?\b", kind._HANDLE.__name__, inner[1] if inner else annotation)
+    public = annotation[len("Steps[") : -1] if annotation.startswith("Steps[") else annotation
+    return re.sub(r"\bLeased?\b", kind._HANDLE.__name__, public) if "Lease" in public else public
 
 
 def take_result(ctx: Context, what: str, reply: Reply, transfer: ClientTransfer | None = None) -> Operation[Any]:

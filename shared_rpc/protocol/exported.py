@@ -63,20 +63,16 @@ class RecordHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         :raises RecordError: if it is invalid, or of another format.
         """
         try:
-            found = _formats.decode(data).format
+            found = msgspec.msgpack.decode(data, type=_Format).format
             if found != FORMAT:
                 raise RecordError(
                     f"the record has format {found}, and this release of shared-rpc reads format {FORMAT}: use one release on "
                     f"both sides",
                     reason="version",
                 )
-            return _headers.decode(data)
+            return msgspec.msgpack.decode(data, type=RecordHeader)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise RecordError(f"cannot read the header of a record: {error}", reason="malformed") from error
-
-
-_formats = msgspec.msgpack.Decoder(_Format)
-_headers = msgspec.msgpack.Decoder(RecordHeader)
 
 
 class SlabPart(msgspec.Struct, frozen=True, array_like=True):

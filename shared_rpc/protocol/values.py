@@ -6,6 +6,7 @@ extension type; memory is sent as a reference into the call's tensor table.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -252,20 +253,17 @@ def _too_many() -> ProtocolError:
     return ProtocolError(f"the arguments of a call have more than {MAX_VALUES:,} values: pass them as a tensor")
 
 
-def _head(code: int) -> tuple[int, int]:
-    """Return, for a value's first byte, the size of the value without the contents of a container, and the number of following
+@functools.cache
+def _heads() -> list[tuple[int, int]]:
+    """Return, by a value's first byte, the size of the value without the contents of a container, and the number of following
     bytes that encode a length.
     """
-    if 0xA0 <= code <= 0xBF:
-        return code - 0x9F, 0
-    sizes = {0xCA: 5, 0xCB: 9, 0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, 0xD0: 2, 0xD1: 3, 0xD2: 5, 0xD3: 9}
+    sizes = {code: code - 0x9F for code in range(0xA0, 0xC0)}
+    sizes |= {0xCA: 5, 0xCB: 9, 0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, 0xD0: 2, 0xD1: 3, 0xD2: 5, 0xD3: 9}
     sizes |= {0xD4: 3, 0xD5: 4, 0xD6: 6, 0xD7: 10, 0xD8: 18, 0xDC: 3, 0xDD: 5, 0xDE: 3, 0xDF: 5}
     lengths = {0xC4: (2, 1), 0xC5: (3, 2), 0xC6: (5, 4), 0xC7: (3, 1), 0xC8: (4, 2), 0xC9: (6, 4)}
     lengths |= {0xD9: (2, 1), 0xDA: (3, 2), 0xDB: (5, 4)}
-    return lengths.get(code, (sizes.get(code, 1), 0))
-
-
-_HEADS = [_head(code) for code in range(256)]
+    return [lengths.get(code, (sizes.get(code, 1), 0)) for code in range(256)]
 
 
 def _check_values(data: msgspec.Raw | bytes) -> None:
@@ -277,8 +275,9 @@ def _check_values(data: msgspec.Raw | bytes) -> None:
     place, end, left = 0, len(view), 2 * MAX_VALUES + 1  # a dict has keys too, and all of it is one more
     if end <= _UNCOUNTED:
         return
+    heads = _heads()
     while place < end:
-        size, length = _HEADS[view[place]]
+        size, length = heads[view[place]]
         if length:
             size += int.from_bytes(view[place + 1 : place + 1 + length], "big")
         place += size
