@@ -172,7 +172,8 @@ def decode_result(
     refuse_capture(segment.info for segment in segments)
     quick = len(table) + len(skeleton) < _FEW
     found = read_table(table)
-    attached = MAPPINGS.attach(segments, owner=owner, label=label)
+    hidden = {entry.segment for entry in found.buffers}
+    attached = MAPPINGS.attach(segments, owner=owner, hidden=hidden, label=label)
     with attached as mappings, nullcontext() if quick else collector.paused():
         chunks = pooled if pooled is not None else {}
         tensors, storages = tensors_of(found, mappings, chunks, trusted=True, object_id=object_id)

@@ -21,7 +21,7 @@ import logging
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -55,6 +55,8 @@ class Mapping(msgspec.Struct, eq=False):
     number: int = 0
     #: True while the address is reserved and nothing is mapped there.
     vacated: bool = False
+    #: True if :meth:`MappingTable.find` skips the mapping.
+    hidden: bool = False
     #: The id of the server that keeps the segment under its id; ``""`` for none.
     owner: str = ""
     #: True if this process made the segment; True until it has published it.
@@ -245,6 +247,7 @@ class MappingTable:
         *,
         keep: bool = False,
         owner: str = "",
+        hidden: Collection[int] = (),
         label: str = "",
     ) -> Iterator[list[Mapping]]:
         """Map segments with the access in their infos. They stay mapped during the block, and then until their last user ends.
@@ -253,18 +256,20 @@ class MappingTable:
 
         :param keep: keep a descriptor, so that this process can publish the memory again.
         :param owner: the id of the server that keeps the segments.
+        :param hidden: the numbers of segments that :meth:`find` skips, as it skips copy-on-write mappings.
         :param label: a description of the contents, for messages.
         """
         mappings: list[Mapping] = []
         try:
             with self._lock:
-                for segment in segments:
+                for number, segment in enumerate(segments):
                     mapping = self._attached(segment)
+                    mapping.hidden = mapping.hidden or number in hidden or mapping.info.access == "copy"
                     mapping.pins += 1
                     mappings.append(mapping)
                     mapping.owner = owner or mapping.owner
                     mapping.label(label)
-                    if (keep or self.keeps) and not mapping.pooled and mapping.info.access != "copy":
+                    if (keep or self.keeps) and not (mapping.pooled or mapping.hidden):
                         mapping.descriptor = mapping.descriptor or segment.duplicate()
             yield [*mappings]
         finally:
@@ -564,12 +569,12 @@ class MappingTable:
     # Looking up.
 
     def find(self, address: int) -> tuple[Mapping, int] | None:
-        """Return the mapping that holds ``address`` and the offset in it, in bytes; None for copy-on-write memory too.
+        """Return the mapping that holds ``address`` and the offset in it, in bytes; None for hidden ones too.
 
         :raises HandleSuspended: if the mapping is vacated, because the caller is about to use the memory.
         """
         found = self._at(address)
-        if found is None or found[0].info.access == "copy":
+        if found is None or found[0].hidden:
             return None
         mapping, _ = found
         if mapping.vacated:

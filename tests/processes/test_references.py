@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -113,6 +114,19 @@ def test_references_can_be_mixed_with_other_memory(world: World, remote: Remote)
     begin = sum(range(1000))
     assert (sums, copied >= 12_000) == ([begin + 1000, begin + 2000, begin + 3000], True)
     assert world.provider.call("weights", 1000).value[:3].tolist() == [3, 4, 5]
+
+
+@on_the_host
+def test_tensors_over_read_only_arrays_are_copied(shared: Provider, remote: Remote) -> None:
+    """The server's own array lies elsewhere, and the segment that its clients map is sealed."""
+    shared.share("table", access="read", managed=True)(lambda: [numpy.arange(8192), torch.zeros(1)])
+    shared.share("total", cache=False)(lambda values: values.sum())
+    total, copied = remote("""
+        import warnings
+        with client.call("table") as handle, warnings.catch_warnings(action="ignore"):
+            answer = client.call("total", torch.from_numpy(handle.value[0])[4096:]).item()
+    """)
+    assert total == sum(range(4096, 8192)) and copied >= 4096 * 8
 
 
 def test_memory_dropped_by_the_server_is_sent(remote: Remote) -> None:
