@@ -29,7 +29,6 @@ from shared_rpc.protocol.tasks import TaskInfo
 
 M = TypeVar("M", bound=m.Message)
 T = TypeVar("T")
-MessageT = TypeVar("MessageT", bound=m.Message)
 
 #: Maximum number of connections that may break during one request: a server that hangs up repeatedly was not restarted.
 _TRIES = 3
@@ -278,7 +277,7 @@ def reached(known: Known | None) -> Operation[Any]:
     return known or (yield Reach())
 
 
-def ask(request: Request, kind: type[MessageT]) -> Operation[MessageT]:
+def ask(request: Request, kind: type[M]) -> Operation[M]:
     """Send a request whose reply is of one kind and carries no descriptors."""
     return message_of((yield request), request.what, kind)
 

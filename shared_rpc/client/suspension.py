@@ -26,7 +26,7 @@ from shared_rpc.client.exchange import PROMPT
 from shared_rpc.client.handle import Lease
 from shared_rpc.client.sending import send
 from shared_rpc.client.session import LeaseBook
-from shared_rpc.client.steps import Driver, Known, Operation, Reply, Request, Tell, Within, Work, ask, message_of, query
+from shared_rpc.client.steps import Driver, Known, Operation, Pause, Reply, Request, Tell, Within, Work, ask, message_of, query
 from shared_rpc.client.transfer import ClientTransfer
 from shared_rpc.errors import (
     CapabilityError,
@@ -239,7 +239,7 @@ def map_again(ctx: Context, handle: Lease[Any], *, activates: bool = True) -> Op
         with _announced(book.resuming, object_id):
             until = time.monotonic() + PROMPT
             while object_id in tuple(book.suspending.values()) and time.monotonic() < until:
-                yield Work(functools.partial(time.sleep, _MOMENT))
+                yield Pause(_MOMENT)
             reply: Reply = yield Request(t.Resume(object_id), f"the resumption of object {object_id}")
             try:
                 if reply.live:

@@ -9,7 +9,7 @@ import time
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Literal
 
-from shared_rpc.client.steps import Request, Within, Work, ask, query, reached
+from shared_rpc.client.steps import Pause, Request, Within, Work, ask, query, reached
 from shared_rpc.client.suspension import Context
 from shared_rpc.errors import BufferNotFound, DeadlineExceeded
 from shared_rpc.operations.binding import Steps, operation
@@ -151,4 +151,4 @@ class ChannelOperations:
                         f"or the server has restarted (open channels keep working, but cannot be opened by name): create it",
                         reason="unknown",
                     ) from None
-            yield Work(lambda: time.sleep(0.02))
+            yield Pause(0.02)

@@ -10,10 +10,8 @@ from shared_rpc.errors import ConfigurationError
 from shared_rpc.protocol.peers import is_own, is_own_or_root, named
 
 
-def open_own(path: str, flags: int, create: bool = True) -> int:
+def open_own(path: str, flags: int) -> int:
     """Open a file of this user, creating it with mode 0600 if necessary. The caller must close the descriptor.
-
-    :param create: False to open an existing file.
 
     :raises ConfigurationError: if the file is another user's, or a hard link to some other file, by which a user without
         write permission could make this process write there.
@@ -21,7 +19,7 @@ def open_own(path: str, flags: int, create: bool = True) -> int:
     """
     try:
         # Opening another user's pipe would block.
-        fd = os.open(path, flags | (os.O_CREAT if create else 0) | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+        fd = os.open(path, flags | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     except OSError:
         # With fs.protected_regular, the kernel keeps even root from opening another user's file, with a mere EACCES.
         with suppress(OSError):  # no such file: the directory is full or not accessible
