@@ -88,8 +88,8 @@ def _lines(text: str) -> list[str]:
     return text.split("\n") if text else []
 
 
-def _exit_code(text: str) -> int | None:
-    return int(text) if text.removeprefix("-").isdecimal() else None
+def _int_or(default: int | None) -> Callable[[str], int | None]:
+    return lambda text: int(text) if text.removeprefix("-").isdecimal() else default
 
 
 class SharedRPCError(Exception):
@@ -227,7 +227,7 @@ class ChannelClosed(SharedRPCError):
     """
 
     code = "channel-closed"
-    _FIELDS: ClassVar = {"reason": _or("closed"), "pid": lambda text: int(text or 0)}
+    _FIELDS: ClassVar = {"reason": _or("closed"), "pid": _int_or(0)}
 
     def __init__(self, message: str, *, reason: str, pid: int) -> None:
         super().__init__(message)
@@ -242,7 +242,7 @@ class UpdateInterrupted(SharedRPCError):
     """
 
     code = "update-interrupted"
-    _FIELDS: ClassVar = {"revision": lambda text: int(text or 1), "pid": lambda text: int(text or 0)}
+    _FIELDS: ClassVar = {"revision": _int_or(1), "pid": _int_or(0)}
 
     def __init__(self, message: str, *, revision: int, pid: int) -> None:
         super().__init__(message)
@@ -311,7 +311,7 @@ class WorkerCrashed(SharedRPCError):
     """
 
     code = "worker-crashed"
-    _FIELDS: ClassVar = {"signal": _or(None), "exit_code": _exit_code, "stderr": str}
+    _FIELDS: ClassVar = {"signal": _or(None), "exit_code": _int_or(None), "stderr": str}
 
     def __init__(self, message: str, *, signal: str | None = None, exit_code: int | None = None, stderr: str = "") -> None:
         super().__init__(message)
