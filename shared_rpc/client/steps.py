@@ -291,6 +291,16 @@ def query(message: m.Query[T], what: str, payload: bytes = b"") -> Operation[T]:
         raise ProtocolError(f"the server answered {what} with another value: {error}") from error
 
 
+def pages(make: Callable[[int], m.Query[tuple[list[T], int | None]]], what: str) -> Operation[list[T]]:
+    """Return the items of all pages; ``make`` returns the query for the page after a number."""
+    items: list[T] = []
+    after: int | None = 0
+    while after is not None:
+        page, after = yield from query(make(after), what)
+        items += page
+    return items
+
+
 def message_of(reply: Reply, what: str, kind: type[M]) -> M:
     """Return the message of a reply, which must be of one kind and carry no descriptors.
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from shared_rpc.client.handle import Lease, drop_handles
-from shared_rpc.client.steps import Request, Work, query
+from shared_rpc.client.steps import Request, Work, pages, query
 from shared_rpc.client.suspension import Context, release_leases
 from shared_rpc.errors import ConnectError, ConnectionClosed, StaleHandleError
 from shared_rpc.operations.binding import Leased, Steps, id_of, operation, take_result
@@ -29,12 +29,7 @@ class ObjectOperations:
 
         They are fetched in pages: an object published or freed during the call may be listed or missing.
         """
-        infos: list[ListedObjectInfo] = []
-        after: int | None = 0
-        while after is not None:
-            page, after = yield from query(m.ListObjects(after), "list_objects")
-            infos += page
-        return infos
+        return (yield from pages(m.ListObjects, "list_objects"))
 
     @operation
     def get_object_info(ctx: Context, handle: Lease[Any] | str) -> Steps[ObjectInfo]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from shared_rpc.client.results import ReceivedResult, result_of
-from shared_rpc.client.steps import Operation, Reply, Request, Within, ask, message_of, query
+from shared_rpc.client.steps import Operation, Reply, Request, Within, ask, message_of, pages, query
 from shared_rpc.client.suspension import Context
 from shared_rpc.operations.binding import Steps, operation, take_result
 from shared_rpc.protocol import messages as m
@@ -141,9 +142,4 @@ class TaskOperations:
         :raises ValueError: for an unknown status.
         """
         chosen = TaskStatus(status) if status is not None else None
-        infos: list[TaskInfo] = []
-        after: int | None = 0
-        while after is not None:
-            page, after = yield from query(m.ListTasks(chosen, after), "list_tasks")
-            infos += page
-        return infos
+        return (yield from pages(functools.partial(m.ListTasks, chosen), "list_tasks"))

@@ -18,7 +18,7 @@ from shared_rpc.memory.backends.choice import MechanismOption, choose_mechanism,
 from shared_rpc.memory.devices import device_id
 from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.operations.binding import bound
-from shared_rpc.operations.client import BlockingOperations
+from shared_rpc.operations.client import BlockingOperations, Client
 from shared_rpc.operations.handles import Handle
 from shared_rpc.protocol.generations import Generation
 from shared_rpc.protocol.infos import MechanismInfo, RuntimeInfo
@@ -392,7 +392,7 @@ class Provider(BlockingOperations):
         if self.mechanism != "auto":
             choose_mechanism(self.mechanism, self.device_id)
         if role == "client":
-            return ClientRuntime(self.client_options)
+            return ClientRuntime(Client(**self.client_options))
         if role == "spawn":
             from shared_rpc.provider.spawn import SpawnRuntime, target_of
 

@@ -6,7 +6,6 @@ uses a server. The provider is independent of the choice.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import anyio
@@ -25,15 +24,13 @@ from shared_rpc.settings import Role
 class ClientRuntime:
     """The runtime of a role whose operations run in another process's server.
 
-    :param options: of the client.
-    :param socket: the server's socket, instead of base path and device.
-    :param make: creates the client.
+    :param operations: the client, owned by this object from now on.
     """
 
     role: Role = "client"
 
-    def __init__(self, options: dict[str, Any], socket: str | None = None, make: Callable[..., Client] = Client) -> None:
-        self.operations = make(socket_path=socket, **options)
+    def __init__(self, operations: Client) -> None:
+        self.operations = operations
 
     async def acall(self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call an endpoint in a thread."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from shared_rpc.client.starting import ServerStarter, log_path
 from shared_rpc.errors import ConfigurationError
+from shared_rpc.operations.client import Client
 from shared_rpc.protocol.infos import RuntimeInfo
 from shared_rpc.protocol.options import ServeOptions
 from shared_rpc.provider.runtime import ClientRuntime
@@ -37,7 +38,7 @@ class SpawnRuntime(ClientRuntime):
         preload: bool,
         cluster: str | None = None,
     ) -> None:
-        super().__init__(options)
+        super().__init__(Client(**options))
         # Those of this process: settings made after importing the provider are not in the file.
         base_path, device = options["base_path"], options["device"]
         served = ServeOptions(

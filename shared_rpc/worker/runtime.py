@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -59,7 +58,7 @@ class WorkerRuntime(ClientRuntime):
         lend: Callable[[], AbstractContextManager[None]],
         here: Callable[[], bool],
     ) -> None:
-        super().__init__(options, socket, functools.partial(_WorkerClient, lend, here))
+        super().__init__(_WorkerClient(lend, here, socket_path=socket, **options))
 
     @property
     def socket_path(self) -> str:
