@@ -13,7 +13,7 @@ import anyio.lowlevel
 import anyio.to_thread
 
 from shared_rpc.client.async_link import AsyncLink
-from shared_rpc.client.base import OWN_TIMEOUT, BaseClient, Turn
+from shared_rpc.client.base import OWN_TIMEOUT, BaseClient, OperationState
 from shared_rpc.client.exchange import PROMPT
 from shared_rpc.client.handle import Lease
 from shared_rpc.client.session import RENEWAL
@@ -73,8 +73,8 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
 
     async def _run(self, operation: Operation[T], *, patience: float | None = None, timeout: float | None = OWN_TIMEOUT) -> T:
         """Drive an operation like :func:`shared_rpc.client.steps.drive`."""
-        turn = Turn(self._connect_timeout if patience is None else patience)
-        turn.deadline = Within(self._timeout if timeout is OWN_TIMEOUT else timeout).deadline(anyio.current_time())
+        state = OperationState(self._connect_timeout if patience is None else patience)
+        state.deadline = Within(self._timeout if timeout is OWN_TIMEOUT else timeout).deadline(anyio.current_time())
         advance = functools.partial(operation.send, None)
         step: Step | None = None
         try:
@@ -84,29 +84,29 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
                 except StopIteration as stop:
                     return cast("T", stop.value)
                 try:
-                    advance = functools.partial(operation.send, await self._perform(turn, step))
+                    advance = functools.partial(operation.send, await self._perform(state, step))
                 except BaseException as error:
                     if not goes_to_operation(step, error):
                         raise
                     advance = functools.partial(operation.throw, error)
         except BaseException:
             operation.close()
-            self._undo(turn)
+            self._undo(state)
             raise
         finally:
             del advance
             step = None
 
-    async def _perform(self, turn: Turn, step: Step) -> Any:
+    async def _perform(self, state: OperationState, step: Step) -> Any:
         match step:
             case Request():
-                return await self._exchange(step, turn)
+                return await self._exchange(step, state)
             case Work():
                 return await _worked(step)
             case Lend():
-                return self._lend(step, turn)
+                return self._lend(step, state)
             case Reach():
-                return await self._connected(turn)
+                return await self._connected(state)
             case Open():
                 return await AsyncLink.open(step.path, step.seconds)
             case Ask():
@@ -114,40 +114,40 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
             case Pause():
                 await anyio.sleep(step.seconds)
             case Within():
-                turn.deadline = step.deadline(anyio.current_time())
+                state.deadline = step.deadline(anyio.current_time())
             case Tell():
-                self._post(step.message, turn.link or self._link)
+                self._post(step.message, state.link or self._link)
         return None
 
-    async def _exchange(self, request: Request, turn: Turn) -> Reply:
-        turn.request, turn.reply = request, None
+    async def _exchange(self, request: Request, state: OperationState) -> Reply:
+        state.request, state.reply = request, None
         if request.sessions and None not in request.sessions:
-            turn.patience = 0.0  # the leases end with their sessions
+            state.patience = 0.0  # the leases end with their sessions
         while True:
             link = self._link
             if link is None or not link.ready:  # else without a scope, which takes longer than all else here
-                link = await self._connected(turn)
+                link = await self._connected(state)
             if request.transfer is not None and request.transfer is not link.transfer:
                 raise TransferClosed
-            turn.link = link
+            state.link = link
             if request.sessions:
                 request.keep_to(link)
             try:
-                turn.reply = await link.exchange(request, turn.deadline)
-                return turn.reply
+                state.reply = await link.exchange(request, state.deadline)
+                return state.reply
             except SharedRPCError as error:
-                if self._closed or not self._repeats(request, link, error) or anyio.current_time() > turn.deadline:
+                if self._closed or not self._repeats(request, link, error) or anyio.current_time() > state.deadline:
                     raise
 
-    async def _connected(self, turn: Turn) -> AsyncLink:
+    async def _connected(self, state: OperationState) -> AsyncLink:
         """Return the link; if there is none, one operation at a time connects."""
-        deadline = turn.deadline
+        deadline = state.deadline
         link: AsyncLink | None = None
         outdated: list[Lease[Any]] = []
         with anyio.CancelScope(deadline=deadline):
             async with self._connecting:
                 if not self._closed and (self._link is None or not self._link.ready):
-                    session = self._new_session(turn.patience, deadline - anyio.current_time())
+                    session = self._new_session(state.patience, deadline - anyio.current_time())
                     outdated = await self._run(session, timeout=None)
                 link = self._link
             if outdated:

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 OWN_TIMEOUT = -1.0
 
 
-class Turn(msgspec.Struct, eq=False):
-    """One operation of a client, which owns the resources of its replies until they are returned to the caller."""
+class OperationState(msgspec.Struct, eq=False):
+    """The state of one operation of a client. It owns the resources of replies until they are returned to the caller."""
 
     #: Seconds to wait for a server to appear; and the deadline, on the clock of the driver.
     patience: float = 0.0
@@ -204,12 +204,12 @@ class BaseClient(Context):
             link.doubtful = True
             raise
 
-    def _lend(self, step: Lend, turn: Turn) -> Lease[Any]:
+    def _lend(self, step: Lend, state: OperationState) -> Lease[Any]:
         """Return the handle of a value that arrived with a lease."""
-        session = turn.link
+        session = state.link
         if session is None or self._closed:
             raise ConnectionClosed("this client was closed, which has ended the lease")
-        handle = turn.lend(lambda: self._handle(step.message, step.value, session.server_id, session))
+        handle = state.lend(lambda: self._handle(step.message, step.value, session.server_id, session))
         self._leases.add(handle)
         if session.ended and handle.in_session(session) and handle._drop():
             what = f"the lease on object {step.message.object_id}"
@@ -225,9 +225,9 @@ class BaseClient(Context):
             with suppress(SharedRPCError, OSError):  # the connection has ended, and the session's leases with it
                 session.post(message)
 
-    def _undo(self, turn: Turn) -> None:
+    def _undo(self, state: OperationState) -> None:
         """Release the resources of a failed operation."""
-        for message, session in turn.owed():
+        for message, session in state.owed():
             self._post(message, session)
 
     def _end_lease_soon(self, object_id: str, session: object) -> None:

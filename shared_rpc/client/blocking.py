@@ -7,7 +7,7 @@ import threading
 import time
 from typing import Any, Self, TypeVar
 
-from shared_rpc.client.base import OWN_TIMEOUT, BaseClient, Turn, end
+from shared_rpc.client.base import OWN_TIMEOUT, BaseClient, OperationState, end
 from shared_rpc.client.exchange import PROMPT
 from shared_rpc.client.handle import Lease
 from shared_rpc.client.link import BlockingLink
@@ -42,8 +42,8 @@ _SLICE = 0.05
 class _Opening:
     """The attempt of one operation to reach the server; operations of other threads wait for it."""
 
-    def __init__(self, turn: Turn) -> None:
-        self.turn = turn
+    def __init__(self, state: OperationState) -> None:
+        self.state = state
         self.thread = threading.get_ident()
         self.ended = threading.Event()
 
@@ -85,24 +85,24 @@ class BlockingDriver(BaseClient, BlockingMethods):
     # Driving of operations.
 
     def _run(self, operation: Operation[T], *, patience: float | None = None, timeout: float | None = OWN_TIMEOUT) -> T:
-        turn = Turn(self._connect_timeout if patience is None else patience)
-        turn.deadline = Within(self._timeout if timeout is OWN_TIMEOUT else timeout).deadline(time.monotonic())
+        state = OperationState(self._connect_timeout if patience is None else patience)
+        state.deadline = Within(self._timeout if timeout is OWN_TIMEOUT else timeout).deadline(time.monotonic())
         try:
-            return drive(operation, functools.partial(self._perform, turn))
+            return drive(operation, functools.partial(self._perform, state))
         except BaseException:
-            self._undo(turn)
+            self._undo(state)
             raise
 
-    def _perform(self, turn: Turn, step: Step) -> Any:
+    def _perform(self, state: OperationState, step: Step) -> Any:
         match step:
             case Request():
-                return self._exchange(step, turn)
+                return self._exchange(step, state)
             case Work():
                 return step.function()
             case Lend():
-                return self._lend(step, turn)
+                return self._lend(step, state)
             case Reach():
-                return self._connected(turn)
+                return self._connected(state)
             case Open():
                 return BlockingLink.open(step.path, step.seconds)
             case Ask():
@@ -110,39 +110,39 @@ class BlockingDriver(BaseClient, BlockingMethods):
             case Pause():
                 time.sleep(step.seconds)
             case Within():
-                turn.deadline = step.deadline(time.monotonic())
+                state.deadline = step.deadline(time.monotonic())
             case Tell():
-                self._post(step.message, turn.link or self._link)
+                self._post(step.message, state.link or self._link)
         return None
 
-    def _exchange(self, request: Request, turn: Turn) -> Reply:
+    def _exchange(self, request: Request, state: OperationState) -> Reply:
         """Send a request; return the reply. If the server disconnects and the request is repeatable, it is sent to the next
         server.
         """
-        turn.request, turn.reply = request, None
+        state.request, state.reply = request, None
         if request.sessions and None not in request.sessions:
-            turn.patience = 0.0  # the leases end with their sessions
+            state.patience = 0.0  # the leases end with their sessions
         while True:
-            link = self._connected(turn)
+            link = self._connected(state)
             if request.transfer is not None and request.transfer is not link.transfer:
                 raise TransferClosed
-            turn.link = link
+            state.link = link
             if request.sessions:
                 request.keep_to(link)
             try:
-                turn.reply = link.exchange(request, turn.deadline)
-                return turn.reply
+                state.reply = link.exchange(request, state.deadline)
+                return state.reply
             except SharedRPCError as error:
                 if self._closed and isinstance(error, ConnectionClosed):
                     raise ConnectionClosed(f"this client was closed during {request.what}") from error
-                if not self._repeats(request, link, error) or time.monotonic() > turn.deadline:
+                if not self._repeats(request, link, error) or time.monotonic() > state.deadline:
                     raise
 
     # The connection.
 
-    def _connected(self, turn: Turn) -> BlockingLink:
+    def _connected(self, state: OperationState) -> BlockingLink:
         """Return the link; if there is none, one operation at a time connects."""
-        deadline = turn.deadline
+        deadline = state.deadline
         until = min(deadline, time.monotonic() + RETRY)
         while True:
             link = self._link
@@ -158,19 +158,19 @@ class BlockingDriver(BaseClient, BlockingMethods):
                         continue  # another thread has connected
                     opening = self._opening
                     if opening is None:
-                        opening = self._opening = _Opening(turn)
+                        opening = self._opening = _Opening(state)
                 # The thread that connects may be this one, interrupted by the current signal handler.
-                if opening.turn is turn or opening.thread == threading.get_ident():
-                    session = self._new_session(turn.patience, deadline - time.monotonic())
-                    outdated = drive(session, functools.partial(self._perform, turn))
-                elif time.monotonic() > (until if turn.patience < opening.turn.patience else deadline):
+                if opening.state is state or opening.thread == threading.get_ident():
+                    session = self._new_session(state.patience, deadline - time.monotonic())
+                    outdated = drive(session, functools.partial(self._perform, state))
+                elif time.monotonic() > (until if state.patience < opening.state.patience else deadline):
                     raise ConnectError(
                         f"cannot connect to {self.socket_path}: another thread is already waiting for its server"
                     )
                 else:
                     opening.ended.wait(_SLICE)
             finally:
-                if opening is not None and opening.turn is turn and self._opening is opening:
+                if opening is not None and opening.state is state and self._opening is opening:
                     self._opening = None
                     opening.ended.set()
             if outdated:

@@ -20,7 +20,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from shared_rpc.client.base import BaseClient, Turn
+from shared_rpc.client.base import BaseClient, OperationState
 from shared_rpc.client.blocking import BlockingDriver
 from shared_rpc.client.exchange import release_for
 from shared_rpc.client.replies import too_late
@@ -238,27 +238,27 @@ class LocalLink:
         else:
             self._engine.post(_LocalCaller(core, Request(message, "a message")).ask)
 
-    def exchange(self, turn: Turn, request: Request) -> Reply:
+    def exchange(self, state: OperationState, request: Request) -> Reply:
         """Pass on a request of an operation, which owns the reply; wait for it until the deadline."""
         caller = _LocalCaller(self._engine.core, request)
         try:
-            turn.reply = reply = self._answer(caller, turn.deadline)
+            state.reply = reply = self._answer(caller, state.deadline)
             return reply
         except BaseException:
-            if turn.reply is None:  # else the operation releases it
+            if state.reply is None:  # else the operation releases it
                 self._withdraw(caller)
             raise
 
-    async def exchange_async(self, turn: Turn, request: Request) -> Reply:
+    async def exchange_async(self, state: OperationState, request: Request) -> Reply:
         """Behave like :meth:`exchange` without blocking an event loop, even if that is the engine's own."""
         caller = _LocalCaller(self._engine.core, request)
         try:
             self._engine.post(caller.ask)
             waiting = asyncio.wrap_future(caller.answered) if self._engine.here() else _waited_for(caller.answered)
-            turn.reply = reply = await waiting
+            state.reply = reply = await waiting
             return reply
         except BaseException:
-            if turn.reply is None:  # else the operation releases it
+            if state.reply is None:  # else the operation releases it
                 self._withdraw(caller)
             raise
 
@@ -346,12 +346,12 @@ class LoopbackRuntime(BlockingDriver, BlockingOperations):
         lowered = lower_arguments(args, kwargs, device_kind(self._device))
         return _LiveRequest(message, what, lowered=lowered, arguments=(tuple(args), kwargs))
 
-    def _exchange(self, request: Request, turn: Turn) -> Reply:
+    def _exchange(self, request: Request, state: OperationState) -> Reply:
         link: LocalLink = self._link
-        turn.request, turn.link, turn.reply = request, link, None
+        state.request, state.link, state.reply = request, link, None
         if request.sessions:
             request.keep_to(link)
-        reply = link.exchange(turn, request)
+        reply = link.exchange(state, request)
         if type(reply.value) is _Foreign:
             reply = Reply(reply.message, reply.frame, live=True, value=self._attached(reply.value))
         return reply
@@ -359,16 +359,16 @@ class LoopbackRuntime(BlockingDriver, BlockingOperations):
     async def acall(self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call an endpoint for a coroutine, without blocking its event loop, even if that is the endpoints' loop."""
         request = self._call(m.Call, endpoint, args, kwargs, f"{endpoint}()")
-        turn = Turn(request=request, link=self._link)
+        state = OperationState(request=request, link=self._link)
         try:
-            reply = await self._link.exchange_async(turn, request)
+            reply = await self._link.exchange_async(state, request)
             assert isinstance(reply.message, m.Result), "a call is answered with a Result"
             value = reply.value
             if type(value) is _Foreign:
                 value = await anyio.to_thread.run_sync(self._attached, value)
-            return self._lend(Lend(reply.message, value), turn) if reply.message.managed else value
+            return self._lend(Lend(reply.message, value), state) if reply.message.managed else value
         except BaseException:
-            self._undo(turn)
+            self._undo(state)
             raise
 
     def _attached(self, foreign: _Foreign) -> Any:

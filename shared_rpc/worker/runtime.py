@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from shared_rpc.client.base import Turn
+from shared_rpc.client.base import OperationState
 from shared_rpc.client.steps import Reply, Request
 from shared_rpc.context import CURRENT_RUN
 from shared_rpc.errors import ConfigurationError
@@ -28,18 +28,18 @@ class _WorkerClient(Client):
         self._lend_thread = lend
         self._here = here
 
-    def _exchange(self, request: Request, turn: Turn) -> Reply:
+    def _exchange(self, request: Request, state: OperationState) -> Reply:
         if type(request.message) not in OF_ENDPOINTS:
-            return super()._exchange(request, turn)
+            return super()._exchange(request, state)
         if self._here():
             raise ConfigurationError(on_the_loop(request, "worker"))
         run = CURRENT_RUN.get()
         if run is None:
-            return super()._exchange(request, turn)
+            return super()._exchange(request, state)
         if isinstance(request.message, m.Call):
             request.message.chain = sorted(run.chain)
         with self._lend_thread():
-            return super()._exchange(request, turn)
+            return super()._exchange(request, state)
 
 
 class WorkerRuntime(ClientRuntime):
