@@ -69,13 +69,14 @@ def _no_modes() -> Iterator[None]:
 _dynamo: Any = torch._C._dynamo.eval_frame
 
 
-def _skip(code: types.CodeType) -> None:
+def _skipping() -> Callable[[types.CodeType], object]:
     if hasattr(_dynamo, "set_code_exec_strategy"):
-        skipped = _dynamo._FrameAction.SKIP
-        _dynamo.set_code_exec_strategy(code, _dynamo._FrameExecStrategy(skipped, skipped))
-    elif hasattr(_dynamo, "skip_code"):
-        _dynamo.skip_code(code)
+        strategy = _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.SKIP)
+        return lambda code: _dynamo.set_code_exec_strategy(code, strategy)
+    return getattr(_dynamo, "skip_code", lambda code: None)
 
+
+_skip = _skipping()
 
 #: Executed in layers of the user, which are traced including this module.
 _TRACED = "shared_rpc.codec.recurrent"
@@ -92,10 +93,16 @@ def keep_untraced() -> None:
                 _skip(code)  # not traced on its own
 
 
+#: Functions, and the objects that wrap them.
+_FUNCTIONS = (types.FunctionType, staticmethod, classmethod)
+
+
 def _functions(module: types.ModuleType) -> Iterator[types.FunctionType]:
     kinds = [kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == module.__name__]
     for owner in (module, *kinds):
         for value in vars(owner).values():
+            if not isinstance(value, _FUNCTIONS):  # reading an attribute of anything else may take long
+                continue
             for function in (value, getattr(value, "__wrapped__", None)):
                 if isinstance(function, types.FunctionType) and function.__module__ == module.__name__:
                     yield function
