@@ -173,7 +173,7 @@ class Calls:
     ) -> tuple[EndpointSpec, str | None]:
         """Return the spec and the key of a call, which counts and is observed from here on."""
         try:
-            if self._state.stopped:
+            if self._state.waits.stopped:
                 raise gone("arrived")
             spec = self._state.registry.find(endpoint) or self._state.registry.get(endpoint)
             key = count = None

@@ -191,10 +191,8 @@ class Core:
 
     def stop(self) -> None:
         """Release every waiter and drop every object. Later calls are refused."""
-        self.state.stopped = True
-        self.runs.stop()
         self.state.waits.stop()
-        self.tiers.stop()
+        self.runs.stop()
         if self._joiner is not None:
             self._joiner.ask_to_stop()
         self.objects.clear()

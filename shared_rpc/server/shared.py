@@ -46,7 +46,6 @@ class State:
     #: The runs that wait for a source of records, by :attr:`Run.miss`.
     misses: dict[int, Run[Waiter]] = field(default_factory=dict)
     waits: Waits = field(default_factory=Waits)
-    stopped: bool = False
 
     def stored(self, object_id: str) -> StoredObject:
         """Return an object.

@@ -67,11 +67,6 @@ class Tiers:
         self._moves, self._kept = state.capacity.moves, state.capacity.kept
         state.capacity.below, state.capacity.begin_eviction = self.below, self.begin_eviction
 
-    def stop(self) -> None:
-        """End all moves."""
-        for move in self._moves.values():
-            move.cancel()
-
     def info(self, stored: StoredObject) -> tuple[dict[Tier, int], MovingInfo | None]:
         """Return the bytes of an object's good copies by tier, and its active move."""
         group = self._objects.group(stored)
@@ -331,7 +326,7 @@ class Tiers:
 
     def copy_ahead(self, stored: StoredObject) -> None:
         """Copy an object in the background for a later eviction, if it has a lower tier."""
-        if stored.record.segments and not self._state.stopped:
+        if stored.record.segments and not self._state.waits.stopped:
             self._state.waits.begin(object(), self._copy_ahead(stored))
 
     async def _copy_ahead(self, stored: StoredObject) -> None:
@@ -379,9 +374,6 @@ class Tiers:
         """End a move on leaving the block."""
         try:
             yield
-        except asyncio.CancelledError:
-            move.cancel()
-            raise
         finally:
             for member in move.group:
                 del self._moves[member.object_id]

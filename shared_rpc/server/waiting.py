@@ -84,14 +84,15 @@ class Waits:
 
     def __init__(self) -> None:
         self._tasks: dict[Hashable, asyncio.Task[None]] = {}
-        self._stopped = False
+        #: True once calls are refused.
+        self.stopped = False
 
     def begin(self, owner: Hashable, work: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine, which must not raise.
 
         :raises ConnectionClosed: if the server was stopped.
         """
-        if self._stopped:
+        if self.stopped:
             work.close()
             raise gone("arrived")
         task = self._tasks[owner] = asyncio.get_running_loop().create_task(work)
@@ -113,7 +114,7 @@ class Waits:
 
     def stop(self) -> None:
         """Cancel all; the current waiters and later ones get an error."""
-        self._stopped = True
+        self.stopped = True
         for owner in tuple(self._tasks):
             self.leave(owner)
             if isinstance(owner, Waiter):
