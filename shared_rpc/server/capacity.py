@@ -446,12 +446,12 @@ class Capacity:
         for device, nbytes in needs.items():
             limit = self._limits[device]
             pinned = [stored for stored in self._objects if stored.pinned and not stored.cold]
-            beside = usage_of(infos_of(pinned)).get(device, 0)
+            kept = usage_of(infos_of(pinned)).get(device, 0)
             _check_size(device, nbytes, _QUOTA, limit)
-            if nbytes > 0 and nbytes + beside > limit:
+            if nbytes > 0 and nbytes + kept > limit:
                 names = [_named(stored) for stored in pinned if _bytes_on(stored, device)]
                 raise ServerBusy(
-                    f"{nbytes} bytes on {device} exceed the quota left by pinned objects: {_QUOTA} is {limit}, and {beside} "
+                    f"{nbytes} bytes on {device} exceed the quota left by pinned objects: {_QUOTA} is {limit}, and {kept} "
                     f"bytes are {', '.join(names[:_SHOWN])}. Invalidate and release these, or pin fewer objects"
                 )
 
