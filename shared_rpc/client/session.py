@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from shared_rpc.client.handle import Lease
@@ -79,15 +79,6 @@ class LeaseBook:
             self.reported.discard(object_id)
             return False
 
-    @staticmethod
-    def move(handles: Iterable[Lease[Any]], held: Iterable[str], session: object) -> list[str]:
-        """Move handles to another session if it has leases for them; return the ids of excess leases."""
-        left = Counter(held)
-        for handle in handles:
-            if left[handle.object_id] and handle.move_to(session):
-                left[handle.object_id] -= 1
-        return list(left.elements())
-
 
 _books: weakref.WeakSet[LeaseBook] = weakref.WeakSet()
 _lock = fork_safe_lock()
@@ -124,7 +115,11 @@ class Renewal:
 
     def move(self, session: object) -> None:
         """Move the handles into the session that has the leases."""
-        self._unwanted = self._leases.move(self._handles, self._unwanted, session)
+        left = Counter(self._unwanted)
+        for handle in self._handles:
+            if left[handle.object_id] and handle.move_to(session):
+                left[handle.object_id] -= 1
+        self._unwanted = list(left.elements())
         self._moved = [handle for handle in self._handles if handle.in_session(session)]
 
     def corrections(self) -> list[m.Message]:

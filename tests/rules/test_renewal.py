@@ -51,9 +51,11 @@ def test_leases_of_handles_released_during_a_renewal_are_returned() -> None:
     leases = LeaseBook()
     for handle in handles:
         leases.add(handle)
-    moving = leases.of_server("s")
+    renewal = Renewal(leases, leases.of_server("s"))
     assert handles[0]._drop()
-    assert leases.move(moving, ["a", "a"], later) == ["a"]
+    renewal.granted(Reply(m.Held(["a", "a"]), Frame(0, 0, b"")))
+    renewal.move(later)
+    assert renewal.corrections() == [m.Release(["a"])]
     assert [handle.in_session(later) for handle in handles] == [False, True, False]
     assert handles[2].in_session(earlier)
     assert handles[2]._drop()
