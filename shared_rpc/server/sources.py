@@ -81,15 +81,13 @@ class Sources:
         self._records = records
         self._joiner = joiner
         self._grace = grace
-        #: True if a source was attached, or is expected: otherwise there is nothing to report.
-        self._known = joiner is not None
         self._source: Attachment | None = None
         #: Set when there is a new miss, or the source changes.
         self._changed = Signal()
         self._misses = state.misses
         self._numbers = itertools.count(1)
         self._attachments = itertools.count(1)
-        #: The time until which misses wait for a source, on the clock.
+        #: The time until which misses wait for a source, on the clock: in the past if none was attached or is expected.
         self._until = state.clock.now() + grace if joiner is not None else float("-inf")
         runs.ask = self.ask
 
@@ -112,7 +110,6 @@ class Sources:
         earlier, clock = self._source, self._state.clock
         source = self._source = Attachment(next(self._attachments), caller.session, clock.unix(clock.now()))
         self._take_back()
-        self._known = True
         if earlier is not None:
             pid_of = self._state.sessions.pid_of
             _log.warning(
@@ -290,9 +287,9 @@ class Sources:
 
     def info(self) -> SourceInfo | None:
         """Describe the source; None if the server neither has nor expects one."""
-        if not self._known:
-            return None
         source, joiner = self._source, self._joiner
+        if source is None and self._until == float("-inf"):
+            return None
         return {
             "cluster": joiner.cluster if joiner is not None else "",
             "joiner": joiner.info() if joiner is not None else None,

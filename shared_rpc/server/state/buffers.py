@@ -128,9 +128,9 @@ class BufferTable:
         if terms is None or terms.kept or self._leases.held(object_id):
             return None
         now = self._clock.now()
-        if terms.claimed_until is None and terms.linger:
+        if terms.claimed_until is None:
             terms.claimed_until = now + terms.linger
-        if terms.claimed_until is None or terms.claimed_until <= now:
+        if terms.claimed_until <= now:
             self._unlist(object_id, "released")
             return None
         return terms.claimed_until - now
