@@ -173,9 +173,8 @@ class Capacity:
         self.evicts = when_full == "evict"
         #: Reserved bytes, by device.
         self._taken: Counter[str] = Counter()
-        #: Pending requests in order; and those of them that have an owner outside.
+        #: Pending requests in order. The tiers' own, for host copies, have no owner.
         self._queue: OrderedDict[CapacityRequest, None] = OrderedDict()
-        self._asked: dict[Hashable, CapacityRequest] = {}
         #: Objects whose move failed: the time until which they are skipped, and the reason.
         self._failed: dict[str, tuple[float, str]] = {}
         self._waking = False
@@ -303,9 +302,7 @@ class Capacity:
             self._queue[request] = None
             if first:
                 self._queue.move_to_end(request, last=False)
-            if owner is not None:
-                self._asked[owner] = request
-            self._objects.contended = bool(self._asked)
+            self._objects.contended = len(self) > 0
             self._serve(request)
         except SharedRPCError:
             self._leave(request)
@@ -332,13 +329,11 @@ class Capacity:
 
     def _forget(self, request: CapacityRequest) -> None:
         self._queue.pop(request, None)
-        if self._asked.get(request.owner) is request:
-            del self._asked[request.owner]
-        self._objects.contended = bool(self._asked)
+        self._objects.contended = len(self) > 0
 
     def __len__(self) -> int:
-        """Return the number of pending requests."""
-        return len(self._asked)
+        """Return the number of pending requests that have an owner."""
+        return sum(request.owner is not None for request in self._queue)
 
     def changed(self) -> None:
         """Schedule a check for capacity, after an object became idle or was dropped."""
@@ -378,7 +373,7 @@ class Capacity:
 
         A session that already uses it is never blocked.
         """
-        if not self._asked or session in self._leases.active(stored.object_id):
+        if not self._objects.contended or session in self._leases.active(stored.object_id):
             return False
         devices = usage_of(infos_of(self._objects.group(stored))).keys()
         return any(self._needs(request).keys() & devices for request in self._queue)
@@ -614,7 +609,8 @@ class Capacity:
         :param users: a cache of the holders' descriptions by device, for callers with many requests.
         """
         users = {} if users is None else users
-        request = self._asked.get(owner)
+        asked = [request for request in self._queue if request.owner is not None]
+        request = next((request for request in asked if request.owner == owner), None)
         if request is None:
             return ""
         needs = self._needs(request)
@@ -625,7 +621,7 @@ class Capacity:
             f"use: {users[device]}"
             for device, nbytes in needs.items()
         ]
-        ahead = list(self._asked.values()).index(request)
+        ahead = asked.index(request)
         failures = list(self._failed.items())[:_SHOWN]
         texts = [
             *wants,

@@ -36,9 +36,8 @@ class LeaseTable:
         self._on_give = on_give
         self._on_end = on_end
         self._by_session: defaultdict[Holder, dict[str, int]] = defaultdict(dict)
-        self._by_object: defaultdict[str, set[Holder]] = defaultdict(set)
-        #: Holders that have suspended an object, by object.
-        self._suspended: defaultdict[str, set[Holder]] = defaultdict(set)
+        #: The holders of each object, with True for an active lease.
+        self._by_object: defaultdict[str, dict[Holder, bool]] = defaultdict(dict)
         self._watched: dict[str, Callable[[], None]] = {}
 
     def grant(self, session: Holder, object_id: str, *, active: bool = True) -> None:
@@ -48,12 +47,10 @@ class LeaseTable:
         """
         held = self._by_session[session]
         handles = held[object_id] = held.get(object_id, 0) + 1
-        self._by_object[object_id].add(session)
-        if not active:
-            if handles == 1:
-                self._suspended[object_id].add(session)
-        elif self._suspended or self._watched:
+        if active:
             self._activate(session, object_id)
+        elif handles == 1:
+            self._by_object[object_id][session] = False
         if self._on_give is not None and handles == 1:
             self._on_give(session, object_id)
 
@@ -69,9 +66,10 @@ class LeaseTable:
 
     def suspend(self, session: Holder, object_id: str) -> bool:
         """Make a lease inactive. Return False if the session has no active lease on the object."""
-        if session not in self._by_object.get(object_id, ()) or session in self._suspended.get(object_id, ()):
+        holders = self._by_object.get(object_id, {})
+        if not holders.get(session):
             return False
-        self._suspended[object_id].add(session)
+        holders[session] = False
         return True
 
     def resume(self, session: Holder, object_id: str) -> None:
@@ -81,7 +79,7 @@ class LeaseTable:
 
     def active(self, object_id: str) -> frozenset[Holder]:
         """Return the holders of an object that have not suspended it."""
-        return self.holders(object_id).difference(self._suspended.get(object_id, ()))
+        return frozenset(holder for holder, active in self._by_object.get(object_id, {}).items() if active)
 
     def users(self, object_id: str) -> list[str]:
         """Return the sessions that have an object active, which must stay on its devices. A task has no mapped memory."""
@@ -96,17 +94,10 @@ class LeaseTable:
         self._watched.pop(object_id, None)
 
     def _activate(self, session: Holder, object_id: str) -> None:
-        self._wake(session, object_id)
+        self._by_object[object_id][session] = True
         on_active = self._watched.get(object_id)
         if on_active is not None:
             on_active()
-
-    def _wake(self, session: Holder, object_id: str) -> None:
-        suspended = self._suspended.get(object_id)
-        if suspended is not None:
-            suspended.discard(session)
-            if not suspended:
-                del self._suspended[object_id]
 
     def end_session(self, session: Holder, *, reclaimed: bool = False) -> list[str]:
         """Release all leases of a session; return the ids of their objects.
@@ -142,8 +133,7 @@ class LeaseTable:
         del self._by_session[session][object_id]
         if not self._by_session[session]:
             del self._by_session[session]
-        self._wake(session, object_id)
-        self._by_object[object_id].discard(session)
+        del self._by_object[object_id][session]
         if not self._by_object[object_id]:
             del self._by_object[object_id]
         if self._on_end is not None:

@@ -28,8 +28,8 @@ class RunTable(Generic[W]):
     def __init__(self) -> None:
         #: Active runs.
         self.runs: set[Run[W]] = set()
-        self._by_key: dict[str, Run[W]] = {}
-        self._refreshes: dict[str, Run[W]] = {}
+        #: The run that calls of a key join; and, with True, refreshes with the same arguments.
+        self._joinable: dict[tuple[bool, str | None], Run[W]] = {}
         self._numbers = itertools.count(1)
 
     def join(self, key: str | None, waiter: W, *, refresh: bool = False) -> Run[W] | None:
@@ -37,7 +37,7 @@ class RunTable(Generic[W]):
 
         :param refresh: True for the refresh with these arguments, which are given in place of the key.
         """
-        run = (self._refreshes if refresh else self._by_key).get(key) if key is not None else None
+        run = self._joinable.get((refresh, key))
         if run is not None:
             run.waiters[waiter] = None
         return run
@@ -47,9 +47,9 @@ class RunTable(Generic[W]):
         run.number = next(self._numbers)
         self.runs.add(run)
         if run.refreshes is not None:
-            self._refreshes.setdefault(run.refreshes, run)
+            self._joinable.setdefault((True, run.refreshes), run)
         if run.key is not None and run.cached:
-            self._by_key.setdefault(run.key, run)
+            self._joinable.setdefault((False, run.key), run)
 
     def number(self) -> int:
         """Return the next number, for a run or for a record of another process."""
@@ -83,10 +83,9 @@ class RunTable(Generic[W]):
                     self.part(run)
 
     def _unlist(self, run: Run[W]) -> None:
-        if run.key is not None and self._by_key.get(run.key) is run:
-            del self._by_key[run.key]
-        if run.refreshes is not None and self._refreshes.get(run.refreshes) is run:
-            del self._refreshes[run.refreshes]
+        for name in ((False, run.key), (True, run.refreshes)):
+            if self._joinable.get(name) is run:
+                del self._joinable[name]
 
     def __iter__(self) -> Iterator[Run[W]]:
         return iter(tuple(self.runs))
