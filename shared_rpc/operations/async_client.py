@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import anyio
 
@@ -15,11 +15,6 @@ from shared_rpc.operations.binding import bound
 from shared_rpc.operations.generations import AsyncRefreshIterator
 from shared_rpc.operations.handles import AsyncHandle, in_thread, until_of
 from shared_rpc.operations.sources import AsyncSource
-
-if TYPE_CHECKING:
-    import torch
-
-    from shared_rpc.operations.channels import AsyncTensorChannel
 
 T = TypeVar("T")
 
@@ -40,20 +35,6 @@ class AsyncClient(CoroutineDriver, Operations):
     def refreshes(self) -> AsyncRefreshIterator:
         """Iterate like :meth:`Client.refreshes`: ``async for``, and ``async with`` around it."""
         return AsyncRefreshIterator(self)
-
-    async def create_channel(
-        self, name: str, nbytes: int, slots: int = 2, readers: int = 1, device: torch.device | str | None = None
-    ) -> AsyncTensorChannel:
-        """Create a channel, like :meth:`Client.create_channel`."""
-        from shared_rpc.operations.channels import AsyncTensorChannel
-
-        return AsyncTensorChannel(self, await self._create_channel(name, nbytes, slots, readers, device))
-
-    async def open_channel(self, name: str, timeout: float = 0.0) -> AsyncTensorChannel:
-        """Return a channel, like :meth:`Client.open_channel`."""
-        from shared_rpc.operations.channels import AsyncTensorChannel
-
-        return AsyncTensorChannel(self, await self._open_channel(name, timeout))
 
     def source(self) -> AsyncSource:
         """Return a source of records, like :meth:`Client.source`: ``async with``, and ``async for`` in it."""

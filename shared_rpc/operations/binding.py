@@ -37,6 +37,10 @@ class Leased(Generic[T]):
     """The handle returned by an operation, for type checkers: a :class:`Handle`, or for coroutines an :class:`AsyncHandle`."""
 
 
+class Opened:
+    """The channel returned by an operation, for type checkers: a :class:`TensorChannel` or an :class:`AsyncTensorChannel`."""
+
+
 class Unbound(Generic[P, R]):
     """An operation that :func:`bound` turns into a method."""
 
@@ -164,6 +168,8 @@ def _method(kind: type[Driver], name: str, body: Callable[..., Steps[Any]]) -> C
 def _shown(annotation: str, kind: type[Driver]) -> str:
     """Convert an annotation to its public form for a class."""
     public = annotation[len("Steps[") : -1] if annotation.startswith("Steps[") else annotation
+    if public == "Opened":
+        return "TensorChannel" if issubclass(kind, BlockingMethods) else "AsyncTensorChannel"
     return re.sub(r"\bLeased?\b", kind._HANDLE.__name__, public) if "Lease" in public else public
 
 

@@ -18,19 +18,19 @@ import ctypes
 import functools
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
 from shared_rpc.client.handle import Lease
-from shared_rpc.client.steps import Operation, Request, Work
+from shared_rpc.client.steps import BlockingMethods, Operation, Request, Work
 from shared_rpc.client.suspension import Context
 from shared_rpc.errors import BufferNotFound, CapabilityError, ChannelClosed, ConfigurationError, ProtocolError
 from shared_rpc.memory.devices import device_id
 from shared_rpc.memory.layout import aligned
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.ring import MOST_READERS, Ring
-from shared_rpc.operations.binding import BlockingPart, CoroutinePart, Part, Steps, bound, operation, take_result
+from shared_rpc.operations.binding import BlockingPart, CoroutinePart, Opened, Part, Steps, bound, operation, take_result
 from shared_rpc.operations.buffers import created, request_of
 from shared_rpc.operations.generations import GenerationOperations
 from shared_rpc.operations.handles import HandleOperations, until_of
@@ -652,3 +652,8 @@ class AsyncTensorChannel(_Channel, CoroutinePart):
                 raise
             async with message:
                 yield message
+
+
+def opened(ctx: Context, parts: Parts) -> Opened:
+    """Return the channel of a driver."""
+    return cast(Opened, TensorChannel(ctx, parts) if isinstance(ctx, BlockingMethods) else AsyncTensorChannel(ctx, parts))

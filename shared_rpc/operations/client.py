@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from shared_rpc.client.blocking import BlockingDriver
 from shared_rpc.client.steps import BlockingMethods
@@ -13,11 +13,6 @@ from shared_rpc.operations.binding import bound
 from shared_rpc.operations.generations import RefreshIterator
 from shared_rpc.operations.handles import Handle, until_of
 from shared_rpc.operations.sources import Source
-
-if TYPE_CHECKING:
-    import torch
-
-    from shared_rpc.operations.channels import TensorChannel
 
 T = TypeVar("T")
 
@@ -43,35 +38,6 @@ class BlockingOperations(Operations, BlockingMethods):
         :raises ConnectionClosed: at the end of the server, and of the client.
         """
         return RefreshIterator(self._operating())
-
-    def create_channel(
-        self, name: str, nbytes: int, slots: int = 2, readers: int = 1, device: torch.device | str | None = None
-    ) -> TensorChannel:
-        """Create a channel, through which a process sends named tensors to others, which use :meth:`open_channel`.
-
-        It exists while a process has it open: killed processes leave nothing behind.
-
-        :param name: a name that no other channel of the server has.
-        :param nbytes: bytes of a slot. A tensor that fits into one slot is received without an intermediate copy.
-        :param slots: the number of slots: with two, the sender fills one while the readers read the other.
-        :param readers: the number of processes that receive everything sent.
-        :param device: the device of the slots, like in :meth:`create_buffer`; None for the server's own device.
-        :raises ConfigurationError: for an invalid size, and if there is a channel or buffer of that name.
-        :raises ServerBusy, CapabilityError: like :meth:`create_buffer`.
-        """
-        from shared_rpc.operations.channels import TensorChannel
-
-        return TensorChannel(self._operating(), self._create_channel(name, nbytes, slots, readers, device))
-
-    def open_channel(self, name: str, timeout: float = 0.0) -> TensorChannel:
-        """Return the channel with this name, to send or to receive.
-
-        :param timeout: seconds to wait for its creation.
-        :raises BufferNotFound: if it does not exist by then.
-        """
-        from shared_rpc.operations.channels import TensorChannel
-
-        return TensorChannel(self._operating(), self._open_channel(name, timeout))
 
     def source(self) -> Source:
         """Return a source of records, which answers the misses of the server: ``with client.source() as source:``.

@@ -6,13 +6,14 @@ import functools
 import os
 import select
 import time
+from collections.abc import Callable, Coroutine
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, overload
 
-from shared_rpc.client.steps import Pause, Request, Within, Work, ask, query, reached
+from shared_rpc.client.steps import BlockingMethods, CoroutineMethods, Pause, Request, Within, Work, ask, query, reached
 from shared_rpc.client.suspension import Context
 from shared_rpc.errors import BufferNotFound, DeadlineExceeded
-from shared_rpc.operations.binding import Steps, operation
+from shared_rpc.operations.binding import Opened, Steps, Unbound, operation
 from shared_rpc.operations.handles import until_of
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.infos import EndpointStatistics, ReloadInfo, RunInfo, ServerInfo, SessionInfo, StopInfo
@@ -21,7 +22,9 @@ from shared_rpc.protocol.specs import EndpointSpec
 if TYPE_CHECKING:
     import torch
 
-    from shared_rpc.operations.channels import Parts
+    from shared_rpc.operations.channels import AsyncTensorChannel, TensorChannel
+
+P = ParamSpec("P")
 
 #: Seconds between two checks of a process without a pidfd.
 _LOOK = 0.05
@@ -123,25 +126,55 @@ def await_exit(path: str, pidfd: int, timeout: float | None) -> None:
             raise DeadlineExceeded(f"the server at {path} did not exit within {timeout:g} s")
 
 
+class opening(Unbound[P, Opened]):
+    """A public operation that returns a channel."""
+
+    @overload
+    def __get__(self, owner: None, kind: type) -> Self: ...
+    @overload
+    def __get__(self, owner: BlockingMethods, kind: type) -> Callable[P, TensorChannel]: ...
+    @overload
+    def __get__(self, owner: CoroutineMethods, kind: type) -> Callable[P, Coroutine[Any, Any, AsyncTensorChannel]]: ...
+    def __get__(self, owner: Any, kind: type) -> Any:
+        return self
+
+
 class ChannelOperations:
-    """The server's part in channels."""
+    """Channels."""
 
-    @operation
-    def _create_channel(
-        ctx: Context, name: str, nbytes: int, slots: int, readers: int, device: torch.device | str | None
-    ) -> Steps[Parts]:
-        from shared_rpc.operations.channels import create  # few processes have any
+    @opening
+    def create_channel(
+        ctx: Context, name: str, nbytes: int, slots: int = 2, readers: int = 1, device: torch.device | str | None = None
+    ) -> Steps[Opened]:
+        """Create a channel, through which a process sends named tensors to others, which use :meth:`open_channel`.
 
-        return (yield from create(ctx, name, nbytes, slots, readers, device))
+        It exists while a process has it open: killed processes leave nothing behind.
 
-    @operation
-    def _open_channel(ctx: Context, name: str, timeout: float) -> Steps[Parts]:
-        from shared_rpc.operations.channels import open_once
+        :param name: a name that no other channel of the server has.
+        :param nbytes: bytes of a slot. A tensor that fits into one slot is received without an intermediate copy.
+        :param slots: the number of slots: with two, the sender fills one while the readers read the other.
+        :param readers: the number of processes that receive everything sent.
+        :param device: the device of the slots, like in :meth:`create_buffer`; None for the server's own device.
+        :raises ConfigurationError: for an invalid size, and if there is a channel or buffer of that name.
+        :raises ServerBusy, CapabilityError: like :meth:`create_buffer`.
+        """
+        from shared_rpc.operations.channels import create, opened  # few processes have any
+
+        return opened(ctx, (yield from create(ctx, name, nbytes, slots, readers, device)))
+
+    @opening
+    def open_channel(ctx: Context, name: str, timeout: float = 0.0) -> Steps[Opened]:
+        """Return the channel with this name, to send or to receive.
+
+        :param timeout: seconds to wait for its creation.
+        :raises BufferNotFound: if it does not exist by then.
+        """
+        from shared_rpc.operations.channels import open_once, opened
 
         until = time.monotonic() + timeout
         while True:
             try:
-                return (yield from open_once(ctx, name))
+                return opened(ctx, (yield from open_once(ctx, name)))
             except BufferNotFound as error:
                 if error.reason != "unknown":
                     raise
