@@ -84,13 +84,14 @@ def copy_single(tensor: torch.Tensor, kind: str, pool: Pool, limit: int | None =
     :param kind: the type of device that the tensor must be on.
     :param limit: the maximum number of bytes to copy; None for the pool's own limit.
     """
+    if not is_plain(tensor):  # a sparse one has no number of bytes
+        return None
     nbytes, device = tensor.nbytes, tensor.device
     size = -(-nbytes // ALIGNMENT) * ALIGNMENT
     if (
         nbytes == 0
         or (limit is not None and nbytes > limit)
         or device.type != kind
-        or not is_plain(tensor)
         or not tensor.is_contiguous()
         or (kind == "cuda" and _capturing())
     ):

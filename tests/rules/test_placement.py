@@ -137,6 +137,17 @@ def test_short_lived_results_are_copied_as_arguments(no_leaks: None, alone: bool
         references.close()
 
 
+def test_a_sparse_tensor_alone_is_passed_in_a_pool(no_leaks: None) -> None:
+    """As an argument and as a result: its indices and values, because it has no bytes of its own."""
+    sparse = torch.eye(2).to_sparse()
+    with closing(Pool(PoolOptions())) as pool:
+        with closing(encode_arguments([sparse], {}, "cpu", "server", pool)) as arguments:
+            ([received], _) = decode_arguments(arguments)
+        assert received.to_dense().tolist() == [[1, 0], [0, 1]]
+        with closing(publish(sparse, "cpu", "read_write", "f", pool)) as record:
+            assert record.nbytes > 0
+
+
 @pytest.fixture
 def full_pool() -> Iterator[Pool]:
     """A pool without free memory."""
