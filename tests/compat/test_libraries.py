@@ -47,7 +47,7 @@ def test_attached_objects_behave_like_own_ones(case: str, report: dict[str, Any]
 
 
 @pytest.mark.parametrize(("visit", "case"), CASES, ids=OF_CASES)
-def test_the_page_says_what_is_found(
+def test_findings_are_those_of_the_page(
     visit: tuple[str, str], case: str, reports: Reports, report: dict[str, Any], pytestconfig: pytest.Config
 ) -> None:
     """The outcome, the words of a refusal and what is each process's own are those of docs/reference/compatibility."""

@@ -12,7 +12,7 @@ from tests.compat.page import PAGE, made
 from tests.compat.places import OWN
 
 
-def test_the_tables_are_made_of_what_was_found() -> None:
+def test_the_tables_are_made_of_the_findings() -> None:
     """Making them again changes nothing."""
     page = PAGE.read_text()
     assert made(page) == page, "python -m tests.compat.page makes it anew"

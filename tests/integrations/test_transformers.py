@@ -113,7 +113,7 @@ def test_models_are_private_to_their_process(provider: Provider, checkpoint: str
     assert one.config.name_or_path == checkpoint
 
 
-def test_tensors_that_are_no_parameters_are_its_processes_own(provider: Provider, tmp_path: Path) -> None:
+def test_tensors_other_than_parameters_are_private(provider: Provider, tmp_path: Path) -> None:
     """Statistics of a normalisation in train mode are written without affecting other models over the same weights."""
     config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic")
     name = save(transformers.ResNetForImageClassification(config), tmp_path / "resnet")

@@ -71,7 +71,7 @@ def stays_unset(event: threading.Event) -> bool:
 # The last copy.
 
 
-def test_the_last_copy_in_this_process_ends_it(ended: threading.Event) -> None:
+def test_the_close_of_the_last_copy_is_noticed(ended: threading.Event) -> None:
     """Duplicates are copies; nothing is left open."""
     before = open_fds()
     fd = liveness.issue(b"content", ended.set)

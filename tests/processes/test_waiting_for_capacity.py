@@ -67,7 +67,7 @@ def used(client: Client, device: str) -> int:
     return next(info["used"] for info in client.list_devices() if info["id"] == device_id(device))
 
 
-def test_the_error_of_a_deadline_names_who_holds_what(full: Full, client: Client, world: World, device: str, unit: int) -> None:
+def test_errors_of_deadlines_name_the_holders(full: Full, client: Client, world: World, device: str, unit: int) -> None:
     """With processes, objects, bytes and the remedy; nothing of the request is left."""
     server, hasty = full(2), world.client(timeout=SHORTLY)
     with client.call("model", 1, 2 * unit) as handle:

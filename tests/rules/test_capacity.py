@@ -364,7 +364,7 @@ def test_pinned_objects_stay(world: World) -> None:
     assert world.going == [(["y"], "host")] and world.dropped == []
 
 
-def test_a_server_that_refuses_drops_what_is_neither_pinned_nor_held(worlds: Callable[..., World]) -> None:
+def test_refusing_servers_drop_unpinned_objects_without_holders(worlds: Callable[..., World]) -> None:
     """Least recently used first, if that suffices, although it could be moved."""
     world = worlds({GPU: 150}, when_full="refuse")
     world.put("pinned", {GPU: 50}, pinned=True)
@@ -494,7 +494,7 @@ def test_impatient_requests_are_refused(world: World) -> None:
 # Host copies.
 
 
-def test_copies_of_what_is_on_its_device_give_way_first(worlds: Callable[..., World]) -> None:
+def test_copies_of_objects_on_their_device_are_freed_first(worlds: Callable[..., World]) -> None:
     """They are dropped; objects in the host tier stay."""
     world = worlds({GPU: 100}, host_limit=100)
     world.put("cold", {GPU: 50}, "host")

@@ -73,7 +73,7 @@ def caller(*, local: bool = False) -> Mock:
     return Mock(session="mine", local=local)
 
 
-def test_leases_are_granted_for_managed_objects_that_are_there(shelf: Shelf) -> None:
+def test_leases_are_granted_on_existing_managed_objects(shelf: Shelf) -> None:
     """One for each time that an id is given; inactive where the client says so, or has mapped memory that was replaced."""
     active, suspended, replaced, cached = (shelf.add("read_write", managed=number != 3).object_id for number in range(4))
     ids = [active, active, suspended, replaced, cached, "gone"]
@@ -84,7 +84,7 @@ def test_leases_are_granted_for_managed_objects_that_are_there(shelf: Shelf) -> 
     assert [shelf.leases.users(each) for each in (active, suspended, replaced)] == [["mine"], [], []]
 
 
-def test_leases_that_were_held_are_given_back(shelf: Shelf) -> None:
+def test_only_held_leases_are_released(shelf: Shelf) -> None:
     """The answer counts these alone; an object without holders goes."""
     stored = shelf.add("read_write")
     shelf.leases.grant("mine", stored.object_id)

@@ -195,7 +195,7 @@ def test_storages_outside_of_their_segment_are_refused(memory: list[Mapping], of
     assert [tensors_of(table, memory, {})[1][0].nbytes() for table in tables[1:]] == [PAGE, 0]
 
 
-def test_chunks_that_no_tensor_keeps_are_given_back() -> None:
+def test_chunks_without_tensors_are_released() -> None:
     """A chunk stays in use while a storage over it lives; one that came with the table and that nothing lies in does not."""
     with closing(Pool(PoolOptions())) as pool:
         chunks = pool.acquire("cpu", [64, 64])

@@ -84,7 +84,7 @@ def test_read_only_memory_is_in_separate_slabs(device: str, slabs: Slabs, publis
     assert [found[0].sealed for value in values if (found := MAPPINGS.find(value.data_ptr())) is not None] == [False, True]
 
 
-def test_a_full_slab_goes_with_the_last_value_in_it(device: str, slabs: Slabs, published: Published, mapped: Mapped) -> None:
+def test_a_full_slab_ends_with_its_last_value(device: str, slabs: Slabs, published: Published, mapped: Mapped) -> None:
     """The next one is twice as large."""
     first = published(torch.zeros(LARGEST, dtype=torch.uint8, device=device), slabs=slabs)
     second = published(torch.ones(4, device=device), slabs=slabs)
@@ -142,7 +142,7 @@ def test_a_reader_keeps_the_latest_slabs_mapped(device: str, slabs: Slabs, publi
     assert mapped() == 0
 
 
-def test_a_value_of_a_kept_slab_keeps_it(device: str, slabs: Slabs, published: Published, mapped: Mapped) -> None:
+def test_values_keep_their_slab_mapped(device: str, slabs: Slabs, published: Published, mapped: Mapped) -> None:
     """It is rebuilt without attaching the slab, which stays mapped after the end of the session until the value is gone."""
     record = published(torch.arange(4.0, device=device), slabs=slabs)
     MAPPINGS.keep_slab(record.segments[0].info)

@@ -108,8 +108,8 @@ def zygote_ready(app: BrokerApp) -> None:
 
 
 @pytest.mark.deep
-def test_brokers_zygotes_and_workers_do_not_import_from_it(broker_app: BrokerApp, hostile: Path, children: list[Child]) -> None:
-    """Neither the first worker, nor a fork, nor one that restarts for an environment variable."""
+def test_brokers_ignore_modules_of_the_working_directory(broker_app: BrokerApp, hostile: Path, children: list[Child]) -> None:
+    """So do their zygotes and workers: the first, a fork, and one that restarts for an environment variable."""
     broker_app.write("import colorsys")
     serve(hostile, children, str(broker_app.file))
     zygote_ready(broker_app)
@@ -122,14 +122,16 @@ def test_brokers_zygotes_and_workers_do_not_import_from_it(broker_app: BrokerApp
     assert imported(hostile) == ""
 
 
-def test_apps_are_found_in_it_as_a_fallback(base_path: str, tmp_path: Path, children: list[Child]) -> None:
+def test_apps_are_found_in_the_working_directory_as_a_fallback(base_path: str, tmp_path: Path, children: list[Child]) -> None:
     """An app that is found nowhere else is looked for there."""
     (tmp_path / "here_alone.py").write_text("from shared_rpc import Provider\nprovider = Provider(device='cpu')\n")
     serve(tmp_path, children, "here_alone")
 
 
-def test_zygotes_of_scripts_do_not_import_from_it(base_path: str, hostile: Path, tmp_path: Path, children: list[Child]) -> None:
-    """Nor does shared-rpc run."""
+def test_scripts_ignore_modules_of_the_working_directory(
+    base_path: str, hostile: Path, tmp_path: Path, children: list[Child]
+) -> None:
+    """So do the zygote that starts them, and shared-rpc run."""
     script = tmp_path / "script.py"
     script.write_text("import msgspec, torch\nprint('ran', msgspec.__file__)\n")
     for words in ((*COMMAND, "run", str(script)), (*COMMAND, "stop", "--all")):
