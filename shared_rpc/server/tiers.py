@@ -66,6 +66,7 @@ class Tiers:
         self._copying_ahead = asyncio.Lock()
         self._moves, self._kept = state.capacity.moves, state.capacity.kept
         state.capacity.below, state.capacity.begin_eviction = self.below, self.begin_eviction
+        state.leases.on_active = self._used
 
     def info(self, stored: StoredObject) -> tuple[dict[Tier, int], MovingInfo | None]:
         """Return the bytes of an object's good copies by tier, and its active move."""
@@ -270,8 +271,6 @@ class Tiers:
         with self._moving(move):
             new = sum(info.nbytes for info in self._uncopied(group)) if tier == "host" else 0
             with await self._capacity.reserve(None, {HOST: new} if new else {}, patient=False) as move.host:
-                for member in group:
-                    self._leases.watch(member.object_id, move.cancel)
                 for _ in range(_ATTEMPTS):
                     if copied == 0 and (stored.cold or _is_reusable(group)) and self._has_copies(group, tier):
                         break
@@ -349,6 +348,12 @@ class Tiers:
 
     # One move.
 
+    def _used(self, object_id: str) -> None:
+        """Abandon the eviction of an object that a session uses."""
+        move = self._moves.get(object_id)
+        if move is not None and move.direction == "down":
+            move.cancel()
+
     def _keeps(self, stored: StoredObject) -> bool:
         return self._objects.get(stored.object_id) is stored
 
@@ -377,7 +382,6 @@ class Tiers:
         finally:
             for member in move.group:
                 del self._moves[member.object_id]
-                self._leases.unwatch(member.object_id)
             move.over.set()
             self._capacity.changed()
 

@@ -98,21 +98,17 @@ def test_a_lease_is_active_unless_it_is_suspended() -> None:
     assert leases.active("x") == {"a", "b"}
 
 
-def test_watchers_are_called_for_grants_and_resumes() -> None:
+def test_uses_are_reported_for_grants_and_resumes() -> None:
     """For every granted handle and every resumed lease, but not for ends of leases."""
-    leases, heard = LeaseTable(), []
-    leases.watch("x", lambda: heard.append("x"))
+    leases, heard = LeaseTable(), list[str]()
+    leases.on_active = heard.append
     leases.grant("a", "x")
     leases.grant("a", "y")
     leases.suspend("a", "x")
     leases.resume("a", "x")
     leases.grant("a", "x")
     leases.end_session("a")
-    assert heard == ["x"] * 3
-    leases.unwatch("x")
-    leases.unwatch("x")
-    leases.grant("a", "x")
-    assert heard == ["x"] * 3
+    assert heard == ["x", "y", "x", "x"]
 
 
 def test_the_first_and_last_handle_of_a_session_are_reported() -> None:
@@ -133,8 +129,8 @@ def test_the_first_and_last_handle_of_a_session_are_reported() -> None:
 
 def test_leases_can_be_granted_inactive() -> None:
     """They were never active; a handle of a session that has the object active changes nothing."""
-    leases, heard = LeaseTable(), []
-    leases.watch("x", lambda: heard.append("x"))
+    leases, heard = LeaseTable(), list[str]()
+    leases.on_active = heard.append
     for _ in range(2):
         leases.grant("a", "x", active=False)
     assert (leases.active("x"), leases.holders("x"), leases.handles("a", "x"), heard) == (set(), {"a"}, 2, [])

@@ -38,7 +38,8 @@ class LeaseTable:
         self._by_session: defaultdict[Holder, dict[str, int]] = defaultdict(dict)
         #: The holders of each object, with True for an active lease.
         self._by_object: defaultdict[str, dict[Holder, bool]] = defaultdict(dict)
-        self._watched: dict[str, Callable[[], None]] = {}
+        #: Called with an object whenever a session gets a handle on it that is not suspended, or resumes it.
+        self.on_active: Callable[[str], None] | None = None
 
     def grant(self, session: Holder, object_id: str, *, active: bool = True) -> None:
         """Count one more handle of the session.
@@ -85,19 +86,10 @@ class LeaseTable:
         """Return the sessions that have an object active, which must stay on its devices. A task has no mapped memory."""
         return [holder for holder in self.active(object_id) if isinstance(holder, str)]
 
-    def watch(self, object_id: str, on_active: Callable[[], None]) -> None:
-        """Call a function whenever a session gets a lease on an object or resumes it, until :meth:`unwatch`."""
-        self._watched[object_id] = on_active
-
-    def unwatch(self, object_id: str) -> None:
-        """End :meth:`watch`, if it is in effect."""
-        self._watched.pop(object_id, None)
-
     def _activate(self, session: Holder, object_id: str) -> None:
         self._by_object[object_id][session] = True
-        on_active = self._watched.get(object_id)
-        if on_active is not None:
-            on_active()
+        if self.on_active is not None:
+            self.on_active(object_id)
 
     def end_session(self, session: Holder, *, reclaimed: bool = False) -> list[str]:
         """Release all leases of a session; return the ids of their objects.
