@@ -162,7 +162,15 @@ def test_memory_is_not_freed_while_the_device_cannot_be_waited_for() -> None:
         assert len(backend.freed) == 1
 
 
-def test_objects_end_with_the_process_that_made_their_memory(world: World) -> None:
+@pytest.fixture
+def fd_server() -> None:
+    """The descriptor server of this process, which stays open from its first descriptor on."""
+    token = os.urandom(16)
+    FD_SERVER.register(token, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    FD_SERVER.withdraw(token)
+
+
+def test_objects_end_with_the_process_that_made_their_memory(fd_server: None, world: World) -> None:
     """Named by their descriptors."""
     server = world.serve()
 
