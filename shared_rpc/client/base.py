@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import msgspec
 
@@ -23,7 +23,7 @@ from shared_rpc.client.session import LeaseBook, connect
 from shared_rpc.client.steps import Lend, Operation, Reply, Request, Step, Tell, Work, drive
 from shared_rpc.client.suspension import Context, release_leases
 from shared_rpc.client.transfer import ClientTransfer, TransferClosed
-from shared_rpc.errors import ConnectionClosed, SharedRPCError
+from shared_rpc.errors import CapabilityError, ConnectionClosed, SharedRPCError
 from shared_rpc.forks import after_fork
 from shared_rpc.lifecycle import collector
 from shared_rpc.lifecycle.finalizer import FINALIZER, weakly
@@ -167,6 +167,9 @@ class BaseClient(Context):
         if link is None or sys.is_finalizing():
             return  # the kernel closes the connections when the process ends
         FINALIZER.submit(functools.partial(end, link))  # the job must not refer to the client
+
+    def __reduce__(self) -> NoReturn:
+        raise CapabilityError("cannot pickle or copy a client, because its session is this process's: make one in each process")
 
     @property
     def socket_path(self) -> str:

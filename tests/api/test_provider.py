@@ -17,7 +17,7 @@ import anyio.to_thread
 import pytest
 import torch
 
-from shared_rpc import Provider
+from shared_rpc import Client, Provider
 from shared_rpc.errors import CapabilityError, ConfigurationError, RemoteTraceback, StaleHandleError
 from tests.kit.processes import eventually
 from tests.kit.world import World, at_once, shares_memory
@@ -351,3 +351,9 @@ def test_handles_cannot_be_pickled(world: World, role: str) -> None:
     with pytest.raises(CapabilityError, match=f"handle of object {handle.object_id}.*call the endpoint"):
         pickle.dumps(handle)
     assert not handle.is_stale()
+
+
+def test_clients_cannot_be_pickled(base_path: str) -> None:
+    """A session belongs to its process: the error gives the remedy."""
+    with Client(base_path, device="cpu") as client, pytest.raises(CapabilityError, match="cannot pickle or copy a client"):
+        pickle.dumps(client)
