@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import socket
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -24,7 +23,6 @@ from shared_rpc.protocol.frames import (
     Limits,
     encode_frame,
 )
-from shared_rpc.zygote import wire
 from tests.kit.descriptors import new_fd, nothing_leaks
 from tests.kit.feeding import feed, next_frame
 
@@ -227,14 +225,3 @@ def test_frames_beyond_the_limits_are_not_sent(body: int, payload: int, fds: int
     """The sender gets an error instead of losing its connection."""
     with pytest.raises(ProtocolError, match=message):
         encode_frame(8, 1, bytes(body), bytes(payload), fds)
-
-
-def test_a_zygotes_messages_have_any_number_of_descriptors() -> None:
-    """More than the kernel takes at once."""
-    one, other = socket.socketpair()
-    with one, other, nothing_leaks():
-        wire.send(one, wire.framed({"type": "x"}), [one.fileno()] * 500)
-        message, fds = wire.receive(other)
-        assert (message, len(fds)) == ({"type": "x"}, 500)
-        for fd in fds:
-            os.close(fd)
