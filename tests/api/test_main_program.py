@@ -18,6 +18,7 @@ from tests.kit.brokers import is_running
 from tests.kit.commands import MODULE
 from tests.kit.deep import deep
 from tests.kit.processes import Child, eventually
+from tests.kit.world import World
 
 #: Several processes that import torch at once may share one core.
 pytestmark = pytest.mark.timeout(180)
@@ -303,10 +304,9 @@ threading.Thread(target=work).start()
     assert served.end() == (0, ["the thread has ended"], "")
 
 
-def test_commands_serve_like_scripts(tmp_path: Path, base_path: str, children: list[Child]) -> None:
+def test_commands_serve_like_scripts(tmp_path: Path, base_path: str, world: World) -> None:
     """``python -c`` behaves like ``python app.py``."""
-    child = Child("-c", APP, environ={"SHARED_TENSOR_ROLE": "server"}, cwd=tmp_path)
-    children.append(child)
+    child = world.start("-c", APP, environ={"SHARED_TENSOR_ROLE": "server"}, cwd=tmp_path)
     child.expect_error("serving at")
     with Client(base_path, device="cpu", timeout=150.0) as client:
         assert not client.call("ending").any()

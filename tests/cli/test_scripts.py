@@ -22,8 +22,9 @@ from shared_rpc.scripts.command import Script, parse
 from shared_rpc.scripts.key import key_of
 from tests.kit.brokers import is_running
 from tests.kit.deep import deep
-from tests.kit.processes import Child, eventually, python
+from tests.kit.processes import eventually, python
 from tests.kit.scripts import WAITS, Place
+from tests.kit.world import World
 
 #: The first test waits for torch to be imported.
 pytestmark = pytest.mark.timeout(180)
@@ -187,7 +188,7 @@ def test_children_of_multiprocessing(place: Place) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, *deep(signal.SIGWINCH, signal.SIGHUP)])
-def test_a_signal_reaches_the_script_once(place: Place, children: list[Child], number: signal.Signals) -> None:
+def test_a_signal_reaches_the_script_once(place: Place, world: World, number: signal.Signals) -> None:
     """By way of its command."""
     script = place.write(
         WAITS
@@ -199,7 +200,7 @@ def test_a_signal_reaches_the_script_once(place: Place, children: list[Child], n
     """
     )
     child = place.start(script)
-    children.append(child)
+    world.children.append(child)
     child.expect("ready")
     child.process.send_signal(number)
     assert child.expect("") == f"got {int(number)}"
@@ -209,13 +210,13 @@ def test_a_signal_reaches_the_script_once(place: Place, children: list[Child], n
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_command_as_it_ends_the_script(place: Place, children: list[Child], number: signal.Signals) -> None:
+def test_a_signal_ends_the_command_as_it_ends_the_script(place: Place, world: World, number: signal.Signals) -> None:
     """The command's parent sees the same status."""
     script = place.write(WAITS + "\n        os.write(1, b'ready\\n'); line(); print('on')")
     codes = []
     for run in (False, True):
         child = place.start(script, run=run)
-        children.append(child)
+        world.children.append(child)
         child.expect("ready")
         child.process.send_signal(number)
         code, errors = child.process.wait(20), child.process.stderr and child.process.stderr.read()
@@ -231,10 +232,10 @@ TELLS_PIDS = """
 
 
 @pytest.mark.parametrize("killed", ["script", "command", "watcher"])
-def test_a_kill_ends_script_and_command(place: Place, children: list[Child], killed: str) -> None:
+def test_a_kill_ends_script_and_command(place: Place, world: World, killed: str) -> None:
     """Whichever of them it was: no script runs on without a watcher, and the shell prints "Killed"."""
     child = place.start(place.write(TELLS_PIDS))
-    children.append(child)
+    world.children.append(child)
     script, watcher = map(int, child.expect("pids").split()[1:])
     os.kill({"script": script, "command": child.pid, "watcher": watcher}[killed], signal.SIGKILL)
     assert child.process.wait(20) == -signal.SIGKILL
@@ -310,10 +311,10 @@ APP = """
 """
 
 
-def test_the_server_role_serves_until_it_is_interrupted(place: Place, children: list[Child]) -> None:
+def test_the_server_role_serves_until_it_is_interrupted(place: Place, world: World) -> None:
     """The main code's end is not the end of the process, and Ctrl-C is."""
     child = place.start(place.write(APP), SHARED_TENSOR_ROLE="server")
-    children.append(child)
+    world.children.append(child)
     assert child.expect("sum") == "sum 45 server"
     child.expect_error("serving")
     with Client(place.base_path, device="cpu") as client:

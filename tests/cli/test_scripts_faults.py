@@ -23,6 +23,7 @@ from shared_rpc.zygote.wire import Lost, framed, receive
 from tests.kit.attacker import STRANGER, needs_another_uid
 from tests.kit.processes import Child, eventually, links_of, sigstop
 from tests.kit.scripts import RUN, Place
+from tests.kit.world import World
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -97,11 +98,11 @@ def test_a_stopped_zygote_is_given_up(place: Place, zygote: int) -> None:
     assert counted.read_text() == "x"
 
 
-def test_a_zygote_that_is_killed_while_it_starts(place: Place, tmp_path: Path, children: list[Child]) -> None:
+def test_a_zygote_that_is_killed_while_it_starts(place: Place, tmp_path: Path, world: World) -> None:
     """The command that waits for it runs the script without."""
     tmp_path.chmod(0o700)
     child = Place(place.folder, tmp_path).start(place.write(HAS_TORCH))
-    children.append(child)
+    world.children.append(child)
 
     def starting() -> list[int]:
         commands = {pid: command_of(pid) for pid in pids()}
@@ -256,15 +257,14 @@ def test_a_link_of_another_user_is_not_followed(place: Place, zygote: int, alone
     assert has_torch(alone, forked=False) == f"{WITHOUT}{link} is a link of another user (uid {STRANGER})\n"
 
 
-def test_only_zygotes_are_stopped(tmp_path: Path, children: list[Child]) -> None:
+def test_only_zygotes_are_stopped(tmp_path: Path, world: World) -> None:
     """Another program of this user that listens in the place of a zygote stays."""
     base_path, reasons = str(tmp_path / "s"), []
-    other = Child(
+    other = world.start(
         "-c",
         "import socket, sys; s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); s.listen(); print('up'); input()",
         f"{base_path}-key.zygote",
     )
-    children.append(other)
     other.expect("up")
     assert stop_zygotes(base_path, reasons.append) == []
     assert f"(pid {other.pid}) did not answer as a zygote" in reasons[0]

@@ -154,12 +154,11 @@ def test_a_module_that_calls_its_own_endpoints_while_it_is_loaded(app: Write, st
     assert (info["objects"], info["builds"]) == (1, 1)
 
 
-def test_serving_with_closed_standard_streams(app: Write, world: World, children: list[Child], tmp_path: Path) -> None:
+def test_serving_with_closed_standard_streams(app: Write, world: World, tmp_path: Path) -> None:
     """As after ``>&-``: no other file gets their numbers, or their output."""
     app("print('said', flush=True)\nprovider.share('endpoint')(lambda: 0)")
     code = "import os, sys; os.closerange(0, 3); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
-    child = Child("-c", code, *MODULE, "serve", "app.py", cwd=tmp_path, fresh=True)
-    children.append(child)
+    child = world.start("-c", code, *MODULE, "serve", "app.py", cwd=tmp_path, fresh=True)
     pid = world.client(connect_timeout=40.0).get_server_info()["pid"]
     assert [os.readlink(f"/proc/{pid}/fd/{number}") for number in range(3)] == [os.devnull] * 3
     child.process.terminate()

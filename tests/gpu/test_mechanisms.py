@@ -19,7 +19,7 @@ from shared_rpc.memory.backends.choice import Choice, backend_for, choose_mechan
 from shared_rpc.memory.devices import device_id
 from shared_rpc.protocol.records import Mechanism
 from tests.kit.bound_host import BoundHost
-from tests.kit.processes import Child, eventually, python
+from tests.kit.processes import Child, eventually
 from tests.kit.world import World
 
 GPU = "GPU-00000000-0000-0000-0000-00000000000a"
@@ -230,20 +230,18 @@ def mechanism(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def server(mechanism: str, base_path: str, children: list[Child]) -> tuple[Child, str]:
+def server(mechanism: str, base_path: str, world: World) -> tuple[Child, str]:
     """A server of that mechanism, and its socket."""
-    child = python(SERVER.format(base=base_path, mechanism=mechanism))
-    children.append(child)
+    child = world.process(SERVER.format(base=base_path, mechanism=mechanism))
     return child, child.expect("serving").split()[1]
 
 
 @pytest.fixture
-def attach(server: tuple[Child, str], children: list[Child]) -> Callable[[], Child]:
+def attach(server: tuple[Child, str], world: World) -> Callable[[], Child]:
     """``attach()`` starts a client that has the model."""
 
     def start() -> Child:
-        child = python(CLIENT.format(path=server[1]))
-        children.append(child)
+        child = world.process(CLIENT.format(path=server[1]))
         child.expect("attached")
         return child
 

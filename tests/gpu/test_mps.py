@@ -15,6 +15,7 @@ import pytest
 from shared_rpc import Client
 from tests.kit.brokers import another_worker, worker_pids
 from tests.kit.processes import PYTHONPATH, Child, eventually
+from tests.kit.world import World
 
 CONTROL = shutil.which("nvidia-cuda-mps-control")
 pytestmark = [
@@ -90,12 +91,11 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 
 @pytest.fixture
-def broker(service: Service, tmp_path: Path, base_path: str, children: list[Child]) -> Child:
+def broker(service: Service, tmp_path: Path, world: World) -> Child:
     """A broker whose workers use it."""
     app = tmp_path / "app.py"
     app.write_text(APP)
-    child = Child("-m", "shared_rpc.cli", "serve", str(app), environ=service.environ, cwd=tmp_path, fresh=True)
-    children.append(child)
+    child = world.start("-m", "shared_rpc.cli", "serve", str(app), environ=service.environ, cwd=tmp_path, fresh=True)
     child.expect("serving")
     return child
 
@@ -104,12 +104,11 @@ Attach = Callable[[], Child]
 
 
 @pytest.fixture
-def attach(service: Service, broker: Child, children: list[Child]) -> Attach:
+def attach(service: Service, broker: Child, world: World) -> Attach:
     """Start a client that uses it, and attaches the weights."""
 
     def started() -> Child:
-        child = Child("-c", CLIENT, environ=service.environ, fresh=True)
-        children.append(child)
+        child = world.start("-c", CLIENT, environ=service.environ, fresh=True)
         assert child.expect("attached") == f"attached {SUM}"
         return child
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from shared_rpc import Provider, Server
-from tests.kit.processes import Child, python
+from tests.kit.processes import Child
 from tests.kit.spanning import Spanning
+from tests.kit.world import World
 
 pytestmark = pytest.mark.gpu
 
@@ -80,11 +81,9 @@ def listed(gpus: list[str], order: list[int]) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[number] for number in order)}
 
 
-def client(children: list[Child], environ: dict[str, str], code: str) -> Child:
+def client(world: World, environ: dict[str, str], code: str) -> Child:
     """Start a client process that runs ``code``."""
-    child = python(CLIENT + code, environ=environ)
-    children.append(child)
-    return child
+    return world.process(CLIENT + code, environ=environ)
 
 
 def read_facts(child: Child) -> dict[str, Any]:
@@ -100,10 +99,10 @@ def computed(provider: Provider) -> list[list[float]]:
         return result
 
 
-def test_an_object_can_span_gpus(server: Server, provider: Provider, gpus: list[str], children: list[Child]) -> None:
+def test_an_object_can_span_gpus(server: Server, provider: Provider, gpus: list[str], world: World) -> None:
     """Whatever a client calls its GPUs: each tensor, and each device in an attribute, keeps its GPU."""
     child = client(
-        children,
+        world,
         listed(gpus, OTHER_ORDER),
         f"""
 with Client(socket_path={server.socket_path!r}) as client, client.call("spanning") as handle:
@@ -129,12 +128,12 @@ with Client(socket_path={server.socket_path!r}) as client, client.call("spanning
 
 @pytest.mark.parametrize("seen", [0, 1], ids=["first", "second"])
 def test_an_object_that_spans_gpus_works_with_one_visible(
-    server: Server, provider: Provider, gpus: list[str], children: list[Child], seen: int
+    server: Server, provider: Provider, gpus: list[str], world: World, seen: int
 ) -> None:
     """The part on the other GPU is accessed through a peer: it is read, computed with and written."""
     before = computed(provider)
     child = client(
-        children,
+        world,
         listed(gpus, [seen]),
         f"""
 with Client(socket_path={server.socket_path!r}) as client, client.call("spanning") as handle:
@@ -164,10 +163,10 @@ with Client(socket_path={server.socket_path!r}) as client, client.call("spanning
 # Arguments.
 
 
-def test_arguments_keep_their_gpu(server: Server, gpus: list[str], children: list[Child]) -> None:
+def test_arguments_keep_their_gpu(server: Server, gpus: list[str], world: World) -> None:
     """Alone and with others, and the results computed from them stay there."""
     child = client(
-        children,
+        world,
         listed(gpus, OTHER_ORDER),
         f"""
 here, there = "cuda:{OTHER_ORDER.index(0)}", "cuda:{OTHER_ORDER.index(1)}"
@@ -192,7 +191,7 @@ with Client(socket_path={server.socket_path!r}) as client:
     assert facts["values"] == [[[0, 3], [1, 4], [2, 5]], more, more, [[0, 0], [1, 1]]]
 
 
-def test_processes_without_a_gpu_are_refused(base_path: str, children: list[Child]) -> None:
+def test_processes_without_a_gpu_are_refused(base_path: str, world: World) -> None:
     """The error has the GPU of the memory and where to look; the lease is released, and the server continues."""
     from shared_rpc.memory.backends.cuda import visible_gpus
 
@@ -200,7 +199,7 @@ def test_processes_without_a_gpu_are_refused(base_path: str, children: list[Chil
     provider.share("weights", managed=True)(lambda: torch.ones(4, device="cuda:0"))
     with Server(provider) as server:
         child = client(
-            children,
+            world,
             {"CUDA_VISIBLE_DEVICES": ""},
             f"""
 with Client(socket_path={server.socket_path!r}) as client:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.kit.brokers import BrokerApp
 from tests.kit.processes import Child, python
+from tests.kit.world import World
 
 pytestmark = pytest.mark.gpu
 
@@ -37,7 +38,7 @@ def process(code: str) -> Child:
     return python(PROCESS + textwrap.dedent(code))
 
 
-def test_suspending_during_a_capture_is_refused(children: list[Child]) -> None:
+def test_suspending_during_a_capture_is_refused(world: World) -> None:
     """The capture is undisturbed, and afterwards the object can be suspended."""
     child = process(
         """
@@ -57,11 +58,11 @@ def test_suspending_during_a_capture_is_refused(children: list[Child]) -> None:
         record.close()
         """
     )
-    children.append(child)
+    world.children.append(child)
     assert child.expect("told:") == "told: True right: True after: True"
 
 
-def test_kernels_end_before_their_memory_is_suspended(children: list[Child]) -> None:
+def test_kernels_end_before_their_memory_is_suspended(world: World) -> None:
     """Earlier queued work reads the memory, not the empty range."""
     child = process(
         """
@@ -73,11 +74,11 @@ def test_kernels_end_before_their_memory_is_suspended(children: list[Child]) -> 
         record.close()
         """
     )
-    children.append(child)
+    world.children.append(child)
     assert child.expect("right:") == "right: True"
 
 
-def test_peers_can_access_resumed_memory(children: list[Child]) -> None:
+def test_peers_can_access_resumed_memory(world: World) -> None:
     """It is copied to another GPU as before."""
     from shared_rpc.memory.backends.cuda import peer_capable, visible_gpus
 
@@ -95,7 +96,7 @@ def test_peers_can_access_resumed_memory(children: list[Child]) -> None:
         record.close()
         """
     )
-    children.append(child)
+    world.children.append(child)
     assert child.expect("right:") == "right: True True"
 
 
@@ -155,7 +156,7 @@ def client_process(code: str, environ: dict[str, str] | None = None) -> Child:
 
 @pytest.mark.parametrize("endpoint", ["weights", "read_only"])
 @pytest.mark.parametrize("to", ["", "host", "file"])
-def test_replayed_graphs_survive_an_eviction(app: BrokerApp, children: list[Child], endpoint: str, to: str) -> None:
+def test_replayed_graphs_survive_an_eviction(app: BrokerApp, world: World, endpoint: str, to: str) -> None:
     """Suspended, evicted to each tier or to none, and resumed: the graph reads the current memory at the address."""
     child = client_process(
         f"""
@@ -172,12 +173,12 @@ def test_replayed_graphs_survive_an_eviction(app: BrokerApp, children: list[Chil
         print("same:", same)
         """
     )
-    children.append(child)
+    world.children.append(child)
     assert child.expect("same:") == "same: [True, True, True]"
 
 
 @pytest.mark.whole_gpu
-def test_an_eviction_frees_the_gpu_when_all_have_suspended(app: BrokerApp, children: list[Child]) -> None:
+def test_an_eviction_frees_the_gpu_when_all_have_suspended(app: BrokerApp, world: World) -> None:
     """The object's bytes are returned to the driver, and restored once for two processes."""
     other = client_process(
         """
@@ -191,7 +192,7 @@ def test_an_eviction_frees_the_gpu_when_all_have_suspended(app: BrokerApp, child
         input()
         """
     )
-    children.append(other)
+    world.children.append(other)
     other.expect("suspended")
     child = client_process(
         """
@@ -208,13 +209,13 @@ def test_an_eviction_frees_the_gpu_when_all_have_suspended(app: BrokerApp, child
         input()
         """
     )
-    children.append(child)
+    world.children.append(child)
     assert child.expect("told") == "told True True True"
     other.tell("go on")
     assert other.expect("same:") == "same: True"
 
 
-def test_memory_of_a_lost_session_is_replaced_on_request(app: BrokerApp, children: list[Child]) -> None:
+def test_memory_of_a_lost_session_is_replaced_on_request(app: BrokerApp, world: World) -> None:
     """A kernel may use it at any time: the handle is suspended, and the graph reads the earlier memory until it is resumed."""
     child = client_process(
         """
@@ -234,6 +235,6 @@ def test_memory_of_a_lost_session_is_replaced_on_request(app: BrokerApp, childre
             print("same:", replayed(graph, out) == before + 5, value.data_ptr() == address, handle.suspended)
         """
     )
-    children.append(child)
+    world.children.append(child)
     assert child.expect("told:") == "told: True True"
     assert child.expect("same:") == "same: True True False"

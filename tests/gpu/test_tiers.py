@@ -14,7 +14,8 @@ from shared_rpc import Client
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.protocol.infos import DeviceInfo
 from tests.kit.brokers import BrokerApp, worker_pids
-from tests.kit.processes import Child, eventually
+from tests.kit.processes import eventually
+from tests.kit.world import World
 
 pytestmark = pytest.mark.gpu
 
@@ -44,7 +45,7 @@ NBYTES = 4 << 20
 
 
 @pytest.fixture(params=["broker", "one process"])
-def client(request: pytest.FixtureRequest, broker_app: BrokerApp, children: list[Child], tmp_path: Path) -> Client:
+def client(request: pytest.FixtureRequest, broker_app: BrokerApp, world: World, tmp_path: Path) -> Client:
     """A client on the GPU, of a broker or of a server that runs its endpoints itself."""
     broker_app.write(ON_GPU)
     if request.param == "broker":
@@ -53,8 +54,8 @@ def client(request: pytest.FixtureRequest, broker_app: BrokerApp, children: list
         serves = (
             f"import app, shared_rpc; shared_rpc.Server(app.provider, spill_dir={str(tmp_path)!r}).start(); print('serving')"
         )
-        children.append(Child("-c", f"{serves}; input()", cwd=tmp_path))
-        children[-1].expect("serving")
+        child = world.start("-c", f"{serves}; input()", cwd=tmp_path)
+        child.expect("serving")
     return broker_app.connect(device="cuda", timeout=120.0)
 
 

@@ -14,7 +14,7 @@ from shared_rpc import Provider
 from shared_rpc.integrations.transformers import shared
 from tests.integrations.checkpoints import inputs
 from tests.integrations.comparing import shared_parameters
-from tests.kit.processes import Child
+from tests.kit.world import World
 
 peft = pytest.importorskip("peft")
 #: Warnings of libraries about their own and each other's next releases.
@@ -82,9 +82,7 @@ def test_merging_into_copies_keeps_the_base(provider: Provider, checkpoint: str)
     assert own == {f"model.layers.{layer}.self_attn.{part}_proj.weight" for layer in range(2) for part in "qv"}
 
 
-def test_a_merge_in_place_ends_its_process_alone(
-    provider: Provider, checkpoint: str, device: str, children: list[Child]
-) -> None:
+def test_a_merge_in_place_ends_its_process_alone(provider: Provider, checkpoint: str, device: str, world: World) -> None:
     """With a message that names the model, and the base is unchanged."""
     base = attached(provider, checkpoint)
     before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
@@ -101,8 +99,7 @@ def test_a_merge_in_place_ends_its_process_alone(
             base.lm_head.weight.sum().item()
         print("merged", flush=True)
     """
-    child = Child("-c", code, environ={"SHARED_TENSOR_ROLE": "client", "HF_HUB_OFFLINE": "1"})
-    children.append(child)
+    child = world.start("-c", code, environ={"SHARED_TENSOR_ROLE": "client", "HF_HUB_OFFLINE": "1"})
     child.expect("merges")
     code, text = child.close()
     if device == "cpu":

@@ -21,6 +21,7 @@ from tests.integrations.checkpoints import inputs
 from tests.integrations.comparing import shared_parameters
 from tests.kit.brokers import is_running
 from tests.kit.processes import Child, eventually
+from tests.kit.world import World
 
 #: A user's script, which also answers the test's requests.
 SCRIPT = """
@@ -43,7 +44,7 @@ Run = Callable[..., Child]
 
 
 @pytest.fixture
-def run(tmp_path: Path, base_path: str, children: list[Child]) -> Iterator[Run]:
+def run(tmp_path: Path, base_path: str, world: World) -> Iterator[Run]:
     """``run(extra)`` starts the script in the role ``spawn``; its server ends with the test."""
 
     def start(checkpoint: str, extra: str = "pass", role: str = "spawn") -> Child:
@@ -53,16 +54,15 @@ def run(tmp_path: Path, base_path: str, children: list[Child]) -> Iterator[Run]:
             **{"SHARED_TENSOR_ROLE": role, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
             **{"CUDA_VISIBLE_DEVICES": "", "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
         }
-        children.append(Child(str(script), checkpoint, environ=environ, has_workers=True))
-        return children[-1]
+        return world.start(str(script), checkpoint, environ=environ, has_workers=True)
 
     yield start
-    for child in children:
+    for child in world.children:
         child.process.kill()
     with suppress(ConnectError):  # one of the test itself has ended
-        pid = server_of(base_path)
-        os.kill(pid, signal.SIGTERM)
-        eventually(lambda: not is_running(pid), seconds=20)
+        if (pid := server_of(base_path)) != os.getpid():
+            os.kill(pid, signal.SIGTERM)
+            eventually(lambda: not is_running(pid), seconds=20)
 
 
 def server_of(base_path: str) -> int:
@@ -105,18 +105,18 @@ def test_a_script_starts_its_server(run: Run, checkpoint: str, base_path: str) -
     assert [computed(script), result_of(mine)] == [expected(checkpoint)] * 2
 
 
-def test_the_app_is_a_command(base_path: str, checkpoint: str, children: list[Child]) -> None:
+def test_the_app_is_a_command(base_path: str, checkpoint: str, world: World) -> None:
     """``python -m shared_rpc.integrations.transformers`` serves until it is stopped."""
     environ = {"SHARED_TENSOR_ROLE": "server", "CUDA_VISIBLE_DEVICES": ""}
-    children.append(Child("-m", "shared_rpc.integrations.transformers", environ=environ))
-    children[-1].expect_error(f"serving at {base_path}-cpu.sock")
+    child = world.start("-m", "shared_rpc.integrations.transformers", environ=environ)
+    child.expect_error(f"serving at {base_path}-cpu.sock")
     provider = Provider(base_path, execution_mode="client", device="cpu")
     with shared(provider, fallback=False):
         model = AutoModelForCausalLM.from_pretrained(checkpoint)
     assert shared_parameters(model).keys() == dict(model.named_parameters()).keys()
     provider.close()
-    children[-1].process.send_signal(signal.SIGTERM)
-    assert children[-1].close()[0] == 0
+    child.process.send_signal(signal.SIGTERM)
+    assert child.close()[0] == 0
 
 
 @pytest.mark.parametrize("device", ["cpu"])

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from shared_rpc import Client
 from tests.kit.interpreter import bits
-from tests.kit.processes import Child, eventually, python
+from tests.kit.processes import Child, eventually
 from tests.kit.world import World
 
 zmq = pytest.importorskip("zmq")
@@ -90,7 +90,7 @@ class Sender:
 
 
 @contextmanager
-def sending(body: str, children: list[Child], folder: Path, **names: Any) -> Iterator[tuple[Sender, Child]]:
+def sending(body: str, world: World, folder: Path, **names: Any) -> Iterator[tuple[Sender, Child]]:
     """Yield a sender, with a receiver in another process."""
     package = names["module"].partition(".")[0]
     if importlib.util.find_spec(package) is None:
@@ -98,8 +98,7 @@ def sending(body: str, children: list[Child], folder: Path, **names: Any) -> Ite
     address = f"ipc://{folder}/z"
     sender = Sender(address)
     try:
-        receiver = python(RECEIVER.format(address=address, **names) + body, fresh=True)
-        children.append(receiver)
+        receiver = world.process(RECEIVER.format(address=address, **names) + body, fresh=True)
         yield sender, receiver
     finally:
         sender.close()
@@ -135,10 +134,10 @@ def holders(client: Client) -> list[int]:
     return [info["leases"] for info in client.list_objects()]
 
 
-def test_the_receiver_of_verl_gets_all_weights(device: str, client: Client, children: list[Child], tmp_path: Path) -> None:
+def test_the_receiver_of_verl_gets_all_weights(device: str, client: Client, world: World, tmp_path: Path) -> None:
     """In buckets, and a tensor that is larger than one; it keeps no memory afterwards."""
     names = {"device": device, "packages": _ROLLOUT, "module": f"{_ROLLOUT[-1]}.bucketed_weight_transfer"}
-    with sending(VERL, children, tmp_path, **names) as (sender, receiver):
+    with sending(VERL, world, tmp_path, **names) as (sender, receiver):
         bucket, large = client.create_buffer(4096), client.create_buffer((2000,), "float32")
         large.value.copy_(torch.arange(2000))
         sender.send(reduce_tensor(bucket.value))
@@ -155,12 +154,10 @@ def test_the_receiver_of_verl_gets_all_weights(device: str, client: Client, chil
         eventually(lambda: holders(client) == [1, 1])
 
 
-def test_the_receiver_of_checkpoint_engine_gets_all_weights(
-    device: str, client: Client, children: list[Child], tmp_path: Path
-) -> None:
+def test_the_receiver_of_checkpoint_engine_gets_all_weights(device: str, client: Client, world: World, tmp_path: Path) -> None:
     """In buckets, whose memory it returns before it processes the weights."""
     names = {"device": device, "packages": ("checkpoint_engine",), "module": "checkpoint_engine.worker"}
-    with sending(CHECKPOINT_ENGINE, children, tmp_path, **names) as (sender, receiver):
+    with sending(CHECKPOINT_ENGINE, world, tmp_path, **names) as (sender, receiver):
         bucket = client.create_buffer(4096)
         sender.send(reduce_tensor(bucket.value))
         for step in range(3):

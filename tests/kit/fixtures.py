@@ -29,7 +29,7 @@ from tests.kit.brokers import BrokerApp
 from tests.kit.forks import start_zygote, stop_zygote
 from tests.kit.interpreter import Interpreter
 from tests.kit.joiners import TOKEN
-from tests.kit.processes import Child, eventually, open_fds
+from tests.kit.processes import eventually, open_fds
 from tests.kit.service_manager import ServiceManager
 from tests.kit.world import EACH_ROLE, ROLES, World
 
@@ -159,12 +159,6 @@ def admitted_source(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make servers of this process accept it, and its children, as sources of records, as if they had started them."""
     monkeypatch.setattr(sources, "make_token", lambda: TOKEN)
     monkeypatch.setenv("SHARED_TENSOR_SOURCE_TOKEN", TOKEN)
-
-
-@pytest.fixture
-def children(world: World) -> list[Child]:
-    """Started processes; those still running at the end are killed."""
-    return world.children
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import torch
 from shared_rpc.errors import CodecError, RemoteError
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.protocol import messages as m
-from tests.kit.processes import Child, eventually, python
+from tests.kit.processes import eventually, python
 from tests.kit.raw import Raw
 from tests.kit.world import World
 
@@ -213,10 +213,10 @@ print(ran.stdout.decode(), flush=True)
 """
 
 
-def test_shared_functions_of_a_script_work_in_another_interpreter(base_path: str, children: list[Child]) -> None:
+def test_shared_functions_of_a_script_work_in_another_interpreter(world: World) -> None:
     """They are pickled as code, with a provider that has the endpoint."""
-    children.append(Child("-c", MODULE + SENDER, has_workers=True))
-    assert children[0].expect("sum:") == "sum: 3.0 __main__"
+    child = world.start("-c", MODULE + SENDER, has_workers=True)
+    assert child.expect("sum:") == "sum: 3.0 __main__"
 
 
 def test_shared_functions_are_pickled_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

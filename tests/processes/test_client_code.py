@@ -18,11 +18,8 @@ from shared_rpc.protocol.exported import Adopt
 from shared_rpc.protocol.peers import shares_pid_namespace
 from tests.kit.attacker import in_namespaces, needs_namespaces
 from tests.kit.brokers import BrokerApp
-from tests.kit.processes import Child
 from tests.kit.raw import Raw
 from tests.kit.world import World
-
-pytestmark = pytest.mark.usefixtures("no_leaks")
 
 #: A client that sends a module, and prints how that went.
 SEND = """
@@ -83,12 +80,10 @@ def test_the_own_pid_namespace_is_trusted(server: Callable[[str], Server], world
 
 @needs_namespaces
 @pytest.mark.parametrize(("code", "answer"), [("all", "module 1.0"), ("namespace", "module CapabilityError the server")])
-def test_other_containers_are_not_trusted(
-    server: Callable[[str], Server], children: list[Child], code: str, answer: str
-) -> None:
+def test_other_containers_are_not_trusted(server: Callable[[str], Server], world: World, code: str, answer: str) -> None:
     """They may send code only if the server accepts it from all clients; other calls are served."""
     child = in_namespaces(SEND, server(code).socket_path)
-    children.append(child)
+    world.children.append(child)
     assert child.expect("plain") == "plain 3.0"
     assert child.expect("module").startswith(answer)
 

@@ -21,7 +21,7 @@ from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.records import SegmentInfo, StorageEntry, TensorEntry, TensorTable
 from shared_rpc.protocol.values import TensorRef, encode
-from tests.kit.processes import Child, eventually, open_fds, python
+from tests.kit.processes import eventually, open_fds
 from tests.kit.raw import Raw, sealed_memory
 from tests.kit.world import World
 
@@ -120,7 +120,7 @@ async def test_cancelled_calls_leave_no_chunks(server: Server) -> None:
 
 
 def test_a_client_killed_while_its_argument_is_read_leaves_nothing(
-    server: Server, children: list[Child], go: threading.Event, begun: threading.Event, device: str
+    server: Server, world: World, go: threading.Event, begun: threading.Event, device: str
 ) -> None:
     """The endpoint reads on to the end; then nothing is left of the session."""
     code = f"""
@@ -128,9 +128,9 @@ def test_a_client_killed_while_its_argument_is_read_leaves_nothing(
         from shared_rpc import Client
         Client(device={device!r}).call("slow", torch.ones(100000, device={device!r}))
     """
-    children.append(python(code))
+    child = world.process(code)
     assert begun.wait(30)
-    children[0].kill()
+    child.kill()
     go.set()
     eventually(lambda: server.info()["running"] == 0 and server.info()["sessions"] == 0)
     assert pools(server) == {"nbytes": 0, "chunks": 0}
@@ -332,27 +332,26 @@ class TestStreamOrder:
 
 
 @pytest.fixture
-def shared(no_leaks: None, base_path: str, device: str) -> Provider:
+def shared(device: str, world: World) -> World:
     """Endpoints of small results."""
-    provider = Provider(base_path, device=device)
 
     def filled(value: int) -> torch.Tensor:
         return torch.full((1024,), float(value), device=device)
 
-    provider.share("cached")(filled)
-    provider.share("managed", managed=True)(filled)
-    provider.share("pinned", managed=True, pinned=True)(filled)
-    provider.share("ahead", managed=True, host_copy="at_build")(filled)
-    return provider
+    world.share("cached")(filled)
+    world.share("managed", managed=True)(filled)
+    world.share("pinned", managed=True, pinned=True)(filled)
+    world.share("ahead", managed=True, host_copy="at_build")(filled)
+    return world
 
 
-def test_many_cached_results_need_few_descriptors(shared: Provider, device: str) -> None:
+def test_many_cached_results_need_few_descriptors(shared: World) -> None:
     """In the server, and in a process that has all of them."""
-    with Server(shared), Client(shared.base_path, device=device) as client:
-        before, mapped = open_fds(), len(MAPPINGS)
-        results = [client.call("cached", number) for number in range(600)]
-        assert open_fds() - before < 10 and len(MAPPINGS) - mapped < 10
-        assert [int(result[-1]) for result in results] == list(range(600))
+    client = shared.client()
+    before, mapped = open_fds(), len(MAPPINGS)
+    results = [client.call("cached", number) for number in range(600)]
+    assert open_fds() - before < 10 and len(MAPPINGS) - mapped < 10
+    assert [int(result[-1]) for result in results] == list(range(600))
 
 
 @pytest.mark.parametrize(
@@ -368,37 +367,34 @@ def test_many_cached_results_need_few_descriptors(shared: Provider, device: str)
 )
 @on_the_host
 def test_counted_or_movable_results_have_separate_segments(
-    shared: Provider, device: str, endpoint: str, options: dict[str, Any], together: bool
+    shared: World, endpoint: str, options: dict[str, Any], together: bool
 ) -> None:
     """So that they can be dropped, or moved to another tier, separately."""
-    with (
-        Server(shared, **options),
-        Client(shared.base_path, device=device) as client,
-        client.call(endpoint, 1) as one,
-        client.call(endpoint, 2) as other,
-    ):
+    shared.serve(**options)
+    client = shared.client()
+    with client.call(endpoint, 1) as one, client.call(endpoint, 2) as other:
         found = [MAPPINGS.find(handle.value.data_ptr()) for handle in (one, other)]
         assert (len({mapping.info.id for mapping, _ in filter(None, found)}) == 1) == together
 
 
-def test_exports_exclude_other_results_of_a_slab(shared: Provider, device: str, base_path: str) -> None:
+def test_exports_exclude_other_results_of_a_slab(shared: World, device: str) -> None:
     """And another server adopts the record."""
-    other = Provider(f"{base_path}-other", device=device)
-    other.share("managed", managed=True)(shared.endpoints["managed"].function)
-    with Server(shared), Client(shared.base_path, device=device) as client:
-        client.call("managed", 1).release()
-        with Server(other), Client(other.base_path, device=device) as there:
-            with client.call("managed", 2) as handle, client.export(handle) as record:
-                assert [segment.nbytes for segment in record.segments] == [4096]
-                assert record.segments[0].tensor().view(torch.float32).unique().tolist() == [2]
-                there.adopt(record)
-            with there.call("managed", 2) as adopted:
-                assert adopted.value.unique().tolist() == [2]
+    other = Provider(f"{shared.base_path}-other", device=device)
+    other.share("managed", managed=True)(shared.owner.endpoints["managed"].function)
+    client = shared.client()
+    client.call("managed", 1).release()
+    with Server(other), Client(other.base_path, device=device) as there:
+        with client.call("managed", 2) as handle, client.export(handle) as record:
+            assert [segment.nbytes for segment in record.segments] == [4096]
+            assert record.segments[0].tensor().view(torch.float32).unique().tolist() == [2]
+            there.adopt(record)
+        with there.call("managed", 2) as adopted:
+            assert adopted.value.unique().tolist() == [2]
 
 
-def test_results_in_a_slab_are_not_evicted(shared: Provider, device: str) -> None:
+def test_results_in_a_slab_are_not_evicted(shared: World) -> None:
     """The error gives the remedy."""
-    with Server(shared), Client(shared.base_path, device=device) as client:
-        client.call("managed", 1).release()
-        with pytest.raises(CapabilityError, match="shares a segment with other small results"):
-            client.evict("managed")
+    client = shared.client()
+    client.call("managed", 1).release()
+    with pytest.raises(CapabilityError, match="shares a segment with other small results"):
+        client.evict("managed")

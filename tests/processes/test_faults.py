@@ -11,8 +11,6 @@ import torch
 
 from tests.kit.world import World
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
-
 #: A weight large enough for torch to write to it in several threads.
 SIDE = 2048
 

@@ -11,7 +11,7 @@ import itertools
 import random
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
@@ -82,18 +82,17 @@ def server(world: World) -> Child:
 
 
 @pytest.fixture
-def watcher(server: Child, base_path: str) -> Iterator[Client]:
+def watcher(server: Child, world: World) -> Client:
     """A client that observes the server."""
-    with Client(base_path, device="cpu", timeout=30.0) as client:
-        client.ping()
-        yield client
+    client = world.client(connect_timeout=5.0)
+    client.ping()
+    return client
 
 
 @pytest.fixture
-def client(server: Child, base_path: str) -> Iterator[Client]:
+def client(server: Child, world: World) -> Client:
     """A client whose operations are interrupted."""
-    with Client(base_path, device="cpu", timeout=30.0) as client:
-        yield client
+    return world.client(connect_timeout=5.0)
 
 
 def release(client: Client | Provider) -> None:

@@ -177,27 +177,24 @@ else:
 
 
 @needs_another_uid
-def test_a_client_of_another_user_is_refused(children: list[Child]) -> None:
+def test_a_client_of_another_user_is_refused(world: World) -> None:
     """Even if directory and socket permit it: the server gets the user from the kernel."""
     with common_directory() as directory, Server(Provider(directory / "s", device="cpu")) as server:
         os.chmod(server.socket_path, 0o666)
-        children.append(as_uid(CONNECT, server.socket_path, before="from shared_rpc.client.link import BlockingLink"))
-        assert (
-            children[0]
-            .expect("")
-            .startswith(
-                f"ConfigurationError the server (pid {os.getpid()}) of uid 0 accepts only its own user, and this process is "
-                f"of uid {STRANGER}: run both as one user"
-            )
+        child = as_uid(CONNECT, server.socket_path, before="from shared_rpc.client.link import BlockingLink")
+        world.children.append(child)
+        assert child.expect("").startswith(
+            f"ConfigurationError the server (pid {os.getpid()}) of uid 0 accepts only its own user, and this process is "
+            f"of uid {STRANGER}: run both as one user"
         )
 
 
 @needs_namespaces
-def test_the_overflow_uid_matches_no_user(children: list[Child]) -> None:
+def test_the_overflow_uid_matches_no_user(world: World) -> None:
     """A process without a uid in its user namespace does not match another such user."""
     code = "import os; from shared_rpc.protocol.peers import is_own; print(os.geteuid(), is_own(os.geteuid()))"
-    children.append(Child("-c", code, before=("unshare", "--user")))
-    assert children[0].expect("").endswith("False")
+    child = world.start("-c", code, before=("unshare", "--user"))
+    assert child.expect("").endswith("False")
 
 
 def test_one_of_several_servers_gets_the_socket(path: str) -> None:

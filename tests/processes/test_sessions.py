@@ -26,8 +26,6 @@ from shared_rpc.memory.mapping import MAPPINGS
 from tests.kit.processes import eventually, open_fds
 from tests.kit.world import World
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
-
 #: A client process without torch: hold() takes a lease on an object that it does not map.
 HOLDER = """
 import os, signal, sys

@@ -48,21 +48,20 @@ def forks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     stop_zygote()
 
 
-def begin(kind: str, app: BrokerApp, children: list[Child], *options: str) -> Child:
+def begin(kind: str, app: BrokerApp, *options: str) -> Child:
     """Start a process that serves, or is about to."""
     if kind == "server role":
         return app.start_script()
     if kind != "broker that loads":
         return app.start(*options)
-    broker = Child("-m", "shared_rpc.cli", "serve", str(app.file), cwd=app.file.parent)
-    children.append(broker)
+    broker = app.world.start("-m", "shared_rpc.cli", "serve", str(app.file), cwd=app.file.parent)
     eventually(begun(app.file.parent / "never"), 40.0)
     return broker
 
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_storm_of_signals_ends_every_server(kind: str, app: BrokerApp, children: list[Child], forks: None) -> None:
+def test_a_storm_of_signals_ends_every_server(kind: str, app: BrokerApp, forks: None) -> None:
     """With exit code 0, for one to three signals at random moments, half of them at once."""
     if kind == "broker that loads":
         app.write(f"wait({str(app.file.parent / 'never')!r})")
@@ -71,7 +70,7 @@ def test_a_storm_of_signals_ends_every_server(kind: str, app: BrokerApp, childre
     chance = random.Random(seed)
     numbers = [signal.SIGTERM, signal.SIGINT] + ([signal.SIGHUP] if kind.startswith("broker") else [])
     for _ in range(STORMS):
-        server = begin(kind, app, children)
+        server = begin(kind, app)
         # SIGHUP reloads: another signal ends the process.
         storm = [chance.choice(numbers) for _ in range(chance.randint(0, 2))] + [chance.choice(numbers[:2])]
         chance.shuffle(storm)
@@ -84,7 +83,7 @@ def test_a_storm_of_signals_ends_every_server(kind: str, app: BrokerApp, childre
                 server.process.send_signal(number)
         code, said = server.close()
         assert (code, "Traceback" in said) == (0, False), f"{storm}, {waits}: {code}, {said}"
-        children.remove(server)
+        app.world.children.remove(server)
         for path in app.file.parent.glob("never-*"):
             path.unlink()
 
@@ -131,7 +130,7 @@ LEFT = {
 
 
 @pytest.mark.parametrize("kind", LEFT)
-def test_a_blocked_exit_is_forced(kind: str, app: BrokerApp, children: list[Child]) -> None:
+def test_a_blocked_exit_is_forced(kind: str, app: BrokerApp) -> None:
     """After a grace period, with a line that names what blocks it: a thread, or an exit callback."""
     leaves, named = LEFT[kind]
     code = f"{BLOCKS}{leaves}\n"
@@ -141,7 +140,7 @@ def test_a_blocked_exit_is_forced(kind: str, app: BrokerApp, children: list[Chil
         options = ["--hook", "hooks:hook"]
     else:
         app.write(code)
-    server = begin(kind, app, children, *options)
+    server = begin(kind, app, *options)
     server.process.send_signal(signal.SIGTERM)
     status, said = server.close()
     assert status == 0 and named in said.splitlines()[-1] and "Traceback" not in said

@@ -166,10 +166,10 @@ while True:
 
 @needs_another_uid
 @pytest.mark.parametrize("when", ["asked", *deep("at once")])
-def test_answers_of_another_user_are_refused(path: str, children: list[Child], when: str) -> None:
+def test_answers_of_another_user_are_refused(path: str, world: World, when: str) -> None:
     """Although a process of this user listens there: the sender counts. Earlier bytes have no known sender."""
     squatter = as_uid(ANSWERS_AS_STRANGER, path, when, before=ANSWERS)
-    children.append(squatter)
+    world.children.append(squatter)
     squatter.expect("listening")
     text = rf"{path} belongs to uid ({attacker.STRANGER}|65534).*, not to you \(uid 0\)"
     with client() as mine, pytest.raises(ConnectError, match=text):

@@ -160,7 +160,7 @@ def test_backlogs_are_limited(unit: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.fixture
-def stopping_server(no_leaks: None, broker_app: BrokerApp) -> Child:
+def stopping_server(broker_app: BrokerApp) -> Child:
     """A server of another process."""
     return broker_app.start_script()
 

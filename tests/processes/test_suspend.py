@@ -163,7 +163,7 @@ def test_suspended_values_cannot_be_arguments(client: Client) -> None:
     assert value.is_shared()
 
 
-def test_handles_without_a_lease_are_not_suspended(no_leaks: None, broker_app: BrokerApp) -> None:
+def test_handles_without_a_lease_are_not_suspended(broker_app: BrokerApp) -> None:
     """Their memory could not be restored: a restarted server lacks the object."""
     broker_app.write(APP)
     first, client = broker_app.start(), broker_app.connect()

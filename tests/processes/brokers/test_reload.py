@@ -11,7 +11,8 @@ import torch
 
 from shared_rpc import Client, errors
 from tests.kit.brokers import BrokerApp, begun, is_running, worker_pids
-from tests.kit.processes import Child, eventually
+from tests.kit.processes import eventually
+from tests.kit.world import World
 
 OLD = """
 @provider.share
@@ -119,15 +120,14 @@ def test_removed_endpoints_are_unavailable(app: BrokerApp) -> None:
     assert [info["endpoint"] for info in client.list_objects()] == ["reply"]
 
 
-def test_the_reload_command(app: BrokerApp, children: list[Child]) -> None:
+def test_the_reload_command(app: BrokerApp, world: World) -> None:
     """``shared-rpc reload``, with the policy for objects."""
     client = app.serve()
     client.call("answer")
     app.write(NEW)
 
     def reload(*options: str) -> tuple[int, str]:
-        child = Child("-m", "shared_rpc.cli", "reload", *options, cwd=app.file.parent)
-        children.append(child)
+        child = world.start("-m", "shared_rpc.cli", "reload", *options, cwd=app.file.parent)
         output, _ = child.process.communicate(timeout=50)
         return child.process.returncode, output.strip()
 
