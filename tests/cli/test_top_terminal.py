@@ -99,11 +99,11 @@ def test_waiting_for_a_server(world: World, tty: Terminal) -> None:
     world.server.start()
     top.until("objects 0", "s-cpu.sock")
     world.server.stop()
-    top.until("lost the server")
+    top.until("server lost")
     elsewhere = Provider(f"{world.base_path}-next", device="cpu")
     elsewhere.share("twos")(lambda: torch.ones(2))
     with Server(elsewhere) as second, Client(socket_path=second.socket_path) as client:
-        top.until_gone("lost the server")
+        top.until_gone("server lost")
         client.call("twos")
         top.until("twos()", "s-next-cpu.sock")
         top.press("q")

@@ -59,7 +59,7 @@ def test_no_code_is_accepted(server: Callable[[str], Server], world: World) -> N
     with (
         client.call("load") as handle,
         client.export(handle) as record,
-        pytest.raises(CapabilityError, match="and a record has some"),
+        pytest.raises(CapabilityError, match="and a record contains one"),
     ):
         client.adopt(record)
     assert client.call("total", [torch.ones(2)]).tolist() == 2.0
