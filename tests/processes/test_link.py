@@ -245,7 +245,7 @@ def surface(kind: type) -> dict[str, str]:
     for name, member in inspect.getmembers(kind):
         if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, property)):
             text = "property" if isinstance(member, property) else str(inspect.signature(member))
-            for word in ("AsyncHandle", "AsyncClient", "AsyncRefreshIterator", "AbstractAsyncContextManager"):
+            for word in ("AsyncHandle", "AsyncClient", "AsyncRefreshIterator", "AsyncIterator", "AbstractAsyncContextManager"):
                 text = text.replace(word, word.replace("Async", ""))
             found[name] = text
     return found

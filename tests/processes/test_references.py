@@ -117,10 +117,10 @@ def test_references_can_be_mixed_with_other_memory(world: World, remote: Remote)
 
 
 @on_the_host
-def test_tensors_over_read_only_arrays_are_copied(shared: Provider, remote: Remote) -> None:
+def test_tensors_over_read_only_arrays_are_copied(world: World, remote: Remote) -> None:
     """The server's own array lies elsewhere, and the segment that its clients map is sealed."""
-    shared.share("table", access="read", managed=True)(lambda: [numpy.arange(8192), torch.zeros(1)])
-    shared.share("total", cache=False)(lambda values: values.sum())
+    world.share("table", access="read", managed=True)(lambda: [numpy.arange(8192), torch.zeros(1)])
+    world.share("total", cache=False)(lambda values: values.sum())
     total, copied = remote("""
         import warnings
         with client.call("table") as handle, warnings.catch_warnings(action="ignore"):
