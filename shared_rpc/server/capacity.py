@@ -260,16 +260,21 @@ class Capacity:
 
     def drop_stale_copies(self, nbytes: int) -> bool:
         """Drop stale host copies until ``nbytes`` are freed; return True if any was dropped."""
-        dropped = 0
-        for one in self._host_copies():
-            if self._is_stale_copy(one) and dropped < nbytes:
-                dropped += one.frees[HOST]
-                self._drop_copies(one)
-        return dropped > 0
+        return self._drop_copies(nbytes, [one for one in self._droppable_copies() if self._is_stale_copy(one)])
 
-    def _drop_copies(self, one: _Candidate) -> None:
-        for name in infos_of(one.group):
-            self._objects.copies.discard(name, "host")
+    def _droppable_copies(self) -> list[_Candidate]:
+        """Return the host copies that can be dropped, stale ones first."""
+        return self._requested_last(one for one in self._host_copies() if one.copies)
+
+    def _drop_copies(self, nbytes: int, found: Iterable[_Candidate]) -> bool:
+        """Drop host copies until ``nbytes`` are freed; return True if any was dropped."""
+        dropped = 0
+        for one in found:
+            if dropped < nbytes:
+                dropped += one.frees[HOST]
+                for name in infos_of(one.group):
+                    self._objects.copies.discard(name, "host")
+        return dropped > 0
 
     def _is_stale_copy(self, one: _Candidate) -> bool:
         copies = [self._objects.copies.get(name, "host") for name in infos_of(one.group)]
@@ -293,7 +298,7 @@ class Capacity:
         """
         request = CapacityRequest(owner, Reservation(self, {}), sizes, stored, patient)
         if not self.evicts:
-            request.reservation = self.take(sizes or self._needs(request), totals)
+            request.reservation = self.take(sizes or self._needs(request, limited=False), totals)
             request.granted = True
             return request
         request.reservation = self.take({name: sizes[name] for name in sizes.keys() - self._limits.keys()}, totals)
@@ -378,8 +383,8 @@ class Capacity:
         devices = usage_of(infos_of(self._objects.group(stored))).keys()
         return any(self._needs(request).keys() & devices for request in self._queue)
 
-    def _needs(self, request: CapacityRequest) -> dict[str, int]:
-        """Return the bytes that a request needs, for each device with a quota that concerns it.
+    def _needs(self, request: CapacityRequest, *, limited: bool = True) -> dict[str, int]:
+        """Return the bytes that a request needs, for each device that concerns it, or only for those with a quota.
 
         A dropped object needs nothing: the request for it will fail.
         """
@@ -390,7 +395,8 @@ class Capacity:
             sizes = usage_of(infos_of(self._objects.group(request.stored)))
             move = self.move_of(request.stored)
             missing = {} if not request.stored.cold or (move is not None and move.direction == "up") else sizes
-        return {device: missing.get(device, 0) for device, nbytes in sizes.items() if nbytes and device in self._limits}
+        devices = [device for device, nbytes in sizes.items() if nbytes and (device in self._limits or not limited)]
+        return {device: missing.get(device, 0) for device in devices}
 
     def _serve(self, request: CapacityRequest) -> None:
         """Grant a request if it is its turn and there is capacity; otherwise begin evictions for it.
@@ -464,18 +470,15 @@ class Capacity:
     def _freed_by_moves(self) -> Counter[str]:
         return sum((move.frees for move in set(self.moves.values())), Counter())
 
-    def _begin_evictions(self, lack: Mapping[str, int], *, dropping: bool = False) -> bool:
-        """Begin evictions from devices, or from the host if the lack is there; return False if all of them do not suffice.
-
-        :param dropping: True to drop objects and copies only, which takes effect at once.
-        """
+    def _begin_evictions(self, lack: Mapping[str, int]) -> bool:
+        """Begin evictions from devices, or from the host if the lack is there; return False if all of them do not suffice."""
         left, on_host = Counter(lack), HOST in lack
         host = None if on_host else self._obtainable()
         plan: list[tuple[_Candidate, Tier | None]] = []
-        for one in self._requested_last(self._host_copies() if on_host else self._candidates(dropping=dropping)):
+        for one in self._requested_last(self._host_copies() if on_host else self._candidates()):
             if not left:
                 break
-            if (one.below and dropping) or not any(one.frees.get(device) for device in left):
+            if not any(one.frees.get(device) for device in left):
                 continue
             fits = [to for to in one.below if to != "host" or host is None or one.host_bytes <= host]
             if one.below and not fits:
@@ -491,7 +494,7 @@ class Capacity:
             if to is not None:
                 self.begin_eviction(one.group, to)
             elif one.copies:
-                self._drop_copies(one)
+                self._drop_copies(one.frees[HOST], [one])
             else:
                 for stored in one.group:
                     self._objects.unlist(stored)
@@ -511,12 +514,12 @@ class Capacity:
         movable = [one for one in found if not any(stored.object_id in self._failed for stored in one.group)]
         return sorted(movable, key=lambda one: (not self._is_stale_copy(one), not one.copies, not wanted.isdisjoint(one.group)))
 
-    def _candidates(self, *, dropping: bool) -> Iterator[_Candidate]:
+    def _candidates(self) -> Iterator[_Candidate]:
         """Yield the candidates on devices: neither used nor pinned nor being moved."""
         for group in self._groups():
             if group[0].cold or any(map(self._is_moving, group)):
                 continue
-            below, infos = () if dropping else self.below(group), infos_of(group)
+            below, infos = self.below(group), infos_of(group)
             if below and any(self._leases.users(stored.object_id) or stored.pinned for stored in group):
                 continue
             if below:
@@ -575,17 +578,19 @@ class Capacity:
         excess = self.used(device) + nbytes - limit
         if nbytes == 0 or excess <= 0:
             return
-        if self._begin_evictions({device: excess}, dropping=True):
-            return
         if device == HOST:
+            droppable = self._droppable_copies()
+            if excess > sum(one.frees[HOST] for one in droppable):
+                raise ServerBusy(
+                    f"{nbytes} bytes of host copies do not fit: {what} is {limit}, and {self.used(HOST)} are in use or "
+                    f"reserved. Restore or drop objects that are there, or move them to files"
+                )
+            self._drop_copies(excess, droppable)
+        elif not self._objects.drop_idle(excess, device):
             raise ServerBusy(
-                f"{nbytes} bytes of host copies do not fit: {what} is {limit}, and {self.used(HOST)} are in use or "
-                f"reserved. Restore or drop objects that are there, or move them to files"
+                f"{nbytes} bytes on {device} do not fit: {what} is {limit}, and {self.used(device)} are in use: "
+                f"{self._users(device)}. Release handles, free buffers, or ask for less"
             )
-        raise ServerBusy(
-            f"{nbytes} bytes on {device} do not fit: {what} is {limit}, and {self.used(device)} are in use: "
-            f"{self._users(device)}. Release handles, free buffers, or ask for less"
-        )
 
     def require_descriptors(self, count: int) -> None:
         """Check that objects may have ``count`` more descriptors.

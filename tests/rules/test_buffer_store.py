@@ -229,6 +229,18 @@ def test_idle_results_are_evicted(limited: Buffers) -> None:
     assert limited.dropped == [second, first]
 
 
+def test_shared_memory_is_freed_with_its_last_object() -> None:
+    """Objects that share a segment are dropped together, and nothing counts as freed that a held object keeps."""
+    for held, others in ("s2", ["s1", "s1 s2"]), ("s1", ["s1", "s2"]):
+        limited = Buffers(cpu=200)
+        idle = [limited.add(f"f({number})", *segments.split()) for number, segments in enumerate(others)]
+        kept = limited.add("g()", held, holders="a")
+        with limited.capacity.take({"cpu": 100}):
+            assert (limited.dropped, limited.capacity.used("cpu")) == (idle, 200)
+        limited.release("a", kept)
+        limited.store.clear()
+
+
 @pytest.mark.parametrize(("quota", "total", "limit"), [(300, TOTAL, 300), (TOTAL * 2, TOTAL, TOTAL), (None, TOTAL, TOTAL)])
 def test_requests_beyond_the_quota_or_the_device_are_refused(quota: int | None, total: int, limit: int) -> None:
     """Waiting would not help."""

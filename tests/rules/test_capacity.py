@@ -377,6 +377,25 @@ def test_refusing_servers_drop_unpinned_objects_without_holders(worlds: Callable
         assert world.dropped == [idle] and world.going == []
 
 
+def test_a_server_that_refuses_drops_an_object_that_is_copied_ahead(worlds: Callable[..., World]) -> None:
+    """The copy ends by itself."""
+    world = worlds({GPU: 100}, when_full="refuse")
+    idle = world.put("idle", {GPU: 100})
+    world.begin_eviction([idle], "host")
+    with world.capacity.take({GPU: 50}):
+        assert world.dropped == [idle]
+
+
+def test_a_restore_reserves_memory_without_a_quota_too(worlds: Callable[..., World]) -> None:
+    """In a server that refuses: a buffer is compared with what is left of the device."""
+    world = worlds({}, when_full="refuse")
+    cold = world.put("cold", {GPU: 60}, "host")
+    with world.capacity.enter("a", {}, cold).reservation:
+        with pytest.raises(ServerBusy, match="50 bytes"):
+            world.capacity.take({GPU: 50}, {GPU: 100})
+        world.capacity.take({GPU: 40}, {GPU: 100}).release()
+
+
 @pytest.mark.parametrize(
     ("nbytes", "kind", "text"),
     [

@@ -399,6 +399,29 @@ class ObjectStore:
             self.unlist(stored)
         return len(matching)
 
+    def drop_idle(self, nbytes: int, device: str) -> bool:
+        """Evict cached objects without a lease, least recently used first, until ``nbytes`` of a device are freed.
+
+        Return False and evict nothing if all of them do not suffice.
+        """
+        evicted: list[StoredObject] = []
+        users: Counter[str] = Counter()
+        for stored in self._by_key.values():
+            segments = {segment.info.id: segment for segment in stored.record.segments if not segment.closed}
+            sizes = {name: segment.info.nbytes for name, segment in segments.items() if segment.info.device == device}
+            if self._leases.held(stored.object_id) or stored.pinned or not sizes:
+                continue
+            evicted.append(stored)
+            users.update(sizes.keys())
+            nbytes -= sum(size for name, size in sizes.items() if users[name] == len(self._segments[name]))
+            if nbytes <= 0:
+                break
+        if nbytes > 0:
+            return False
+        for stored in evicted:
+            self.unlist(stored)
+        return True
+
     def expire(self) -> float | None:
         """Unlist objects idle for their ``idle_ttl``; return the seconds until the next one may be, None for never."""
         now = self._clock.now()
