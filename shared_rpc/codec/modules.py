@@ -25,6 +25,9 @@ _NEW = torch.nn.Module().__dict__
 _CONSTANTS = {name: value for name, value in _NEW.items() if value is None or isinstance(value, bool)}
 _CONTAINERS = {name: type(value) for name, value in _NEW.items() if name not in _CONSTANTS}
 
+#: Containers of hooks. The other containers, ``_forward_hooks_with_kwargs`` and the like, have some of the same keys.
+_HOOKS = tuple(name for name in _CONTAINERS if name.endswith("_hooks"))
+
 #: The attribute set by ``module.compile()`` for this process; ``torch.nn.Module.__getstate__`` leaves it out too.
 _COMPILED = "_compiled_call_impl"
 
@@ -159,6 +162,13 @@ def _restore_parameter(parameter: torch.nn.Parameter, state: dict[str, Any]) -> 
     for name, value in state.items():
         # Not setattr(): a class may define its own.
         object.__setattr__(parameter, name, value)
+
+
+def next_hook(module: torch.nn.Module) -> int:
+    """Return an id above those of a module's hooks; 0 if it has none."""
+    attributes = module.__dict__
+    ids = [key for name in _HOOKS if (hooks := attributes.get(name)) for key in hooks if type(key) is int]
+    return max(ids) + 1 if ids else 0
 
 
 def raise_next_hook(value: int) -> None:

@@ -22,6 +22,7 @@ from shared_rpc.codec.buffers import PickledBuffers
 from shared_rpc.codec.by_value import reduce_remote_class
 from shared_rpc.codec.devices import host_tensors, wrong_device
 from shared_rpc.codec.modules import (
+    next_hook,
     raise_next_hook,
     reduce_compiled,
     reduce_handle,
@@ -74,6 +75,8 @@ class Scan:
         self.composite: list[tuple[torch.Tensor, bytes]] = []
         #: Numbers of storages with references other than plain tensors.
         self.whole: set[int] = set()
+        #: A number above the ids of all hooks of the visited modules.
+        self.next_hook = 0
         self._storage_numbers: dict[int, int] = {}
         self._tensor_numbers: dict[int, int] = {}
         self._met: dict[int, torch.Tensor] = {}
@@ -209,6 +212,7 @@ class _Pickler(cloudpickle.Pickler):
             return _make_coo, (obj._indices(), obj._values(), tuple(obj.shape), obj.is_coalesced())
         if isinstance(obj, torch.nn.Module):
             self._scan.module = True
+            self._scan.next_hook = max(self._scan.next_hook, next_hook(obj))
             return reduce_module(obj)
         if issubclass(type(obj), torch.nn.Parameter) and not wraps(obj):
             return reduce_parameter(obj)
@@ -295,7 +299,7 @@ def dump(value: Any, scan: Scan, path: str) -> bytes:
             raise CapabilityError(f"{where} {_TOO_DEEP}") from None
         raise CapabilityError(f"{where} {cause if isinstance(cause, PickleRefused) else _unpicklable(cause)}") from error
     else:
-        above = RemovableHandle.next_id
+        above = max(scan.next_hook, RemovableHandle.next_id)
         return _HOOKS_BELOW % above + skeleton if above else skeleton
     finally:
         # A retained error of the value's own code may keep this frame.
@@ -303,8 +307,8 @@ def dump(value: Any, scan: Scan, path: str) -> bytes:
 
 
 #: The beginning of a skeleton: a reference to :func:`raise_next_hook`, before anything else is rebuilt (MARK, INT, TUPLE,
-#: BINPERSID, POP). The counter is above the ids of all hooks of the process that made the skeleton, in modules, optimisers
-#: or the user's objects.
+#: BINPERSID, POP). The counter is above the ids of all hooks registered in the process that made the skeleton, in modules,
+#: optimisers or the user's objects; and above those of the visited modules, which another process may have registered.
 _HOOKS_BELOW = b"(I%d\ntQ0"
 
 

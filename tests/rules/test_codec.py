@@ -230,6 +230,19 @@ def test_ids_of_received_hooks_are_not_reused(
     assert list(getattr(result, hooks))[:-1] == ids
 
 
+def test_ids_of_uncounted_hooks_are_not_reused(
+    published: Callable[..., Record], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hooks of a module that the server has unpickled, for example by ``torch.load``, may be above the server's own counter."""
+    value = nn.Identity().to(device)
+    value.register_forward_hook(same_state)
+    monkeypatch.setattr(RemovableHandle, "next_id", 0)
+    record = published(value)
+    result = decode_result(record.skeleton, record.table, record.segments)
+    result.register_forward_hook(doubled)
+    assert list(result._forward_hooks.values()) == [same_state, doubled]
+
+
 # Refusals: each has the path to the part, and leaves nothing behind.
 
 
