@@ -73,14 +73,18 @@ class Pool:
             return None
         chunks: list[Chunk] = []
         with self._lock:
-            for nbytes in needed:
-                chunk = self._acquire(device, nbytes)
-                if chunk is None:
+            try:
+                for nbytes in needed:
+                    chunk = self._acquire(device, nbytes)
+                    if chunk is None:
+                        break
+                    chunks.append(chunk)
+            finally:
+                complete = len(chunks) == len(needed)
+                if not complete:
                     for taken in chunks:
                         self._free(taken)
-                    return None
-                chunks.append(chunk)
-        return chunks
+        return chunks if complete else None
 
     def acquire_one(self, device: str, nbytes: int) -> Chunk | None:
         """Return a single chunk: :meth:`acquire` for an aligned number of bytes."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -80,6 +81,14 @@ class TestPool:
         assert pool.acquire_one("cpu", MIB) is None
         pool.release([taken[0][0].number])
         assert pool.used + len(acquired(pool, MIB // 2, MIB // 2)) == 8
+
+    def test_an_acquisition_that_raises_holds_nothing(self, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As one by Ctrl-C while the pool grows for the second chunk: the first one is free again."""
+        acquired(pool, 1)
+        monkeypatch.setattr(pool, "_grow", Mock(side_effect=RuntimeError))
+        with pytest.raises(RuntimeError):
+            pool.acquire("cpu", [MIB // 2, MIB // 2])
+        assert (pool.used, len(acquired(pool, MIB // 2))) == (1, 1)
 
     def test_releasing_twice_frees_no_other_chunk(self, pool: Pool) -> None:
         """Numbers are not reused: a late or a forged one frees nothing."""
