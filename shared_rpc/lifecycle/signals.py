@@ -17,6 +17,7 @@ forked, and waits for them to end.
 
 from __future__ import annotations
 
+import atexit
 import os
 import select
 import signal
@@ -175,8 +176,20 @@ def _uninstall() -> None:
 def _end_undisturbed(code: int) -> None:
     """End the process within some seconds, ignoring Ctrl-C."""
     for number in _earlier:
-        signal.signal(number, signal.SIG_IGN)  # the interpreter restores the defaults of handlers when it is finalised
+        signal.signal(number, _do_nothing)
     end_within(_GRACE, code, "asked to end" if code == 0 else "failed")
+
+
+def _do_nothing(*_: object) -> None:
+    """Do nothing. Unlike SIG_IGN, this is not inherited by the programs that exit callbacks start."""
+
+
+@atexit.register
+def _ignore_signals() -> None:
+    """Ignore signals after the other exit callbacks: the interpreter restores the defaults of handlers when it is finalised."""
+    for number in _NUMBERS:
+        if signal.getsignal(number) is _do_nothing:
+            signal.signal(number, signal.SIG_IGN)
 
 
 @after_fork

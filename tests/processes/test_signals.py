@@ -16,7 +16,7 @@ from shared_rpc import errors
 from tests.kit.brokers import BrokerApp, begun
 from tests.kit.deep import repetitions
 from tests.kit.forks import start_zygote, stop_zygote
-from tests.kit.processes import Child, eventually
+from tests.kit.processes import Child, eventually, python
 
 #: Of each kind; a thousand in all.
 STORMS = repetitions(3, 250)
@@ -144,3 +144,25 @@ def test_a_blocked_exit_is_forced(kind: str, app: BrokerApp) -> None:
     server.process.send_signal(signal.SIGTERM)
     status, said = server.close()
     assert status == 0 and named in said.splitlines()[-1] and "Traceback" not in said
+
+
+def test_programs_started_by_exit_callbacks_take_signals() -> None:
+    """Although the ending server itself ignores them: what it ignored would be ignored by them too."""
+    server = python(
+        """
+        import atexit, os, signal, subprocess
+        from shared_rpc.lifecycle.signals import wait_for_signal
+
+        def end() -> None:
+            program = subprocess.Popen(["sleep", "3"])
+            os.kill(os.getpid(), signal.SIGTERM)
+            program.terminate()
+            print("ended with", program.wait())
+
+        atexit.register(end)
+        wait_for_signal(lambda: os.kill(os.getpid(), signal.SIGTERM) or True, last=True)
+        """,
+        fresh=True,
+    )
+    assert server.expect("ended with") == f"ended with {-signal.SIGTERM}"
+    assert server.close() == (0, "")
