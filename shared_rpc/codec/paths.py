@@ -23,7 +23,7 @@ def locate(value: Any, path: str, attempt: Callable[[Any], object], error: Excep
         if getattr(error, "subject", None) is value:
             break
         seen.add(id(value))
-        for name, part in parts_of(value):
+        for name, part in _parts(value):
             if id(part) in seen:
                 continue
             try:
@@ -36,7 +36,7 @@ def locate(value: Any, path: str, attempt: Callable[[Any], object], error: Excep
     return path, error
 
 
-def parts_of(value: Any) -> Iterator[tuple[str, Any]]:
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the parts of a value, with the text of the access to each."""
     if isinstance(value, dict):
         for key, part in value.items():

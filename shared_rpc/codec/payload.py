@@ -7,17 +7,15 @@ modules.
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any
 
 import torch
 
 from shared_rpc.codec.blocks import storages_of_parameters
 from shared_rpc.codec.buffers import PickledBuffers
-from shared_rpc.codec.paths import parts_of
 from shared_rpc.codec.refusals import reason_against
 from shared_rpc.codec.single import is_plain
-from shared_rpc.codec.skeleton import Scan, dump
+from shared_rpc.codec.skeleton import Scan, dump, graph_outside
 from shared_rpc.errors import CapabilityError
 from shared_rpc.protocol.records import Tensors
 
@@ -37,7 +35,7 @@ def dump_result(value: Any, endpoint: str, kind: str) -> tuple[bytes, Scan]:
                 f"{where} returned a value of type {_name(value)} without a tensor or module: only memory is shared. "
                 f"Convert arrays (torch.from_numpy), and return other values together with a tensor"
             )
-        outside = _graph_outside(value, "result") if scan.graph else None
+        outside = graph_outside(value, scan, "result") if scan.graph else None
         if outside is not None:
             path, function = outside
             raise CapabilityError(
@@ -48,21 +46,6 @@ def dump_result(value: Any, endpoint: str, kind: str) -> tuple[bytes, Scan]:
     finally:
         # A retained error of the value's own code may keep this frame.
         del value, scan
-
-
-def _graph_outside(value: Any, path: str) -> tuple[str, str] | None:
-    """Find a tensor with an autograd graph outside of modules; return its path, and the operation that computed it, or None."""
-    found = {id(value): (value, path)}
-    todo = deque(found.values())
-    while todo:
-        part, where = todo.popleft()
-        if isinstance(part, torch.Tensor) and part.grad_fn is not None:
-            return where, part.grad_fn.name()
-        for name, inner in parts_of(part) if not isinstance(part, (torch.Tensor, torch.nn.Module)) else ():
-            if id(inner) not in found:
-                found[id(inner)] = inner, where + name
-                todo.append(found[id(inner)])
-    return None
 
 
 def check_result(value: Any, endpoint: str, kind: str, tensors: Tensors = "all") -> int:

@@ -312,6 +312,35 @@ def dump(value: Any, scan: Scan, path: str) -> bytes:
 _HOOKS_BELOW = b"(I%d\ntQ0"
 
 
+class _Outside(_Pickler):
+    """Pickler of objects outside modules, which stops at a tensor with an autograd graph."""
+
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, torch.nn.Module):
+            return -1
+        if isinstance(obj, torch.Tensor) and obj.grad_fn is not None:
+            raise PickleRefused(obj.grad_fn.name(), obj)
+        return super().persistent_id(obj)
+
+
+def graph_outside(value: Any, scan: Scan, path: str) -> tuple[str, str] | None:
+    """Find a tensor with an autograd graph outside of modules; return its path, and the operation that computed it, or None.
+
+    :param scan: the objects found by pickling the value.
+    """
+
+    def attempt(part: Any) -> None:
+        _Outside(io.BytesIO(), scan.fresh()).dump(part)
+
+    with by_value.registered():
+        try:
+            attempt(value)
+        except PickleRefused as error:
+            where, cause = locate(value, path, attempt, error)
+            return where, str(cause)
+    return None
+
+
 def _dump(value: Any, scan: Scan) -> bytes:
     buffer = io.BytesIO()
     try:

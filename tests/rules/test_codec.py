@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import math
@@ -282,6 +283,62 @@ def test_results_of_a_graph_are_refused(no_leaks: None) -> None:
         publish(value, "cpu", "read_write", "train")
     assert "endpoint 'train': result['loss'][0] carries an autograd graph (MulBackward0)" in str(caught.value)
     assert "return result['loss'][0].detach()" in str(caught.value)
+
+
+class Computing:
+    """An object with a tensor that has an autograd graph, in a private slot."""
+
+    __slots__ = ("__computed",)
+
+    def __init__(self) -> None:
+        self.__computed = torch.ones(1, requires_grad=True) * 2
+
+    def computed(self) -> torch.Tensor:
+        """Return that tensor."""
+        return self.__computed
+
+
+class Recomputing:
+    """An object whose pickle has no autograd graph: it computes its result when it is made."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight, self.computed = weight, weight * 2
+
+    def __reduce__(self) -> Any:
+        return Recomputing, (self.weight,)
+
+
+@pytest.mark.parametrize(
+    "holding",
+    [
+        lambda computing: computing,
+        lambda computing: computing.computed,
+        lambda computing: functools.partial(same_state, computing.computed()),
+        lambda computing: lambda: computing,
+        lambda computing: ValueError(computing.computed()),
+        lambda computing: numpy.array([computing], dtype=object),
+        lambda computing: iter([computing.computed()]),
+    ],
+    ids=["private slot", "method", "partial", "closure", "exception", "array", "iterator"],
+)
+def test_graphs_are_found_wherever_pickling_finds_them(no_leaks: None, holding: Callable[[Computing], Any]) -> None:
+    """The error has the path as far as there is one."""
+    with pytest.raises(CapabilityError, match=r"endpoint 'train': result\[1\]\S* carries an autograd graph \(MulBackward0\)"):
+        publish([torch.ones(1), holding(Computing())], "cpu", "read_write", "train")
+
+
+def test_graphs_that_are_not_pickled_are_no_reason_to_refuse(
+    rebuilt: Rebuilt, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a Python module, which is pickled by name, and in what a class leaves out of its pickle."""
+    weight = torch.ones(1, device=device, requires_grad=True)
+    this = sys.modules[__name__]
+    monkeypatch.setattr(this, "computed", weight * 2, raising=False)
+    model = nn.Identity()
+    model.kept = weight * 2
+    _, found, recomputing = rebuilt((model, this, Recomputing(weight)))
+    assert found is this
+    assert recomputing.computed.requires_grad
 
 
 # Records that do not fit.
