@@ -27,7 +27,7 @@ from typing import TypeVar
 
 import msgspec
 
-from shared_rpc.errors import CapabilityError, CodecError, HandleSuspended, ProtocolError
+from shared_rpc.errors import CapabilityError, CodecError, HandleSuspended, ProtocolError, raised_by_handler
 from shared_rpc.forks import after_fork, fork_safe_lock
 from shared_rpc.lifecycle.finalizer import FINALIZER
 from shared_rpc.memory.backends.choice import backend_for
@@ -516,11 +516,17 @@ class MappingTable:
 
     def _vacate_one(self, mapping: Mapping) -> None:
         """Unmap under the table's lock, so that no thread attaches to the mapping."""
-        mapping.vacated = True  # before: a failed call, or an interrupted one, may have unmapped the memory
+        mapping.vacated = True  # before: an interrupted call may have unmapped the memory
         self._vacated += 1
         if mapping.info.device == "cpu":
             FAULTS.install()
-        mapping.backend.vacate(mapping.address, mapping.info.nbytes)
+        try:
+            mapping.backend.vacate(mapping.address, mapping.info.nbytes)
+        except Exception as error:
+            if not raised_by_handler(error):  # else it may have come afterwards
+                mapping.vacated = False
+                self._vacated -= 1
+            raise
         if mapping.descriptor is not None:
             mapping.descriptor.close()
 

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -219,6 +220,17 @@ def test_a_device_that_cannot_be_waited_for_prevents_the_suspension(
     assert table.suspend("a")
     assert device.events[1:] == ["synchronize", "vacate"]
     table.resume("a", [segment])
+
+
+def test_memory_that_cannot_be_unmapped_prevents_the_suspension(
+    table: MappingTable, make: Make, use: Use, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The object can be used as before."""
+    _user, [mapping] = use([make(b"stays")], "a")
+    monkeypatch.setattr(MemfdBackend, "vacate", Mock(side_effect=RuntimeError))
+    with pytest.raises(RuntimeError):
+        table.suspend("a")
+    assert (table.suspended, table.find(mapping.address), text(mapping, 5)) == (frozenset(), (mapping, 0), b"stays")
 
 
 def test_an_object_that_cannot_be_mapped_again_stays_suspended(table: MappingTable, make: Make, use: Use) -> None:
