@@ -115,6 +115,7 @@ def _reduce_parametrized(module: Any) -> Any:
     base: Any
     (base,) = type(module).__bases__
     names = tuple(module.parametrizations)
+    plainly = _restores_plainly(base)
     if {"__reduce__", "__reduce_ex__"} & _defined(base):
         raise PickleRefused(
             f"is parametrised, and its class {base.__name__} has its own __reduce__: share it after "
@@ -122,7 +123,8 @@ def _reduce_parametrized(module: Any) -> Any:
             module,
         )
     arguments = module.__getnewargs__() if hasattr(base, "__getnewargs__") else ()
-    return _make_parametrized, (base, *arguments), (names, base.__getstate__(module)), None, None, _restore_parametrized
+    state = _state(module) if plainly else base.__getstate__(module)
+    return _make_parametrized, (base, *arguments), (names, plainly, state), None, None, _restore_parametrized
 
 
 def _make_parametrized(base: type[torch.nn.Module], *arguments: Any) -> torch.nn.Module:
@@ -131,14 +133,17 @@ def _make_parametrized(base: type[torch.nn.Module], *arguments: Any) -> torch.nn
     return module
 
 
-def _restore_parametrized(module: Any, state: tuple[tuple[str, ...], Any]) -> None:
-    names, own = state
-    if isinstance(own, dict):
+def _restore_parametrized(module: Any, state: tuple[tuple[str, ...], bool, Any]) -> None:
+    names, plainly, own = state
+    if plainly:
+        _restore(module, own)
+    elif isinstance(own, dict):
         # torch reads the attribute first, and a __getattr__ of the class may read others.
         module.__dict__.update(own)
     for name in names:
         parametrize._inject_property(module, name)
-    module.__setstate__(own)
+    if not plainly:
+        module.__setstate__(own)
 
 
 def reduce_parameter(parameter: torch.nn.Parameter) -> Any:

@@ -255,6 +255,7 @@ SUBJECTS: dict[str, Subject] = {
     ),
     "weight_norm of an LSTM": Subject(_weight_normed, _forward(2, 3, 4), copies=False),
     "slots": Subject(Slotted, _forward(2, 4), copies=False),
+    "weight_norm of slots": Subject(lambda device: parametrizations.weight_norm(Slotted(device)), _forward(2, 4), copies=False),
     "delegating": Subject(Delegating, _forward(2, 4)),
     "everything": Subject(Everything),
     "noted": Subject(_noted, _forward(2, 4), copies=False),
