@@ -7,6 +7,7 @@ followed.
 from __future__ import annotations
 
 import copyreg
+import sys
 import types
 import weakref
 from typing import Any
@@ -77,16 +78,29 @@ def _state(module: torch.nn.Module) -> Any:
 
     For a class with slots, a pair: the attributes, and the contents of the slots.
     """
-    attributes = {name: value for name, value in module.__dict__.items() if name != _COMPILED and not _is_new(name, value)}
+    attributes = {
+        name: value
+        for name, value, references in _counted(module)
+        if name != _COMPILED and not _is_new(name, value, references)
+    }
     slots = _copyreg._slotnames(type(module))
     return (attributes, {name: getattr(module, name) for name in slots if hasattr(module, name)}) if slots else attributes
 
 
-def _is_new(name: str, value: Any) -> bool:
+def _counted(module: torch.nn.Module) -> list[tuple[str, Any, int]]:
+    """Return the attributes of a module, with the number of references to each."""
+    return [(name, value, sys.getrefcount(value)) for name, value in module.__dict__.items()]
+
+
+#: References to a container used by its module only. The interpreter's own references differ between Pythons.
+_ALONE = max(references for name, _, references in _counted(torch.nn.Module()) if name in _CONTAINERS)
+
+
+def _is_new(name: str, value: Any, references: int) -> bool:
     if name in _CONSTANTS:
         return value is _CONSTANTS[name]
-    # The handle of a hook refers to the containers, also to empty ones.
-    return type(value) is _CONTAINERS.get(name) and not value and not weakref.getweakrefcount(value)
+    # Some objects refer to one particular empty container: the handle of a hook, a shallow copy of the module.
+    return type(value) is _CONTAINERS.get(name) and not value and references <= _ALONE and not weakref.getweakrefcount(value)
 
 
 def _restore(module: torch.nn.Module, state: Any) -> None:

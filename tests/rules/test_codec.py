@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import logging
@@ -187,6 +188,15 @@ def test_tensors_are_found_anywhere(device: str, rebuilt: Rebuilt) -> None:
     assert result.alias is result.running
     assert list(result.state_dict()) == ["weight", "running"]
     assert result.state.step == 3
+
+
+def test_empty_containers_of_modules_stay_one_object(device: str, rebuilt: Rebuilt) -> None:
+    """Those of a shallow copy, and one to which an attribute refers."""
+    module = nn.Linear(2, 2, device=device)
+    module.extras = module._buffers
+    result, copied = rebuilt([module, copy.copy(module)])
+    assert result.extras is result._buffers is copied._buffers
+    assert result._forward_hooks is copied._forward_hooks
 
 
 # Containers.
