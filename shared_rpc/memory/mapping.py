@@ -636,7 +636,8 @@ class MappingTable:
                 use = self._gone[0]
                 use.mapping.uses.discard(use)  # an interrupted caller's use is not in the set
                 self._retire_unused(use.mapping)
-                del self._gone[0]
+                if self._gone and self._gone[0] is use:  # else a drain of a signal handler has ended it
+                    del self._gone[0]
 
     def _unpin(self, mappings: list[Mapping]) -> None:
         with self._lock:
@@ -647,12 +648,20 @@ class MappingTable:
             self.drain()
 
     def _retire_unused(self, mapping: Mapping) -> None:
-        key = mapping.key
-        if mapping.pins or mapping.uses or mapping in self._slabs or self._mappings.get(key) is not mapping:
-            return
+        key, before, after = mapping.key, None, self._by_address
+        while True:
+            if mapping.pins or mapping.uses or mapping in self._slabs:
+                return
+            if key not in self._mappings or self._mappings[key] is not mapping:
+                return
+            if self._by_address is before:
+                break
+            before = self._by_address
+            mapped = [other for other in before[1] if other is not mapping]
+            after = [other.address for other in mapped], mapped
+        # No call from the checks on, at which a signal handler could raise, or change the table.
+        self._by_address = after
         del self._mappings[key]
-        mapped = [other for other in self._by_address[1] if other is not mapping]
-        self._by_address = [other.address for other in mapped], mapped
         self._unused[mapping] = None
         self._vacated -= mapping.vacated
 
@@ -662,7 +671,7 @@ class MappingTable:
         unused = [*self._unused]
         ready = {backend for backend in {mapping.backend for mapping in unused} if may_unmap(backend)}
         for mapping in unused:
-            if mapping.backend in ready:
+            if mapping.backend in ready and mapping in self._unused:  # else a drain of a signal handler has unmapped it
                 del self._unused[mapping]  # before: a second attempt might unmap another mapping at that address
                 undo = mapping.backend.free_range if mapping.vacated else mapping.backend.unmap
                 undo(mapping.address, mapping.info.nbytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
@@ -22,6 +23,7 @@ from shared_rpc.memory.layout import pack
 from shared_rpc.memory.mapping import MappingTable
 from shared_rpc.memory.segments import Segment
 from tests.kit.bound_host import BoundHost
+from tests.kit.interrupting import Interrupted, interrupted_at, points_of, raising_handler
 from tests.kit.processes import eventually
 
 MakeSegments = Callable[[int], list[Segment]]
@@ -255,6 +257,30 @@ def test_the_device_is_waited_for_before_unmapping(table: MappingTable, device: 
     del holds
     table.drain()
     assert device.events == ["synchronize", "unmap", "unmap"]
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_drain_may_be_interrupted(table: MappingTable, device: Device, segments: MakeSegments, raises: bool) -> None:
+    """At any point, by a signal handler that drains too, as the release of a handle does, or raises: nothing stays listed."""
+    device.unmaps_in_background = False
+    made = segments(2)
+
+    def leave_unused() -> None:
+        with table.attach(made) as mappings:
+            holds = [table.hold(mapping) for mapping in mappings]
+        del holds
+
+    leave_unused()
+    points = points_of(table.drain)
+    with raising_handler(Interrupted):
+        if not raises:
+            signal.signal(signal.SIGUSR1, lambda *_: table.drain())
+        for point in range(1, points + 1):
+            leave_unused()
+            place, raised = interrupted_at(point, table.drain)
+            assert raised == ("Interrupted: from the handler" if raises else ""), f"at {place}"
+            table.drain()
+            assert (len(table), table._by_address) == (0, ([], [])), f"at {place}"
 
 
 def test_a_device_that_the_process_works_on_is_left_alone(table: MappingTable, device: Device, segments: MakeSegments) -> None:
