@@ -225,17 +225,17 @@ class _Execution:
             self._ended(Failure.of(TaskCancelled()))
             return
         args, kwargs = loaded.live
-        begin: list[Callable[[], Awaitable[Any]]] = [functools.partial(self._endpoint.function, *args, **kwargs)]
+        begin: list[Callable[[], Awaitable[Any]]] = [functools.partial(self._begin, *args, **kwargs)]
         # The result can reuse the memory of the arguments only if there are no other references to them.
         loaded.live = None
         del args, kwargs
-        name = self._run.spec.name
-        try:
-            self._executor.prepare()
-        except Exception as error:
-            self._ended(Failure.unexpected(error, f"{name}() cannot begin"))
-            return
-        self._executor.coroutines.start(self._run, name, self._context, begin, self._returned)
+        self._executor.coroutines.start(self._run, self._run.spec.name, self._context, begin, self._returned)
+
+    def _begin(self, /, *args: Any, **kwargs: Any) -> Awaitable[Any]:
+        """Call an ``async def`` endpoint in its task's first step: other providers' runs may begin before that."""
+        self._executor.prepare()
+        coroutine: Awaitable[Any] = self._endpoint.function(*args, **kwargs)
+        return coroutine
 
     def _returned(self, value: Failure | list[Any]) -> None:
         """End the run with its coroutine's result: here if publishing takes microseconds, otherwise in a thread."""

@@ -9,10 +9,13 @@ from unittest.mock import Mock
 
 import pytest
 
+from shared_rpc import Provider
 from shared_rpc.context import RunContext
 from shared_rpc.errors import TaskCancelled
 from shared_rpc.execution.coroutines import Coroutines
+from shared_rpc.execution.in_process import InProcessExecutor
 from shared_rpc.execution.outcomes import Failure
+from shared_rpc.execution.run import Run
 from shared_rpc.execution.threads import Job, WorkerThreads
 from tests.kit.processes import eventually
 
@@ -62,6 +65,42 @@ async def test_coroutines_are_cancelled_until_they_end(ended: list[Any]) -> None
     await coroutines.finish()
     assert asked == 3
     assert ended == [[None]]
+
+
+class Ignoring:
+    """An owner of runs that needs nothing about them."""
+
+    def began(self, run: Any) -> None:
+        """Ignore the begin."""
+
+    progressed = ended = Mock()
+
+
+@pytest.mark.asyncio
+async def test_coroutines_begin_on_the_gpu_of_their_provider() -> None:
+    """Also when the runs of several providers arrive in one turn."""
+    current, begun = "", list[tuple[str, str]]()
+
+    def executor(name: str) -> InProcessExecutor:
+        provider = Provider(execution_mode="local")
+
+        @provider.share(cache=False)
+        async def endpoint() -> None:
+            begun.append((name, current))
+
+        def prepare() -> None:
+            nonlocal current
+            current = name
+
+        made = InProcessExecutor(provider.endpoints, "cpu", shares=False)
+        made.prepare = prepare  # type: ignore[method-assign]
+        return made
+
+    executors = [executor(name) for name in ("cuda:0", "cuda:1")]
+    for each in executors:
+        each.start(Run(each.endpoints["endpoint"].spec, None, ((), {}), publish=False), Ignoring())
+    await asyncio.sleep(0.01)
+    assert begun == [("cuda:0", "cuda:0"), ("cuda:1", "cuda:1")]
 
 
 # Threads.
