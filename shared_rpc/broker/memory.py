@@ -13,6 +13,7 @@ from shared_rpc.execution.device_memory import DeviceMemory
 from shared_rpc.memory.copies import CopyOrder, Steps, Written, closing_all, on_host
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import worker as w
+from shared_rpc.protocol.frames import close_all
 from shared_rpc.protocol.messages import Message
 from shared_rpc.protocol.records import EXPORTER_OWNED
 from shared_rpc.protocol.specs import DeviceSpec
@@ -89,7 +90,7 @@ class RelayedMemory(DeviceMemory):
         closed.
 
         :raises SharedRPCError: that of the worker.
-        :raises WorkerCrashed: if the second worker ends or stalls too, or none can start.
+        :raises WorkerCrashed: if the second worker ends, stalls or returns an invalid answer too, or none can start.
         """
         made: list[Written] = []
         with closing_all(made):
@@ -126,7 +127,7 @@ class RelayedMemory(DeviceMemory):
                 stop=w.Stop(),
                 unused=lambda answer: self._forget([info.id for info in answer.segments]),
             )
-        return self._written(orders, answer, received)
+        return self._written(orders, answer, received, worker.pid)
 
     def _serving(self) -> list[Worker]:
         return [worker for worker in self._supervisor.workers if worker.served]
@@ -143,8 +144,19 @@ class RelayedMemory(DeviceMemory):
         ]
         return min(able or serving, key=lambda worker: worker.congested, default=None)
 
-    def _written(self, orders: Sequence[CopyOrder], answer: w.SegmentsCopied, received: list[int]) -> list[Written]:
-        """Return the segments made by a worker, which own the received descriptors."""
+    def _written(self, orders: Sequence[CopyOrder], answer: w.SegmentsCopied, received: list[int], pid: int) -> list[Written]:
+        """Return the segments made by a worker, which own the received descriptors.
+
+        :raises WorkerCrashed: if segments, digests or descriptors are missing or superfluous; the descriptors are closed then.
+        """
+        new = sum(order.target is None for order in orders)
+        if not len(orders) == len(answer.segments) == len(answer.digests) or len(received) != new:
+            problem = (
+                f"the worker (pid {pid}) returned an invalid answer to a request for {len(orders)} copies: "
+                f"{len(answer.segments)} segments, {len(answer.digests)} digests, {len(received)} descriptors instead of {new}"
+            )
+            close_all(received)
+            raise WorkerCrashed(problem)
         left = iter(received)
         return [
             Written(order.target.duplicate() if order.target is not None else Segment.owning(info, next(left)), digest)

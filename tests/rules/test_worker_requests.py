@@ -12,9 +12,12 @@ import pytest
 from shared_rpc.broker.memory import RelayedMemory
 from shared_rpc.broker.requests import WorkerRequests
 from shared_rpc.errors import CapabilityError, WorkerCrashed
+from shared_rpc.memory.backends.host import HOST
+from shared_rpc.memory.copies import CopyOrder
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.messages import Error, Message
+from shared_rpc.protocol.records import SegmentInfo
 
 
 class Link:
@@ -173,3 +176,18 @@ def test_refusals_are_not_retried() -> None:
     """Another worker would refuse too."""
     with pytest.raises(CapabilityError, match="out of memory"):
         answered([FakeWorker(1), FakeWorker(2)], says(Error(CapabilityError.code, "out of memory")))
+
+
+@pytest.mark.parametrize(("segments", "digests", "fds"), [(0, 0, 1), (1, 0, 1), (1, 1, 0), (1, 1, 2)])
+def test_invalid_answers_are_crashes_and_close_their_descriptors(segments: int, digests: int, fds: int) -> None:
+    """So the copy moves to another worker: too few segments, digests or descriptors, or too many of these."""
+    received = [os.open(os.devnull, os.O_RDONLY) for _ in range(fds)]
+    info = SegmentInfo("s-1", 1, "cpu")
+
+    async def check() -> None:
+        memory = RelayedMemory((), SimpleNamespace())  # type: ignore[arg-type]
+        with HOST.create(1) as source, pytest.raises(WorkerCrashed, match=f"pid 7.* {fds} descriptors instead of 1"):
+            memory._written([CopyOrder(source, info)], w.SegmentsCopied([info] * segments, [b""] * digests), received[:], 7)
+
+    asyncio.run(check())
+    assert not any(map(is_open, received))
