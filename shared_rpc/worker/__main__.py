@@ -16,6 +16,7 @@ from shared_rpc.provider.main_end import close_all
 from shared_rpc.provider.runtime import set_host
 from shared_rpc.settings import environment, program
 from shared_rpc.worker.host import GRACE, WorkerHost
+from shared_rpc.zygote.child import inherited
 from shared_rpc.zygote.imports import changes_since, imported
 from shared_rpc.zygote.process import die_with_parent
 
@@ -27,7 +28,7 @@ def _load(host: WorkerHost, words: argparse.Namespace, options: ServeOptions) ->
     # Inherited imports may depend on the variables. Not once the broker has a provider, which cannot be withdrawn.
     if words.forked and variables and not host.hosts:
         os.fchdir(folder)
-        _begin_again(words.fd, before)
+        _begin_again(words.fd, inherited)
     os.close(folder)
     if options.socket is not None and len(providers) > 1:
         raise ConfigurationError(

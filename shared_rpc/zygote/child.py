@@ -24,6 +24,9 @@ from typing import Any, NoReturn
 
 from shared_rpc.settings import change_environment, environment
 
+#: In a fork, the environment that a new process would start with: without the changes made by the zygote's imports.
+inherited: dict[str, str] = {}
+
 
 def become(
     fds: Mapping[int, int],
