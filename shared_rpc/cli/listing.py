@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,9 @@ from shared_rpc.scripts.listing import live_zygotes
 
 @contextmanager
 def command_line() -> Iterator[None]:
-    """Run a command: an error of the library is one line on standard error, and exit code 1, or 2 for misuse."""
+    """Run a command: an error of the library is one line on standard error, and exit code 1, or 2 for misuse. Ctrl-C and a
+    closed pipe end it as they end the commands of the parser: silently.
+    """
     # Characters that the terminal cannot show are replaced.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
@@ -25,6 +28,10 @@ def command_line() -> Iterator[None]:
     except SharedRPCError as error:
         complain(str(error))
         raise SystemExit(getattr(error, "exit_code", 1)) from None
+    except KeyboardInterrupt:
+        raise SystemExit(128 + signal.SIGINT) from None
+    except BrokenPipeError:
+        raise SystemExit(1) from None
     finally:
         _flush_output()
 

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 
 from shared_rpc import Client, ClusterStatus, Provider, Server, TaskStatus, __version__
 from shared_rpc.cli import discovery
+from shared_rpc.cli.__main__ import main
 from shared_rpc.cli.app import app as program
 from shared_rpc.cli.doctor import examine
 from shared_rpc.cli.options import in_bytes
@@ -370,3 +372,15 @@ def test_a_reader_that_exits_early_is_no_error(world: World) -> None:
     os.close(reader)
     with open(writer, "w") as output:
         assert spawn("objects", "--json", stdout=output).errors == ""
+
+
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (BrokenPipeError(), 1)])
+def test_ctrl_c_and_closed_pipes_end_the_list_of_servers(
+    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a traceback, although no parser handles them there."""
+    monkeypatch.setattr("shared_rpc.cli.listing.live_servers", Mock(side_effect=error))
+    monkeypatch.setattr("sys.argv", ["shared-rpc", "ls"])
+    with pytest.raises((SystemExit, type(error))) as ended:  # an escaped KeyboardInterrupt would end pytest
+        main()
+    assert getattr(ended.value, "code", None) == code
