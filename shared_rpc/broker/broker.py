@@ -21,7 +21,7 @@ import anyio
 from shared_rpc.broker.dispatch import WorkerExecutor
 from shared_rpc.broker.fd_store import FdStore
 from shared_rpc.broker.memory import RelayedMemory
-from shared_rpc.broker.supervisor import WORKERS, Spawner, Supervisor
+from shared_rpc.broker.supervisor import WORKERS, Spawner, Supervisor, mark_retrieved
 from shared_rpc.broker.systemd import Inherited
 from shared_rpc.broker.worker import Worker, WorkerCommand
 from shared_rpc.errors import ConfigurationError, ConnectionClosed, ServerBusy, SharedRPCError, WorkerCrashed
@@ -227,7 +227,7 @@ class Broker:
             descriptors=self._descriptors,
             cluster=message.cluster,
         )
-        core.on_reload = lambda objects: asyncio.shield(self._reload(objects))  # it continues if its caller leaves
+        core.on_reload = self._reload_for_client
         core.on_stop = self._stop_for_client
         core.own_processes = lambda: {worker.pid for worker in self._supervisor.all}
         listener = self._inherited.listeners.pop(message.socket_path, None)
@@ -379,6 +379,13 @@ class Broker:
         }
 
     # Reloading.
+
+    async def _reload_for_client(self, objects: str) -> ReloadInfo:
+        """Reload for a client. If the client leaves, the reload continues, and its error is dropped."""
+        reload = asyncio.create_task(self._reload(objects))
+        reload.add_done_callback(mark_retrieved)
+        await asyncio.wait([reload])
+        return reload.result()
 
     async def _reload(self, objects: str) -> ReloadInfo:
         if objects not in ("changed", "all", "none"):

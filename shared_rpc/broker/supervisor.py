@@ -307,7 +307,7 @@ class Supervisor:
         if self._reload is not None:
             self._reload.cancel()
         self._reload = asyncio.create_task(self._load_next())
-        self._reload.add_done_callback(_seen)
+        self._reload.add_done_callback(mark_retrieved)
         while True:
             latest = self._reload
             try:
@@ -395,7 +395,7 @@ async def _all_loaded(workers: list[Worker]) -> None:
         one.result()
 
 
-def _seen(future: asyncio.Future[Any]) -> None:
-    """Mark a future's error as retrieved: of several simultaneous failures only one is reported."""
+def mark_retrieved(future: asyncio.Future[Any]) -> None:
+    """Mark a future's error as retrieved: asyncio logs the others, also those whose caller has left."""
     if not future.cancelled():
         future.exception()

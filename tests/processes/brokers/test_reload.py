@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
+import gc
 import threading
 from pathlib import Path
 
@@ -10,6 +12,9 @@ import pytest
 import torch
 
 from shared_rpc import Client, errors
+from shared_rpc.broker.broker import Broker
+from shared_rpc.broker.worker import WorkerCommand
+from shared_rpc.protocol.options import ServeOptions
 from tests.kit.brokers import BrokerApp, begun, is_running, worker_pids
 from tests.kit.processes import eventually
 from tests.kit.world import World
@@ -135,3 +140,17 @@ def test_the_reload_command(app: BrokerApp, world: World) -> None:
     assert client.call("answer").tolist() == [1, 1]
     assert reload("--drop", "all")[0] == 0
     assert client.call("answer").tolist() == [2, 2]
+
+
+@pytest.mark.asyncio
+async def test_refused_reloads_of_clients_that_left_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """The refusal is for the client; asyncio would log it as an error with a traceback."""
+    broker = Broker(WorkerCommand("app.py", ServeOptions()))
+    reload = asyncio.create_task(broker._reload_for_client("no such objects"))
+    await asyncio.sleep(0)
+    reload.cancel()
+    await asyncio.sleep(0.01)
+    assert reload.cancelled()
+    del reload  # asyncio logs an error when its task is collected
+    gc.collect()
+    assert not caplog.records
