@@ -312,6 +312,10 @@ def dump(value: Any, scan: Scan, path: str) -> bytes:
 _HOOKS_BELOW = b"(I%d\ntQ0"
 
 
+class _GraphFound(PickleRefused):
+    pass
+
+
 class _Outside(_Pickler):
     """Pickler of objects outside modules, which stops at a tensor with an autograd graph."""
 
@@ -319,7 +323,7 @@ class _Outside(_Pickler):
         if isinstance(obj, torch.nn.Module):
             return -1
         if isinstance(obj, torch.Tensor) and obj.grad_fn is not None:
-            raise PickleRefused(obj.grad_fn.name(), obj)
+            raise _GraphFound(obj.grad_fn.name(), obj)
         return super().persistent_id(obj)
 
 
@@ -330,12 +334,17 @@ def graph_outside(value: Any, scan: Scan, path: str) -> tuple[str, str] | None:
     """
 
     def attempt(part: Any) -> None:
-        _Outside(io.BytesIO(), scan.fresh()).dump(part)
+        try:
+            _Outside(io.BytesIO(), scan.fresh()).dump(part)
+        except Exception as error:
+            # The value itself can be pickled, but perhaps not a part that its owner leaves out.
+            if part is value or isinstance(error, _GraphFound):
+                raise
 
     with by_value.registered():
         try:
             attempt(value)
-        except PickleRefused as error:
+        except _GraphFound as error:
             where, cause = locate(value, path, attempt, error)
             return where, str(cause)
     return None

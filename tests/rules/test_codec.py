@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import sys
+import threading
 import types
 from collections.abc import Callable
 from contextlib import closing
@@ -335,6 +336,14 @@ def test_graphs_are_found_wherever_pickling_finds_them(no_leaks: None, holding: 
     """The error has the path as far as there is one."""
     with pytest.raises(CapabilityError, match=r"endpoint 'train': result\[1\]\S* carries an autograd graph \(MulBackward0\)"):
         publish([torch.ones(1), holding(Computing())], "cpu", "read_write", "train")
+
+
+def test_unpicklable_parts_that_are_left_out_are_not_mistaken_for_graphs(no_leaks: None) -> None:
+    """The path is that of the graph."""
+    value = Recomputing(torch.ones(1, requires_grad=True) * 2)
+    value.__dict__ = {"lock": threading.Lock(), **value.__dict__}
+    with pytest.raises(CapabilityError, match=r"result\.weight carries an autograd graph \(MulBackward0\)"):
+        publish(value, "cpu", "read_write", "train")
 
 
 def test_graphs_that_are_not_pickled_are_no_reason_to_refuse(
