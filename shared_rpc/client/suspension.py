@@ -109,6 +109,14 @@ class Context(Driver):
         """
         return send(self._known, kind, endpoint, args, kwargs, what, pooled=pooled)
 
+    def _check_wait(self, request: Request) -> None:
+        """Refuse a wait for an endpoint, ``request``, on the loop of the endpoints.
+
+        An operation that waits in a later request checks this before its first one.
+
+        :raises ConfigurationError: if this driver runs there.
+        """
+
     def _end_lease(self, object_id: str, session: object) -> Operation[None]:
         """Release the lease of a dropped handle. Raises no error of its own."""
         if session is self._known():

@@ -71,6 +71,8 @@ class TaskOperations:
         **kwargs: Any,
     ) -> Steps[Any]:
         """Submit a task and wait for it; return its result, or with ``wait=False`` its id at once."""
+        if wait:
+            ctx._check_wait(Request(m.WaitTask(""), f"execute({endpoint!r})"))
         task_id = yield from _submitted(ctx, endpoint, args, kwargs)
         return (yield from _awaited(ctx, task_id, timeout, callback)) if wait else task_id
 

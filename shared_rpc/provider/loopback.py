@@ -346,6 +346,10 @@ class LoopbackRuntime(BlockingDriver, BlockingOperations):
         lowered = lower_arguments(args, kwargs, device_kind(self._device))
         return _LiveRequest(message, what, lowered=lowered, arguments=(tuple(args), kwargs))
 
+    def _check_wait(self, request: Request) -> None:
+        if self._engine.here():
+            raise ConfigurationError(on_the_loop(request))
+
     def _exchange(self, request: Request, state: OperationState) -> Reply:
         link: LocalLink = self._link
         state.request, state.link, state.reply = request, link, None

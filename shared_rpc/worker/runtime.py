@@ -31,8 +31,7 @@ class _WorkerClient(Client):
     def _exchange(self, request: Request, state: OperationState) -> Reply:
         if type(request.message) not in OF_ENDPOINTS:
             return super()._exchange(request, state)
-        if self._here():
-            raise ConfigurationError(on_the_loop(request, "worker"))
+        self._check_wait(request)
         run = CURRENT_RUN.get()
         if run is None:
             return super()._exchange(request, state)
@@ -40,6 +39,10 @@ class _WorkerClient(Client):
             request.message.chain = sorted(run.chain)
         with self._lend_thread():
             return super()._exchange(request, state)
+
+    def _check_wait(self, request: Request) -> None:
+        if self._here():
+            raise ConfigurationError(on_the_loop(request, "worker"))
 
 
 class WorkerRuntime(ClientRuntime):

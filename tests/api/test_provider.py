@@ -242,11 +242,18 @@ def test_sync_calls_on_the_servers_loop_are_refused(base_path: str) -> None:
         return base()
 
     @provider.share
+    async def load_by_a_task() -> torch.Tensor:
+        return provider.execute("base")
+
+    @provider.share
     async def load_in_a_thread() -> torch.Tensor:
         return await anyio.to_thread.run_sync(base)
 
     with pytest.raises(ConfigurationError, match=r"base\(\) was called on the server's event loop.*anyio\.to_thread"):
         provider.call("load")
+    with pytest.raises(ConfigurationError, match=r"execute\('base'\) was called on the server's event loop"):
+        provider.call("load_by_a_task")
+    assert provider.list_tasks() == []
     assert torch.equal(provider.call("load_in_a_thread"), torch.ones(1))
     provider.close()
 

@@ -62,10 +62,16 @@ def test_endpoints_that_would_wait_for_themselves_are_refused(app: BrokerApp) ->
         @provider.share(cache=False)
         async def on_the_loop():
             return model(9).weight.detach().clone()
+
+        @provider.share(cache=False)
+        async def task_on_the_loop():
+            return provider.execute("model", 9).weight.detach().clone()
     """)
-    for name, why in (("itself", "it would wait forever"), ("on_the_loop", "was called on the worker's event loop")):
+    on_the_loop = "was called on the worker's event loop"
+    for name, why in {"itself": "it would wait forever", "on_the_loop": on_the_loop, "task_on_the_loop": on_the_loop}.items():
         with pytest.raises(errors.ConfigurationError, match=why):
             client.call(name)
+    assert client.list_tasks() == []  # the task was not submitted
 
 
 def test_errors_of_endpoints_keep_their_type(app: BrokerApp) -> None:
