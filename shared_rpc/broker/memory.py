@@ -14,7 +14,6 @@ from shared_rpc.memory.copies import CopyOrder, Steps, Written, closing_all, on_
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import close_all
-from shared_rpc.protocol.messages import Message
 from shared_rpc.protocol.records import EXPORTER_OWNED
 from shared_rpc.protocol.specs import DeviceSpec
 
@@ -49,37 +48,33 @@ class RelayedMemory(DeviceMemory):
         """Return the free bytes of a device, None while no worker is available."""
         if device == "cpu":
             return await super().free(device)
+        worker = self._choose({device})
+        if worker is None:
+            return None
         try:
-            return (await self.ask(w.FreeBytes(device)))[0].free
+            return (await self._ask(worker, w.FreeBytes(device)))[0].free
         except WorkerCrashed:
             return None
 
     async def _created(self, device: str, nbytes: int) -> Segment:
-        """Allocate zeroed memory, here or in a worker."""
+        """Allocate zeroed memory, here or in a worker.
+
+        :raises CapabilityError: if the worker refuses.
+        :raises WorkerCrashed: if none can start, or the second one ends or does not answer either.
+        """
         if device == "cpu":
             return await super()._created(device, nbytes)
-        answer, fds = await self.ask(w.Allocate(device, nbytes))
+        message = w.Allocate(device, nbytes)
+        worker = await self._able({device})
+        try:
+            answer, fds = await self._ask(worker, message)
+        except WorkerCrashed:
+            answer, fds = await self._ask(await self._able({device}, worker), message)
         assert answer.segment is not None, "an answer without an error has a segment"
         return Segment.owning(answer.segment, fds[0])
 
-    async def ask(self, message: w.Allocate | w.FreeBytes) -> tuple[w.Allocated, list[int]]:
-        """Send a request to a worker; return its answer, and the descriptors of the answer's frame.
-
-        :raises CapabilityError: if the worker refuses.
-        :raises WorkerCrashed: if none can start, or the second one ends or does not answer either; for a mere query, also if
-            none is running.
-        """
-        try:
-            return await self._ask_one(message)
-        except WorkerCrashed:
-            return await self._ask_one(message)
-
-    async def _ask_one(self, message: Message) -> tuple[w.Allocated, list[int]]:
-        worker = min(self._serving(), key=lambda worker: worker.congested, default=None)
-        if worker is None:
-            if isinstance(message, w.FreeBytes):
-                raise WorkerCrashed("no worker is running that could report free memory")
-            worker = await self._supervisor.bare()
+    async def _ask(self, worker: Worker, message: w.Allocate | w.FreeBytes) -> tuple[w.Allocated, list[int]]:
+        """Send a request to a worker; return its answer, and the descriptors of the answer's frame."""
         async with _patience(worker, _PATIENCE, "has not answered a request for memory"):
             answer, fds = await worker.requests.request(message)
         worker.keeps_memory |= answer.segment is not None and answer.segment.mechanism in EXPORTER_OWNED
@@ -111,7 +106,8 @@ class RelayedMemory(DeviceMemory):
             [order.wanted for order in orders],
             list(targets),
         )
-        worker = attempts.worker = self._choose(message, attempts.worker) or await self._supervisor.bare()
+        devices = {info.device for info in (*message.sources, *message.wanted)} - {"cpu"}
+        worker = attempts.worker = await self._able(devices, attempts.worker)
         async with _patience(worker, _STEP_PATIENCE, "has copied nothing") as patience:
 
             def report(news: w.CopyProgress) -> None:
@@ -129,20 +125,23 @@ class RelayedMemory(DeviceMemory):
             )
         return self._written(orders, answer, received, worker.pid)
 
-    def _serving(self) -> list[Worker]:
-        return [worker for worker in self._supervisor.workers if worker.served]
+    async def _able(self, devices: set[str], failed: Worker | None = None) -> Worker:
+        """Return a worker as in :meth:`_choose`, or else the one without the app."""
+        return self._choose(devices, failed) or await self._supervisor.bare()
 
-    def _choose(self, message: w.CopySegments, failed: Worker | None) -> Worker | None:
-        """Choose the first worker that sees the GPUs and reads: it probably has the host memory mapped.
+    def _choose(self, devices: set[str], failed: Worker | None = None) -> Worker | None:
+        """Choose the first worker that sees the devices and reads: it probably has the host memory mapped.
 
         :param failed: the worker of an earlier attempt, which is excluded.
         """
-        devices = {info.device for info in (*message.sources, *message.wanted)} - {"cpu"}
-        serving = [worker for worker in self._serving() if worker is not failed]
         able = [
-            worker for worker in serving if devices <= {each.id for serve in worker.served.values() for each in serve.devices}
+            worker
+            for worker in self._supervisor.workers
+            if worker is not failed
+            and worker.served
+            and devices <= {each.id for serve in worker.served.values() for each in serve.devices}
         ]
-        return min(able or serving, key=lambda worker: worker.congested, default=None)
+        return min(able, key=lambda worker: worker.congested, default=None)
 
     def _written(self, orders: Sequence[CopyOrder], answer: w.SegmentsCopied, received: list[int], pid: int) -> list[Written]:
         """Return the segments made by a worker, which own the received descriptors.

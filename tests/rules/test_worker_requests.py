@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from shared_rpc.broker import memory as broker_memory
 from shared_rpc.broker.memory import RelayedMemory
 from shared_rpc.broker.requests import WorkerRequests
 from shared_rpc.errors import CapabilityError, WorkerCrashed
@@ -112,34 +114,44 @@ async def test_cancelled_requests_release_their_results(link: Link, crosses: boo
 
 
 class FakeWorker:
-    """A worker that serves endpoints, and records its messages."""
+    """A worker that sees a GPU, and records its messages."""
 
-    def __init__(self, pid: int) -> None:
-        self.pid, self.served, self.congested = pid, {"app": object()}, False
+    def __init__(self, pid: int, gpu: str = "gpu") -> None:
+        self.pid, self.congested, self.bare = pid, False, gpu == ""
+        self.served = {"app": SimpleNamespace(devices=[SimpleNamespace(id=gpu)])}
         self.keeps_memory = False
         self.sent: asyncio.Queue[int] = asyncio.Queue()
         self.requests = WorkerRequests(lambda message, number, *_: self.sent.put_nowait(number))
 
 
-async def no_bare_worker() -> Any:
-    """Fail to start a worker without the app."""
-    raise WorkerCrashed("no worker can be started")
+def allocated(workers: list[Any], *then: Any, bare: Any = None) -> str:
+    """Return the id of a segment allocated on the GPU, or raise.
 
+    :param then: each gets the next of the workers that get the request, and the request's number.
+    :param bare: the worker without the app; None if none can be started.
+    """
 
-def answered(workers: list[Any], *then: Any) -> Any:
-    """Return the result of :meth:`RelayedMemory.ask`, or raise; each of ``then`` gets a worker and its message's number."""
+    async def start_bare() -> Any:
+        if bare is None:
+            raise WorkerCrashed("no worker can be started")
+        return bare
 
-    supervisor: Any = SimpleNamespace(workers=workers, bare=no_bare_worker)
+    everybody = [worker for worker in (*workers, bare) if worker is not None and ("gpu" in gpus_of(worker) or worker.bare)]
+    supervisor: Any = SimpleNamespace(workers=workers, bare=start_bare)
 
-    async def play() -> Any:
-        memory = RelayedMemory((), supervisor)
-        asked = asyncio.create_task(memory.ask(w.FreeBytes("gpu")))
+    async def play() -> str:
+        asked = asyncio.create_task(RelayedMemory((), supervisor).allocate("gpu", 1))
         for worker, step in zip(everybody, then, strict=False):
             step(worker, await asyncio.wait_for(worker.sent.get(), 5))
-        return await asyncio.wait_for(asked, 5)
+        with closing(await asyncio.wait_for(asked, 5)) as segment:
+            return segment.info.id
 
-    everybody = list(workers)
     return asyncio.run(play())
+
+
+def gpus_of(worker: FakeWorker) -> list[str]:
+    """Return the GPUs that a worker sees."""
+    return [device.id for served in worker.served.values() for device in served.devices]
 
 
 def says(answer: Message) -> Any:
@@ -147,35 +159,48 @@ def says(answer: Message) -> Any:
     return lambda worker, number: worker.requests.take(answer, Frame(0, number, b""))
 
 
+def allocates(worker: FakeWorker, number: int) -> None:
+    """Answer with a segment that is named after the worker."""
+    info = SegmentInfo(str(worker.pid), 1, "gpu", mechanism="vmm")
+    worker.requests.take(w.Allocated(info), Frame(0, number, b"", b"", [os.open(os.devnull, os.O_RDONLY)]))
+
+
+def ends(worker: FakeWorker, number: int) -> None:
+    """End instead of an answer."""
+    worker.requests.fail(WorkerCrashed(f"the worker (pid {worker.pid}) ended"))
+
+
+def hangs(worker: FakeWorker, number: int) -> None:
+    """Do not answer."""
+
+
 def test_requests_move_to_another_worker() -> None:
-    """When theirs ends, for example after a reload."""
-    old, new = workers = [FakeWorker(1), FakeWorker(2)]
+    """When theirs ends."""
+    assert allocated([FakeWorker(1), FakeWorker(2)], ends, allocates) == "2"
 
-    def ends(worker: FakeWorker, number: int) -> None:
-        workers.remove(worker)
-        worker.requests.fail(WorkerCrashed("it ended"))
 
-    answer, _ = answered(workers, ends, says(w.Allocated(free=7)))
-    assert answer.free == 7
-    assert (old.sent.qsize(), new.sent.qsize()) == (0, 0)
+def test_a_stuck_worker_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one gets the request, or the worker without the app if there is no other."""
+    monkeypatch.setattr(broker_memory, "_PATIENCE", 0.05)
+    assert allocated([FakeWorker(1), FakeWorker(2)], hangs, allocates) == "2"
+    assert allocated([FakeWorker(1)], hangs, allocates, bare=FakeWorker(3, "")) == "3"
+
+
+def test_workers_that_do_not_see_the_gpu_are_not_asked() -> None:
+    """The worker without the app does."""
+    assert allocated([FakeWorker(1, "other")], allocates, bare=FakeWorker(3, "")) == "3"
 
 
 def test_a_request_fails_after_the_second_worker() -> None:
     """With the second one's exit status."""
-    workers = [FakeWorker(1), FakeWorker(2), FakeWorker(3)]
-
-    def ends(worker: FakeWorker, number: int) -> None:
-        workers.remove(worker)
-        worker.requests.fail(WorkerCrashed(f"the worker (pid {worker.pid}) ended"))
-
     with pytest.raises(WorkerCrashed, match="pid 2"):
-        answered(workers, ends, ends)
+        allocated([FakeWorker(1), FakeWorker(2), FakeWorker(3)], ends, ends)
 
 
 def test_refusals_are_not_retried() -> None:
     """Another worker would refuse too."""
     with pytest.raises(CapabilityError, match="out of memory"):
-        answered([FakeWorker(1), FakeWorker(2)], says(Error(CapabilityError.code, "out of memory")))
+        allocated([FakeWorker(1), FakeWorker(2)], says(Error(CapabilityError.code, "out of memory")))
 
 
 @pytest.mark.parametrize(("segments", "digests", "fds"), [(0, 0, 1), (1, 0, 1), (1, 1, 0), (1, 1, 2)])

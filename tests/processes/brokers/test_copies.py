@@ -34,10 +34,12 @@ Filled = Callable[..., Segment]
 
 MIB = 1 << 20
 
-#: An app that needs no torch.
+#: An app that needs no torch, in workers that see GPUs as if it used them.
 APP = """
-import os, time
 from shared_rpc import Provider
+from shared_rpc.memory.devices import devices_of
+from shared_rpc.worker import host
+host.devices_of = lambda device: devices_of("cuda:0")
 provider = Provider(device="cpu")
 
 @provider.share
@@ -47,6 +49,7 @@ def nothing():
 
 #: A worker whose driver is made of host memory, and copies nothing while a file exists.
 FAKE = """
+import os, time
 from tests.kit import fake_driver
 fake_driver.install()
 from cuda.bindings import driver
@@ -107,7 +110,7 @@ class _Begins(WorkerCommand):
 
     def __init__(self, options: ServeOptions, held: Path) -> None:
         super().__init__(BARE, options)
-        code = "import os, time" + FAKE.format(held=str(held)) + "from shared_rpc.worker.__main__ import main\nmain()"
+        code = FAKE.format(held=str(held)) + "from shared_rpc.worker.__main__ import main\nmain()"
         object.__setattr__(self, "code", code)
 
     def program(self, number: int, fd: int) -> list[str]:
@@ -122,7 +125,7 @@ def serve(
     """``serve(workers)`` starts a broker with this many workers."""
     if driver == "fake":
         monkeypatch.setattr(WorkerCommand, "bare", property(lambda command: _Begins(command.options, held)))
-    broker_app.file.write_text(APP + (FAKE.format(held=str(held)) if driver == "fake" else ""))
+    broker_app.file.write_text((FAKE.format(held=str(held)) if driver == "fake" else "") + APP)
     with ExitStack() as stack:
 
         def serve(workers: int = 1) -> Copier:
@@ -282,7 +285,7 @@ def test_a_cancelled_copy_stops_its_worker(copier: Copier, filled: Filled, held:
 @pytest.fixture
 def bare(copier: Copier, monkeypatch: pytest.MonkeyPatch) -> Copier:
     """A broker without any worker that accepts requests."""
-    monkeypatch.setattr(copier.memory.memory, "_serving", list)
+    monkeypatch.setattr(copier.memory.memory, "_choose", lambda *_: None)
     return copier
 
 
