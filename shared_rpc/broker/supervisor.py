@@ -36,6 +36,8 @@ _SHORT = 10.0
 _UNUSED = 10.0
 #: The reason for ending a worker that loads the app when another one replaces it: no fault of the worker.
 _OVERTAKEN = "a later reload took its place"
+#: The same for a worker of a reload in which another one failed.
+_ABANDONED = "another worker of the same reload failed"
 #: Seconds before the first restart, and the maximum of later pauses.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 5.0
 
@@ -230,7 +232,7 @@ class Supervisor:
         if self._stopping:
             return
         crash, lived = worker.crash(), time.monotonic() - worker.started
-        if worker.forked and worker.condemned != _OVERTAKEN:
+        if worker.forked and worker not in self._old and worker.condemned not in (_OVERTAKEN, _ABANDONED):
             self.zygote.ended(worker.loaded, crash.signal is not None and not worker.condemned)
         # A start or reload that waits for the worker raises the reason itself. A start does without the worker if another one
         # has loaded the app and may be in use, but reports configuration errors.
@@ -331,7 +333,7 @@ class Supervisor:
             except BaseException as error:
                 later = isinstance(error, asyncio.CancelledError)
                 for worker in mine:
-                    worker.kill(_OVERTAKEN if later else "another worker of the same reload failed")
+                    worker.kill(_OVERTAKEN if later else _ABANDONED)
                 raise
             self._old += self.workers
             self.workers, self._next = self._next, []

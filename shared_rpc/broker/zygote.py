@@ -144,6 +144,8 @@ class WorkerZygote:
         self._running: _Running | None = None
         #: Set if a zygote, or another one, must be made.
         self._due = asyncio.Event()
+        #: True after a fork that may have ended because of its zygote: the next worker is a new process.
+        self._suspected = False
         self._asking = anyio.Lock()
         self._failures = 0
 
@@ -196,16 +198,18 @@ class WorkerZygote:
             self._due.set()
 
     def ended(self, loaded: bool, by_signal: bool) -> None:
-        """Handle the end of a fork. If it had not loaded the app, the zygote may be the cause: it is ended, and the next worker
-        is a new process.
+        """Handle the end of a fork. If it had not loaded the app, the zygote may be the cause: it is replaced, and the next
+        worker is a new process.
         """
         if loaded or self._state != "ready":
             return
+        self._suspected = True
         why = "a fork of the zygote ended before it had loaded the app"
         if by_signal:
             self._fail(why)
         else:
             self._end("waiting", why)
+            self._due.set()
 
     def _lost(self, running: _Running) -> None:
         # A pending request to it fails as well, and replaces it.
@@ -260,7 +264,8 @@ class WorkerZygote:
     async def begin(self, number: int) -> Begun | None:
         """Start a worker as a fork; return None if it must be a new process."""
         async with self._asking:
-            if self._running is None or self._state != "ready":
+            suspected, self._suspected = self._suspected, False
+            if suspected or self._running is None or self._state != "ready":
                 return None
             try:
                 return await self._fork(self._running, number)
