@@ -243,6 +243,8 @@ class WorkerZygote:
             if self._state == "starting":
                 self._fail(f"cannot start a zygote: {error}")
             return
+        if running is not self._running:  # given up since
+            return
         dropped: dict[str, str] = answer.get("dropped", {})
         if by_app := imports.variables.items() - answer.get("variables", imports.variables).items():
             self._give_up(_sets(dict(by_app)))
@@ -251,6 +253,8 @@ class WorkerZygote:
             self._state = "ready"
             took = time.monotonic() - begin
             _log.info("zygote (pid %d) ready with %d modules in %.1f s", running.child.pid, running.modules, took)
+            if running.child.exited.is_set():
+                self._lost(running)
         elif (top := _top(answer["module"])) and len(self._left_out) < _LEFT_OUT:
             dropped = {top: answer["why"]}
             self._left_out |= dropped

@@ -93,6 +93,25 @@ async def test_another_zygote_follows_a_fork_that_ended_early(zygote: WorkerZygo
     assert last.forks == 1
 
 
+async def test_zygotes_given_up_while_they_start_stay_off(zygote: WorkerZygote, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork of an earlier one reports meanwhile that the app sets variables."""
+    sets = Loaded(installed=[], own=[], variables={"LEVEL": "2"})
+    monkeypatch.setattr(FakeRunning, "preparing", lambda _: zygote.learn(sets, forked=True))
+    zygote.learn(IMPORTS, forked=False)
+    await settled()
+    assert zygote.info()["state"] == "off" and "LEVEL" in zygote.info()["why"]
+
+
+async def test_zygotes_that_end_as_they_become_ready_are_replaced(
+    zygote: WorkerZygote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No worker is requested from the ended process."""
+    monkeypatch.setattr(FakeRunning, "preparing", lambda running: running.child.exited.set())
+    zygote.learn(IMPORTS, forked=False)
+    await settled()
+    assert (zygote.info()["state"], len(FakeRunning.made)) == ("ready", 2)
+
+
 @pytest.mark.parametrize("how", ["ends", "retired", "overtaken", "sibling"])
 async def test_only_forks_that_end_by_themselves_blame_the_zygote(how: str) -> None:
     """Not those that a reload replaces while they load the app, nor the others of a reload that fails."""
