@@ -227,18 +227,18 @@ class MappingTable:
         segment = backend.create(nbytes)
         if slab or arena:
             segment.info = msgspec.structs.replace(segment.info, slab=slab, arena=arena)
+        pinned: list[Mapping] = []
         try:
-            with self._lock:
-                mapping = self._add(segment, backend)
-                mapping.pins += 1
-        except BaseException:
-            segment.close()
-            raise
-        mapping.descriptor, mapping.made, mapping.fresh = segment, True, True
-        try:
+            try:
+                with self._lock:
+                    mapping = self._add(segment, backend, pinned)
+            except BaseException:
+                segment.close()
+                raise
+            mapping.descriptor, mapping.made, mapping.fresh = segment, True, True
             yield mapping
         finally:
-            self._unpin([mapping])
+            self._unpin(pinned)
 
     @contextmanager
     def attach(
@@ -263,10 +263,8 @@ class MappingTable:
         try:
             with self._lock:
                 for number, segment in enumerate(segments):
-                    mapping = self._attached(segment)
+                    mapping = self._attached(segment, mappings)
                     mapping.hidden = mapping.hidden or number in hidden or mapping.info.access == "copy"
-                    mapping.pins += 1
-                    mappings.append(mapping)
                     mapping.owner = owner or mapping.owner
                     mapping.label(label)
                     if (keep or self.keeps) and not (mapping.pooled or mapping.hidden):
@@ -337,26 +335,32 @@ class MappingTable:
                 mapping.owner = ""
             return len(owned)
 
-    def _attached(self, segment: Segment) -> Mapping:
-        """Return the mapping of a segment; create it if necessary."""
+    def _attached(self, segment: Segment, pinned: list[Mapping]) -> Mapping:
+        """Return the mapping of a segment, pinned, and append it to ``pinned``; create it if necessary."""
         info = segment.info
         known = self._mappings.get((info.id, info.access, 0))
         if self._vacated and (known is None or known.vacated):
             known = self._filled(segment)
-        return known or self._add(segment, backend_for(info.device, info.mechanism))
+        if known is None:
+            return self._add(segment, backend_for(info.device, info.mechanism), pinned)
+        known.pins += 1
+        pinned.append(known)
+        return known
 
-    def _add(self, segment: Segment, backend: Backend) -> Mapping:
-        """Map a segment, under the table's lock. The caller pins the mapping."""
+    def _add(self, segment: Segment, backend: Backend, pinned: list[Mapping]) -> Mapping:
+        """Map a segment, under the table's lock. The mapping is pinned, and in ``pinned`` before a signal handler can raise."""
         info = segment.info
         if info.access == "copy" and info.mechanism != "memfd":
             raise CapabilityError(f"segment {info.id} on {info.device} cannot be mapped copy-on-write: only host memory can")
         number = next(self._copies) if info.access == "copy" else 0
         address = backend.map(segment.fileno(), info.nbytes, _RIGHTS.get(info.access, info.access))
-        mapping = Mapping(info, address, backend, number=number)
+        mapping = Mapping(info, address, backend, number=number, pins=1)
+        key = mapping.key
         addresses, mapped = self._by_address
         place = bisect.bisect_right(addresses, address)
         self._by_address = ([*addresses[:place], address, *addresses[place:]], [*mapped[:place], mapping, *mapped[place:]])
-        self._mappings[mapping.key] = mapping
+        self._mappings[key] = mapping
+        pinned.append(mapping)
         if info.access == "read" and info.device == "cpu":
             FAULTS.install()
         return mapping
@@ -640,17 +644,24 @@ class MappingTable:
                     del self._gone[0]
 
     def _unpin(self, mappings: list[Mapping]) -> None:
-        with self._lock:
-            for mapping in mappings:
-                mapping.pins -= 1
-                self._retire_unused(mapping)
+        """End pins of mappings, and empty the list."""
+        try:
+            with self._lock:
+                while mappings:
+                    self._retire_unused(mappings[-1], pins=1)
+                    mappings[-1].pins -= 1
+                    del mappings[-1]
+        except BaseException:  # of a signal handler
+            self._unpin(mappings)
+            raise
         if self._unused:
             self.drain()
 
-    def _retire_unused(self, mapping: Mapping) -> None:
+    def _retire_unused(self, mapping: Mapping, pins: int = 0) -> None:
+        """Move a mapping to the unused ones, if it has no users: except ``pins`` that end now."""
         key, before, after = mapping.key, None, self._by_address
         while True:
-            if mapping.pins or mapping.uses or mapping in self._slabs:
+            if mapping.pins > pins or mapping.uses or mapping in self._slabs:
                 return
             if key not in self._mappings or self._mappings[key] is not mapping:
                 return

@@ -259,6 +259,23 @@ def test_the_device_is_waited_for_before_unmapping(table: MappingTable, device: 
     assert device.events == ["synchronize", "unmap", "unmap"]
 
 
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # descriptors dropped with the interrupted frames
+@pytest.mark.parametrize("creates", [False, True])
+def test_interrupted_blocks_leave_no_mapping(table: MappingTable, segments: MakeSegments, creates: bool) -> None:
+    """At any point where a signal handler may raise."""
+    made = segments(2)
+
+    def block() -> None:
+        with table.create(1, "cpu") if creates else table.attach(made):
+            pass
+
+    with raising_handler(Interrupted):
+        for point in range(1, points_of(block) + 1):
+            place, _ = interrupted_at(point, block)
+            table.drain()
+            assert (len(table), table._by_address) == (0, ([], [])), f"at {place}"
+
+
 @pytest.mark.parametrize("raises", [False, True])
 def test_a_drain_may_be_interrupted(table: MappingTable, device: Device, segments: MakeSegments, raises: bool) -> None:
     """At any point, by a signal handler that drains too, as the release of a handle does, or raises: nothing stays listed."""
