@@ -170,9 +170,10 @@ class WorkerZygote:
                 if self._state != "off" and self._imports is not None:
                     await self._make(self._imports)
         finally:
-            if self._running is not None:
-                self._running.end()
-                await self._running.child.reap(_ENDING)
+            running, self._running = self._running, None
+            if running is not None:
+                running.end()
+                await running.child.reap(_ENDING)
 
     def _end(self, state: Literal["off", "waiting", "starting"], why: str) -> None:
         """End the zygote, if there is one."""

@@ -27,7 +27,7 @@ def command_line() -> Iterator[None]:
         yield
     except SharedRPCError as error:
         complain(str(error))
-        raise SystemExit(getattr(error, "exit_code", 1)) from None
+        raise SystemExit(getattr(error, "status", 1)) from None
     except KeyboardInterrupt:
         raise SystemExit(128 + signal.SIGINT) from None
     except BrokenPipeError:

@@ -30,9 +30,9 @@ _FRACTION = re.compile(r"\d*\.\d+")
 
 
 class Misuse(ConfigurationError):
-    """Invalid options or arguments of a command."""
+    """Invalid options or arguments of a command. ``status`` is the command's exit code."""
 
-    exit_code = 2
+    status = 2
 
 
 @contextmanager

@@ -58,8 +58,11 @@ GREETING = framed({"type": "Greeting"})
 def send(sock: socket.socket, data: bytes, fds: Sequence[int] = ()) -> None:
     """Send a frame, and descriptors with it.
 
-    :raises OSError: that of the socket, including TimeoutError; and for too many descriptors.
+    :raises ConnectError: for more descriptors than one message takes.
+    :raises OSError: that of the socket, including TimeoutError.
     """
+    if len(fds) > _FDS:
+        raise ConnectError(f"the process has {len(fds)} descriptors to pass on, and a zygote takes {_FDS}")
     sent = socket.send_fds(sock, [data[:1]], fds) if fds else 0
     sock.sendall(data[sent:])
 

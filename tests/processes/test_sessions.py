@@ -245,7 +245,7 @@ async def async_client(world: World) -> AsyncIterator[AsyncClient]:
 
 
 @pytest.mark.anyio
-async def test_the_timeout_includes_connecting(tmp_path: Path) -> None:
+async def test_the_timeout_includes_connecting(no_leaks: None, tmp_path: Path) -> None:
     """Also for a coroutine that waits until another one has connected."""
     begin = time.monotonic()
     async with AsyncClient(socket_path=tmp_path / "none", timeout=0.3, connect_timeout=60) as client:

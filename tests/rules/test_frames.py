@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import socket
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared_rpc.errors import ProtocolError
+from shared_rpc.errors import ConnectError, ProtocolError
 from shared_rpc.protocol.catalogue import VERSION
 from shared_rpc.protocol.frames import (
     FDS_PER_MESSAGE,
@@ -23,6 +24,7 @@ from shared_rpc.protocol.frames import (
     Limits,
     encode_frame,
 )
+from shared_rpc.zygote import wire
 from tests.kit.descriptors import new_fd, nothing_leaks
 from tests.kit.feeding import feed, next_frame
 
@@ -225,3 +227,10 @@ def test_frames_beyond_the_limits_are_not_sent(body: int, payload: int, fds: int
     """The sender gets an error instead of losing its connection."""
     with pytest.raises(ProtocolError, match=message):
         encode_frame(8, 1, bytes(body), bytes(payload), fds)
+
+
+def test_a_zygotes_request_with_too_many_descriptors_is_refused() -> None:
+    """The error has both numbers, because a script runs without a zygote then."""
+    one, other = socket.socketpair()
+    with one, other, pytest.raises(ConnectError, match="has 254 descriptors to pass on, and a zygote takes 253"):
+        wire.send(one, wire.framed({"type": "x"}), [one.fileno()] * 254)

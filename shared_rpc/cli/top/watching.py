@@ -17,7 +17,7 @@ from shared_rpc.protocol.infos import DeviceInfo, EndpointStatistics, ListedObje
 
 #: At most this fraction of the time is spent on answers: watching a server with many objects must not slow it down.
 _SHARE = 10
-#: Seconds to wait to wait for facts of the device driver before showing the latest known ones; and if none are known yet.
+#: Seconds to wait for facts of the device driver before showing the latest known ones; and if none are known yet.
 _DEVICE_PATIENCE, _FIRST_DEVICE_PATIENCE = 0.2, 1.0
 
 #: A request of the user: it returns its result as a text.

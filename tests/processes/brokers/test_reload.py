@@ -140,6 +140,8 @@ def test_the_reload_command(app: BrokerApp, world: World) -> None:
     assert client.call("answer").tolist() == [1, 1]
     assert reload("--drop", "all")[0] == 0
     assert client.call("answer").tolist() == [2, 2]
+    app.write("import os; os._exit(0)")
+    assert reload()[0] == 1
 
 
 @pytest.mark.asyncio

@@ -177,6 +177,15 @@ def test_a_killed_broker_leaves_nothing(app: BrokerApp, start: Start) -> None:
     eventually(lambda: not any(map(is_running, processes)))
 
 
+def test_the_end_of_the_zygote_with_its_broker_is_no_error(app: BrokerApp, start: Start) -> None:
+    """Nothing is said about it."""
+    broker = start()
+    zygote = zygote_ready(app.connect())
+    broker.process.terminate()
+    code, errors = broker.close()
+    assert code in (0, -signal.SIGTERM) and not is_running(zygote) and "zygote" not in errors
+
+
 # When a zygote would be wrong.
 
 
