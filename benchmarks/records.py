@@ -60,6 +60,7 @@ def _measure(client: Client, megabytes: int, file: Path, times: Times) -> None:
         save(client, handle.object_id, file)
     handle.release()
     client.invalidate_endpoint_cache("layers")
+    client.create_buffer((1,), "uint8").release()  # allocations wait until dropped memory is free
     with times.of("import from the file in the page cache"), FileRecord(file) as read:
         client.adopt(read)
     with times.of("attach"):

@@ -162,15 +162,16 @@ def test_buffers_work_in_every_role(world: World, role: str) -> None:
     """A tensor of the requested form, in a handle; an access by id returns the same one."""
     provider = world.provider
     with provider.create_buffer((2, 3), torch.float32, zero=True) as buffer:
-        assert (tuple(buffer.value.shape), buffer.value.dtype, buffer.value.device.type) == ((2, 3), torch.float32, "cpu")
+        value = buffer.value
+        assert (tuple(value.shape), value.dtype, value.device.type) == ((2, 3), torch.float32, world.device)
         assert not buffer.value.any()
         info = buffer.get_object_info()
         assert (info["kind"], info["state"], info["leases"]) == ("buffer", "listed", 1)
-        assert used(provider) == size("cpu")
+        assert used(provider, world.device) == size(world.device)
         with provider.get_buffer(buffer.object_id) as same:
             assert same.value is buffer.value
         assert not buffer.is_stale()
-    eventually(lambda: used(provider) == 0)
+    eventually(lambda: used(provider, world.device) == 0)
 
 
 def test_endpoints_use_buffers_of_their_server(world: World, client: Client, device: str) -> None:
