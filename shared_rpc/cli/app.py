@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from typing import Annotated, Any
 
 import msgspec
@@ -14,16 +15,7 @@ from shared_rpc.cli.discovery import the_server
 from shared_rpc.cli.listing import command_line, print_servers
 from shared_rpc.cli.objects import evict, export_object, import_file, invalidate, objects, restore
 from shared_rpc.cli.options import BasePath, Json, Socket
-from shared_rpc.cli.rendering import (
-    MPS,
-    ago,
-    as_json,
-    copies_of,
-    listing,
-    several,
-    size,
-    table,
-)
+from shared_rpc.cli.rendering import MPS, ago, as_json, copies_of, listing, several, size, table
 from shared_rpc.cli.serving import reload, run, serve, stop
 from shared_rpc.cli.tasks import call, cancel, tasks, wait
 from shared_rpc.cli.top.command import top
@@ -41,8 +33,6 @@ class Commands(TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names of all commands that are installed."""
-        from importlib.metadata import entry_points
-
         return [*super().list_commands(ctx), *sorted(entry_points(group=_GROUP).names)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
@@ -50,8 +40,6 @@ class Commands(TyperGroup):
 
         :raises ConfigurationError: for one whose distribution is not installed.
         """
-        from importlib.metadata import entry_points
-
         command = super().get_command(ctx, cmd_name)
         for found in entry_points(group=_GROUP, name=cmd_name) if command is None else ():
             command = typer.main.get_command(found.load())
@@ -77,7 +65,7 @@ def main() -> None:
         app()
 
 
-def list_servers(base_path: BasePath = None, json: Json = False) -> None:
+def ls(base_path: BasePath = None, json: Json = False) -> None:
     """List the live servers of this user, and the zygotes of 'shared-rpc run'."""
     print_servers(base_path, json)
 
@@ -197,39 +185,25 @@ def options(
     """Share GPU models between the processes of this host."""
 
 
-#: The commands by the panels of the help.
-_PANELS: dict[str, dict[str, Callable[..., None]]] = {
-    "Servers": {
-        "serve": serve,
-        "run": run,
-        "ls": list_servers,
-        "info": info,
-        "top": top,
-        "devices": devices,
-        "reload": reload,
-        "stop": stop,
-    },
-    "Calls and objects": {"call": call, "tasks": tasks, "objects": objects},
-    "Checks": {"doctor": doctor, "verify": verify},
+#: The commands by the panels of the help. The name of each is the first word of its function's.
+_PANELS: dict[str, tuple[Callable[..., None], ...]] = {
+    "Servers": (serve, run, ls, info, top, devices, reload, stop),
+    "Calls and objects": (call, tasks, objects),
+    "Checks": (doctor, verify),
 }
 #: Subcommands of the commands that list their subjects.
-_OF_LISTS: dict[str, dict[str, Callable[..., None]]] = {
-    "tasks": {"wait": wait, "cancel": cancel},
-    "objects": {
-        "invalidate": invalidate,
-        "evict": evict,
-        "restore": restore,
-        "export": export_object,
-        "import": import_file,
-    },
+_OF_LISTS: dict[str, tuple[Callable[..., None], ...]] = {
+    "tasks": (wait, cancel),
+    "objects": (invalidate, evict, restore, export_object, import_file),
 }
 for _panel, _commands in _PANELS.items():
-    for _name, _command in _commands.items():
+    for _command in _commands:
+        _name = _command.__name__
         if _name not in _OF_LISTS:
             # The words after a script's name are the script's arguments.
             app.command(_name, rich_help_panel=_panel, context_settings={"allow_interspersed_args": _name != "run"})(_command)
             continue
         _list = typer.Typer(invoke_without_command=True, callback=_command)
-        for _part, _action in _OF_LISTS[_name].items():
-            _list.command(_part)(_action)
+        for _action in _OF_LISTS[_name]:
+            _list.command(_action.__name__.partition("_")[0])(_action)
         app.add_typer(_list, name=_name, rich_help_panel=_panel)

@@ -73,7 +73,10 @@ def the_server(socket_path: str | None, base_path: str | None, preferred: str = 
     """
     if socket_path is None:
         with _some_servers(base_path) as clients:
-            socket_path = _single(clients, preferred).socket_path
+            chosen = [client for client in clients if client.socket_path == preferred] or clients
+            if len(chosen) > 1:
+                raise ConfigurationError(f"several servers answer; choose one with --socket: {_paths(clients)}")
+            socket_path = chosen[0].socket_path
     return Client(socket_path=socket_path, timeout=timeout, connect_timeout=0)
 
 
@@ -110,13 +113,6 @@ def _some_servers(base_path: str | None) -> Iterator[list[Client]]:
         for reason in reasons:
             pass_over(reason)
         yield clients
-
-
-def _single(clients: list[Client], preferred: str = "") -> Client:
-    chosen = [client for client in clients if client.socket_path == preferred] or clients
-    if len(chosen) > 1:
-        raise ConfigurationError(f"several servers answer; choose one with --socket: {_paths(clients)}")
-    return chosen[0]
 
 
 def _paths(clients: list[Client]) -> str:

@@ -59,19 +59,17 @@ def _directory(base_path: str | None) -> Iterator[Finding]:
     reason = directory_problem(status)
     if not reason:
         yield Finding("socket directory", "good", f"{directory}, mode {stat.S_IMODE(status.st_mode):04o}")
-    elif stat.S_ISDIR(status.st_mode) and is_own(status.st_uid):
-        yield Finding("socket directory", "broken", f"{directory} {reason}", f"chmod 700 {directory}, or {fix}")
     else:
-        yield Finding("socket directory", "broken", f"{directory} {reason}", fix)
+        own = stat.S_ISDIR(status.st_mode) and is_own(status.st_uid)
+        yield Finding("socket directory", "broken", f"{directory} {reason}", f"chmod 700 {directory}, or {fix}" if own else fix)
 
 
 def _limits() -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     found = f"{soft} open files, {hard} at most; a server raises its own"
-    if hard < _FEW_FILES:
-        yield Finding("limits", "limited", found, "raise the hard limit: ulimit -Hn, or LimitNOFILE= of the service")
-    else:
-        yield Finding("limits", "good", found)
+    few = hard < _FEW_FILES
+    fix = "raise the hard limit: ulimit -Hn, or LimitNOFILE= of the service" if few else ""
+    yield Finding("limits", "limited" if few else "good", found, fix)
 
 
 def _host_memory() -> Iterator[Finding]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Annotated, Literal
 
 import typer
@@ -13,13 +11,12 @@ import typer
 from shared_rpc.cli.discovery import the_server
 from shared_rpc.cli.options import Arguments, BasePath, Json, Misuse, Socket, as_misuse, is_list, keywords
 from shared_rpc.cli.rendering import ago, as_json, command_of, copies_of, listing, origin, several, size, span, tier_of
-from shared_rpc.errors import ConfigurationError, SharedRPCError, one_line
+from shared_rpc.errors import ConfigurationError, one_line
 from shared_rpc.operations.client import Client
 from shared_rpc.protocol.infos import HolderInfo, ListedObjectInfo, MoveInfo
 
-#: Maximum seconds for a move of an object, or of all objects of an endpoint, to a slow disk; and for each of the
-#: server's answers during the move, to requests that are sent every second.
-_MOVING, _ANSWERING = 3600.0, 10.0
+#: Maximum seconds for a move of an object, or of all objects of an endpoint, to a slow disk.
+_MOVING = 3600.0
 
 Target = Annotated[str, typer.Argument(metavar="OBJECT|ENDPOINT", help="An object's id or cache key, or an endpoint.")]
 File = Annotated[str, typer.Argument(metavar="FILE", help="The file of the record.")]
@@ -76,33 +73,6 @@ def invalidate(
         print(f"{several(count, 'cached result')} of {endpoint} dropped")
 
 
-@contextmanager
-def _moving(socket: str | None, base_path: str | None) -> Iterator[Client]:
-    """Yield a client for a move, which may take long, but only while the server answers other requests."""
-    ended = threading.Event()
-    silence: list[SharedRPCError] = []
-
-    def watch() -> None:
-        with Client(socket_path=client.socket_path, timeout=_ANSWERING, connect_timeout=0) as other:
-            try:
-                while not ended.wait(1.0):
-                    other.ping()
-            except SharedRPCError as error:
-                silence.append(error)
-                client.close()
-
-    with the_server(socket, base_path, timeout=_MOVING) as client:
-        threading.Thread(target=watch, name="shared-rpc-moving", daemon=True).start()
-        try:
-            yield client
-        except SharedRPCError as error:
-            if silence:
-                raise silence[0] from error
-            raise
-        finally:
-            ended.set()
-
-
 def evict(
     target: Target,
     to: Annotated[Literal["host", "file"] | None, typer.Option("--to", help="The tier; the next lower one by default.")] = None,
@@ -111,14 +81,14 @@ def evict(
     json: Json = False,
 ) -> None:
     """Move an object, or all objects of an endpoint, from their device to a lower tier. Active objects stay."""
-    with _moving(socket, base_path) as client:
+    with the_server(socket, base_path, timeout=_MOVING) as client:
         moves = client.evict(_target(client, target), to)
     _show(moves, "freed>", json)
 
 
 def restore(target: Target, socket: Socket = None, base_path: BasePath = None, json: Json = False) -> None:
     """Move an object, or all objects of an endpoint, back to their device, for all processes."""
-    with _moving(socket, base_path) as client:
+    with the_server(socket, base_path, timeout=_MOVING) as client:
         moves = client.restore(_target(client, target))
     _show(moves, "taken>", json)
 
@@ -163,7 +133,7 @@ def export_object(
     from shared_rpc.extras import record_file
 
     begin = time.perf_counter()
-    with _moving(socket, base_path) as client:
+    with the_server(socket, base_path, timeout=_MOVING) as client:
         chosen = object_of(client, object_id)
         header = record_file.save(client, chosen, file)
     if json:
@@ -192,7 +162,7 @@ def import_file(
     if kwargs and endpoint is None:
         raise Misuse("arguments are those of a call: name its endpoint with --endpoint")
     begin = time.perf_counter()
-    with FileRecord(file) as record, _moving(socket, base_path) as client, as_misuse():
+    with FileRecord(file) as record, the_server(socket, base_path, timeout=_MOVING) as client, as_misuse():
         made = client.adopt(record, endpoint, **kwargs)
     if json:
         as_json({name: getattr(made, name) for name in ("object_id", "endpoint", "cache_key", "generation", "nbytes")})

@@ -251,12 +251,7 @@ def run(
     ] = None,
     idle_exit: Annotated[
         float | None,
-        typer.Option(
-            "--idle-exit",
-            metavar="SECONDS",
-            min=0,
-            help="Lifetime of the zygote without another script; 1800 by default.",
-        ),
+        typer.Option("--idle-exit", metavar="SECONDS", min=0, help="Lifetime of a zygote without scripts; 1800 by default."),
     ] = None,
 ) -> None:
     """Run a script as python does, without the time to import torch.

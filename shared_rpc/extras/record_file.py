@@ -39,7 +39,6 @@ from shared_rpc.memory.file_parts import (
     carrier_of,
     digest,
     place_in,
-    read_exactly,
     read_parts,
     write_parts,
 )
@@ -134,8 +133,7 @@ def _drafted(name: str, nbytes: int) -> Iterator[int]:
     Until then it has no name, if the file system supports that: then not even a killed process leaves one.
     """
     folder = os.path.dirname(name) or "."
-    draft = f"{name}.{secrets.token_hex(4)}.part"
-    flags = os.O_RDWR | os.O_CLOEXEC
+    draft, flags = f"{name}.{secrets.token_hex(4)}.part", os.O_RDWR | os.O_CLOEXEC
     nameless = True
     try:
         fd = os.open(folder, flags | os.O_TMPFILE, 0o600)
@@ -260,9 +258,7 @@ def _read_head(fd: int, path: str, size: int) -> tuple[RecordHeader, _Layout, by
     nbytes, count = _COUNTS.unpack_from(fixed, len(_MAGIC))
     if nbytes + count * DIGEST > min(size - _FIXED, _LARGEST):
         raise damaged
-    read = bytearray(nbytes + count * DIGEST)
-    read_exactly(fd, memoryview(read), _FIXED)
-    rest = bytes(read)
+    rest = os.pread(fd, nbytes + count * DIGEST, _FIXED)
     if digest(fixed[:-DIGEST], rest) != fixed[-DIGEST:]:
         raise damaged
     header = RecordHeader.from_bytes(rest[:nbytes])

@@ -276,7 +276,7 @@ def test_commands_of_other_distributions(monkeypatch: pytest.MonkeyPatch) -> Non
     other = typer.Typer()
     other.command()(lambda: print("it runs"))
     points = [SimpleNamespace(load=lambda: other)]
-    monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: points)
+    monkeypatch.setattr("shared_rpc.cli.app.entry_points", lambda **_: points)
     assert CliRunner().invoke(program, ["cluster"]).output == "it runs\n"
     points.clear()
     ran = CliRunner().invoke(program, ["cluster", "status"])

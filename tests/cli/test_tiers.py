@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shared_rpc import Client
-from shared_rpc.cli import discovery, objects
+from shared_rpc.cli import discovery
 from shared_rpc.memory.spill import SpillDirectory
 from tests.kit.commands import cli
 from tests.kit.world import World
@@ -63,7 +63,6 @@ def test_a_slow_disk_delays_the_command(client: Client, monkeypatch: pytest.Monk
     """A server must answer soon only where commands look for it: a large object takes its time."""
     create = SpillDirectory.create
     monkeypatch.setattr(discovery, "PATIENCE", 1.0)
-    monkeypatch.setattr(objects, "_ANSWERING", 1.0)
     monkeypatch.setattr(SpillDirectory, "create", lambda *given: time.sleep(1.2) or create(*given))
     client.call("load", 1).release()
     assert len(cli("objects", "evict", "load", "--json").data) == 1

@@ -23,7 +23,7 @@ from shared_rpc import Client, Progress, Provider, Server
 from shared_rpc.cli.discovery import the_server
 from shared_rpc.cli.top.app import Grid, Question, TopApp
 from shared_rpc.cli.top.tables import ORDERS, ObjectChoice, arranged, bar, detail, objects, others, summary
-from shared_rpc.cli.top.watching import Action, Rates, ServerWatcher, Snapshot, pause, rates
+from shared_rpc.cli.top.watching import Action, Rates, ServerWatcher, Snapshot, rates
 from shared_rpc.errors import SharedRPCError
 from tests.kit.world import World
 
@@ -269,12 +269,6 @@ def test_rates_are_per_second() -> None:
     earlier = snapshot(at=10.0, endpoints={"load": counts(calls=10, hits=4), "again": counts(calls=9)})
     later = {"load": counts(calls=20, hits=12), "new": counts(calls=4), "again": counts(calls=1)}
     assert rates(earlier, 12.0, later) == {"load": (5.0, 4.0), "new": (2.0, 0.0), "again": (0.0, 0.0)}
-
-
-def test_slow_polls_are_rarer() -> None:
-    """A server spends at most a tenth of its time on being watched."""
-    assert pause(1.0, 0.01) == 1.0
-    assert pause(1.0, 0.5) == 5.0
 
 
 # Polls and actions.

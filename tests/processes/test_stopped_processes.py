@@ -19,9 +19,8 @@ import torch
 from shared_rpc import AsyncClient, Client, Provider, Server, errors
 from shared_rpc.broker import dispatch as dispatch_module
 from shared_rpc.broker.dispatch import Backlog
-from shared_rpc.cli import objects
 from shared_rpc.client.exchange import PROMPT
-from shared_rpc.errors import ConnectError, DeadlineExceeded
+from shared_rpc.errors import DeadlineExceeded
 from shared_rpc.execution.run import Run
 from shared_rpc.memory.records import Arguments
 from shared_rpc.memory.segments import Segment
@@ -210,16 +209,4 @@ def test_client_timeouts_hold(stopping_server: Child, broker_app: BrokerApp, ope
     with pytest.raises(DeadlineExceeded):
         operation(client)
     assert time.monotonic() - begin < PROMPT
-    os.kill(stopping_server.pid, signal.SIGCONT)
-
-
-def test_a_move_ends_when_its_server_is_stopped(
-    stopping_server: Child, broker_app: BrokerApp, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The command waits an hour for a slow disk, and not for a server that answers nothing."""
-    monkeypatch.setattr(objects, "_ANSWERING", 0.5)
-    with pytest.raises(ConnectError, match="did not answer"), objects._moving(None, broker_app.base_path) as client:
-        client.ping()
-        sigstop(stopping_server.pid)
-        client.evict("held")
     os.kill(stopping_server.pid, signal.SIGCONT)

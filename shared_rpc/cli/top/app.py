@@ -23,12 +23,14 @@ from textual.widgets import DataTable, Footer, HelpPanel, Input, Sparkline, Stat
 from shared_rpc import Client
 from shared_rpc.cli.rendering import origin, several
 from shared_rpc.cli.top.tables import ORDERS, ObjectChoice, Table, arranged, detail, objects, others, summary
-from shared_rpc.cli.top.watching import Action, ServerWatcher, Snapshot, pause
+from shared_rpc.cli.top.watching import Action, ServerWatcher, Snapshot
 from shared_rpc.errors import SharedRPCError, one_line
 from shared_rpc.protocol.infos import ListedObjectInfo
 
 #: Signals that end the view. Textual leaves them to their defaults, which do not restore the terminal.
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+#: At most a tenth of the time is spent on answers: watching a server with many objects must not slow it down.
+_SHARE = 10
 #: Number of snapshots in the history of calls.
 _REMEMBERED = 120
 #: Maximum rows of a table: Textual measures every cell, which takes a third of a millisecond for a row.
@@ -174,7 +176,7 @@ class TopApp(App[None]):
         # One timer for the next poll, also if an action caused a poll in between.
         if self._next is not None:
             self._next.stop()
-        self._next = self.set_timer(pause(self._interval, time.monotonic() - begin), self.poll)
+        self._next = self.set_timer(max(self._interval, _SHARE * (time.monotonic() - begin)), self.poll)
 
     def show(self, found: Snapshot | str) -> None:
         """Show a snapshot, or the reason why there is none."""

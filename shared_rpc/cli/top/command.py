@@ -6,6 +6,7 @@ import functools
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -60,13 +61,10 @@ def _print_once(find: Callable[[str], Client], interval: float, console: Console
     from shared_rpc.cli.top.tables import ObjectChoice, arranged, objects, others, summary
     from shared_rpc.cli.top.watching import ServerWatcher
 
-    watcher = ServerWatcher(find)
-    try:
+    with closing(ServerWatcher(find)) as watcher:
         watcher.poll()
         time.sleep(interval)
         shot = watcher.poll()
-    finally:
-        watcher.close()
     tables = [*others(shot), objects(shot, arranged(shot.objects, ObjectChoice()))]
     for text in (summary(shot), *(table.lines() for table in tables)):
         console.print(text, end="\n\n", no_wrap=True, overflow="ellipsis")

@@ -15,8 +15,6 @@ from shared_rpc.cli.rendering import command_of
 from shared_rpc.errors import SharedRPCError
 from shared_rpc.protocol.infos import DeviceInfo, EndpointStatistics, ListedObjectInfo, RunInfo, ServerInfo, SessionInfo
 
-#: At most this fraction of the time is spent on answers: watching a server with many objects must not slow it down.
-_SHARE = 10
 #: Seconds to wait for facts of the device driver before showing the latest known ones; and if none are known yet.
 _DEVICE_PATIENCE, _FIRST_DEVICE_PATIENCE = 0.2, 1.0
 
@@ -64,11 +62,6 @@ def rates(earlier: Snapshot, at: float, endpoints: Mapping[str, EndpointStatisti
         calls, hits = now["calls"] - before["calls"], now["hits"] - before["hits"]
         found[name] = Rates(max(calls, 0) / (at - earlier.at), max(hits, 0) / (at - earlier.at))
     return found
-
-
-def pause(interval: float, answered_in: float) -> float:
-    """Compute the seconds until the next poll, given the duration of the last one."""
-    return max(interval, _SHARE * answered_in)
 
 
 class ServerWatcher:
@@ -121,12 +114,8 @@ class ServerWatcher:
 
     def _ask(self, client: Client) -> Snapshot:
         devices = self._ask_devices(client)
-        server, objects, runs, endpoints = (
-            client.get_server_info(),
-            client.list_objects(),
-            client.list_runs(),
-            client.get_statistics(),
-        )
+        server, objects = client.get_server_info(), client.list_objects()
+        runs, endpoints = client.list_runs(), client.get_statistics()
         sessions = [one for one in client.list_sessions() if one["pid"] != os.getpid()]
         pids = {holder["pid"] for item in objects for holder in item["holders"]} | {one["pid"] for one in sessions}
         # A command line is read once for each process.
