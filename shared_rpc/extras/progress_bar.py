@@ -29,6 +29,11 @@ class ProgressBar(tqdm):
         self._report()
         return drawn
 
+    def close(self) -> None:
+        """Report a last time, and close the bar."""
+        self._report()
+        super().close()
+
     def _report(self) -> None:
         if self._run is not None and not self.disable:
             self._run.report(progress_of(self.n, self.total, str(self.desc or "").rstrip(": ")))

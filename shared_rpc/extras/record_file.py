@@ -63,9 +63,8 @@ _LARGEST = 512 << 20
 
 
 class _Part(NamedTuple):
-    """A piece of a segment, at ``start`` of that, and ``offset`` in the file; ``number`` counts parts."""
+    """A piece of a segment, at ``start`` of that, and ``offset`` in the file."""
 
-    number: int
     segment: int
     start: int
     nbytes: int
@@ -84,7 +83,7 @@ class _Layout:
             begin = -(-end // _PAGE) * _PAGE
             for start in range(0, info.nbytes, PART):
                 size = min(PART, info.nbytes - start)
-                self.parts.append(_Part(len(self.parts), segment, start, size, begin + start))
+                self.parts.append(_Part(segment, start, size, begin + start))
             end = begin + info.nbytes
         #: Bytes of the whole file.
         self.nbytes = end
@@ -173,10 +172,10 @@ def _write_parts(fd: int, layout: _Layout, record: ExportedRecord) -> list[bytes
 def _by_device(fd: int, layout: _Layout, record: ExportedRecord, digests: bytes = b"") -> dict[str, list[Part]]:
     """Return the parts of the file with their places in a record's memory, by the device of that."""
     found: dict[str, list[Part]] = {}
-    for part in layout.parts:
+    for number, part in enumerate(layout.parts):
         segment = record.segments[part.segment]
         mapping = segment._mapped().mapping
-        expected = digests[part.number * DIGEST : (part.number + 1) * DIGEST]
+        expected = digests[number * DIGEST : (number + 1) * DIGEST]
         place = place_in(mapping, segment._offset + part.start)
         found.setdefault(mapping.info.device, []).append(Part(fd, part.offset, part.nbytes, *place, expected))
     return found

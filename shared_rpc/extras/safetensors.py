@@ -13,7 +13,7 @@ import errno
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -159,8 +159,8 @@ def _of_file(path: Path) -> list[StoredTensor]:
         for name, raw in _decoded(dict[str, msgspec.Raw], header, f"{path}: the header cannot be read").items()
         if name != "__metadata__"
     }
-    tensors = [_checked(path, name, entry, 8 + length) for name, entry in entries.items()]
-    tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
+    found = (_checked(path, name, entry, 8 + length) for name, entry in entries.items())
+    tensors = sorted(found, key=lambda tensor: (tensor.offset, tensor.nbytes))
     end = 8 + length
     for tensor in tensors:
         if tensor.offset != end:
@@ -203,7 +203,9 @@ def _fill(tensors: list[StoredTensor], device: str) -> dict[str, torch.Tensor]:
         for tensor, place in zip(tensors, places, strict=True):
             mapping = mappings[place.segment]
             made[tensor.name] = _over(mapping, place.offset, tensor)
-            parts |= dict.fromkeys(_parts(tensor, files[tensor.file], mapping, place.offset), tensor)
+            for start in range(0, tensor.nbytes, _PART):
+                at, nbytes = place_in(mapping, place.offset + start), min(_PART, tensor.nbytes - start)
+                parts[Part(files[tensor.file], tensor.offset + start, nbytes, *at)] = tensor
         _read(parts, device)
     return made
 
@@ -225,11 +227,6 @@ def _over(mapping: Mapping, offset: int, stored: StoredTensor) -> torch.Tensor:
         storage = make_storage(mapping, offset, stored.nbytes, device)
         MAPPINGS.keep_for([(mapping, storage)])
         return tensor.set_(storage, 0, stored.shape, torch.empty(stored.shape, device="meta").stride())
-
-
-def _parts(tensor: StoredTensor, file: int, mapping: Mapping, offset: int) -> Iterable[Part]:
-    for start in range(0, tensor.nbytes, _PART):
-        yield Part(file, tensor.offset + start, min(_PART, tensor.nbytes - start), *place_in(mapping, offset + start))
 
 
 def _read(parts: dict[Part, StoredTensor], device: str) -> None:
