@@ -233,13 +233,6 @@ def test_invalidating_an_endpoint_or_a_call(world: World) -> None:
     assert cli("objects", "invalidate", "load", "--json").data == {"endpoint": "load", "invalidated": 1}
 
 
-def test_a_call_that_does_not_exist(world: World) -> None:
-    """A wrong name is an error of one line, and does nothing."""
-    assert "no endpoint 'lod': did you mean 'load'?" in cli("call", "lod").complaint
-    assert "unexpected keyword argument 'siez'" in cli("objects", "invalidate", "load", "size=1", "siez=1").misuse
-    assert world.client().list_tasks() == []
-
-
 def test_doctor(base_path: str, tmp_path: Path) -> None:
     """A table of the checks, the findings, and the advice: every finding that is not good has a fix, and a broken one fails."""
     header, *rows = cli("doctor").rows

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 
@@ -66,17 +65,6 @@ def test_a_slow_disk_delays_the_command(client: Client, monkeypatch: pytest.Monk
     monkeypatch.setattr(SpillDirectory, "create", lambda *given: time.sleep(1.2) or create(*given))
     client.call("load", 1).release()
     assert len(cli("objects", "evict", "load", "--json").data) == 1
-
-
-def test_objects_that_cannot_be_moved(client: Client) -> None:
-    """The error says why, and all stay where they are."""
-    client.call("stays").release()
-    with client.call("load", 1) as handle:
-        assert str(os.getpid()) in cli("objects", "evict", handle.object_id).complaint
-        assert "pinned" in cli("objects", "evict", "stays").complaint
-        assert "host" in cli("objects", "evict", "load", "--to", "host").complaint
-        assert "nothing" in cli("objects", "restore", "nothing").complaint
-        assert tiers(client) == ["device", "device"]
 
 
 def test_objects_and_devices_show_copies(client: Client) -> None:

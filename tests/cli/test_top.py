@@ -19,8 +19,7 @@ from rich.text import Text
 from textual.pilot import Pilot
 from textual.widgets import HelpPanel, Input, Static
 
-from shared_rpc import Client, Progress, Provider, Server
-from shared_rpc.cli.discovery import the_server
+from shared_rpc import Client, Progress
 from shared_rpc.cli.top.app import Grid, Question, TopApp
 from shared_rpc.cli.top.tables import ORDERS, ObjectChoice, arranged, bar, detail, objects, others, summary
 from shared_rpc.cli.top.watching import Action, Rates, ServerWatcher, Snapshot, rates
@@ -272,14 +271,6 @@ def test_rates_are_per_second() -> None:
 
 
 # Polls and actions.
-
-
-def test_the_watched_server_is_found_again(world: World) -> None:
-    """Also if another one has started since."""
-    with world.serve() as first, Server(Provider(f"{world.base_path}-another", device="cpu")) as other:
-        for server in (first, other):
-            with the_server(None, None, server.socket_path) as client:
-                assert client.socket_path == server.socket_path
 
 
 @pytest.fixture

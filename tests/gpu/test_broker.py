@@ -67,22 +67,6 @@ def test_a_broker_holds_no_memory_of_its_own_on_the_gpu(app: BrokerApp) -> None:
     assert len(kept) == 3
 
 
-def test_short_calls_use_pools_through_a_worker(app: BrokerApp) -> None:
-    """Arguments and results; chunks lent to a dead worker are free again."""
-    app.start()
-    client = connect(app)
-    x = torch.arange(5000.0, device="cuda")
-    for _ in range(50):
-        assert torch.equal(client.call("plus", x), x + 1)
-        assert torch.equal(client.call("echo", x), x)
-    kept = client.call("plus", x)
-    assert torch.equal(client.call("plus", kept), x + 2)
-    with pytest.raises(errors.WorkerCrashed):
-        client.call("end", "kill")
-    assert torch.equal(client.call("plus", kept), x + 2)
-    assert torch.equal(kept, x + 1)
-
-
 @pytest.mark.whole_gpu
 def test_memory_of_a_killed_build_is_freed_with_its_worker(app: BrokerApp) -> None:
     """A worker that dies with 1 GiB that it has not sent leaves nothing of it."""

@@ -117,16 +117,3 @@ def test_the_app_is_a_command(base_path: str, checkpoint: str, world: World) -> 
     provider.close()
     child.process.send_signal(signal.SIGTERM)
     assert child.close()[0] == 0
-
-
-@pytest.mark.parametrize("device", ["cpu"])
-def test_a_write_to_a_parameter_ends_its_process_alone(run: Run, provider: Provider, checkpoint: str) -> None:
-    """By the kernel, with a message that names the model; others are unaffected."""
-    with shared(provider, fallback=False):
-        mine = AutoModelForCausalLM.from_pretrained(checkpoint)
-    writer = run(checkpoint, "model.requires_grad_(True).lm_head.weight.data.mul_(2)", role="client")
-    writer.tell("write")
-    code, text = writer.close()
-    assert code == -signal.SIGSEGV
-    assert "from_pretrained" in text
-    assert result_of(mine) == expected(checkpoint)

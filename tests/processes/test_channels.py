@@ -270,18 +270,6 @@ def test_inference_mode_and_parameters_are_supported(device: str, client: Client
         assert got["weight"].tolist() == [[1.0] * 3] * 2 and got["weight"].grad is not None
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("device", ["cuda"])
-def test_a_channel_may_be_opened_under_another_default_device(client: Client, device: str) -> None:
-    """The private copy of a small message is in host memory nevertheless."""
-    with torch.device("meta"):
-        sender, reader = client.create_channel("c", 4096), client.open_channel("c")
-    with sender, reader:
-        sender.send({"x": torch.ones(3, device=device)})
-        with reader.receive(timeout=20) as message:
-            assert [tensor.tolist() for _, tensor in message] == [[1.0] * 3]
-
-
 @pytest.mark.parametrize("place", [(4096, 8, 0), (-8, 8, 0), (2, 8, 0), (0, 6, 0), (0, 8, 4), (0, 16, 0)])
 def test_malformed_headers_are_refused(place: tuple[int, int, int]) -> None:
     """Pieces stay within the slot and its elements, whatever a sender writes."""

@@ -376,24 +376,6 @@ def test_failures_keep_no_objects_of_their_endpoint(world: World, carried: bool,
     eventually(lambda: gc.collect() >= 0 and [one() for one in seen] == [None], seconds=1)
 
 
-# Endpoints that are always tasks.
-
-
-def test_calls_of_task_endpoints_do_not_wait_for_other_calls(
-    world: World, go: threading.Event, begun: threading.Event, role: str
-) -> None:
-    """They run on the threads of tasks, and are no tasks themselves."""
-    ran = share_held(world, go, begun, execution="task")
-    with ThreadPoolExecutor(1) as pool:
-        call = pool.submit(world.provider.call, "held", 2)
-        assert begun.wait(10)
-        task_id = world.provider.submit("held", 2)
-        assert [info.task_id for info in world.provider.list_tasks()] == [task_id]
-        go.set()
-        assert shares_memory(world.provider.wait_for_task(task_id, 10), call.result(10))
-    assert ran == [2]
-
-
 # Limits and deaths.
 
 
