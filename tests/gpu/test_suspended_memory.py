@@ -17,7 +17,6 @@ pytestmark = pytest.mark.gpu
 PROCESS = """
 import torch
 from shared_rpc.codec.results import decode_result, publish
-from shared_rpc.errors import CapabilityError
 from shared_rpc.memory.backends.choice import choose_mechanism
 from shared_rpc.memory.devices import device_id
 from shared_rpc.memory.mapping import MAPPINGS
@@ -36,30 +35,6 @@ def shared(size, access="read_write", object_id="a"):
 def process(code: str) -> Child:
     """Start a child that runs code after a common beginning."""
     return python(PROCESS + textwrap.dedent(code))
-
-
-def test_suspending_during_a_capture_is_refused(world: World) -> None:
-    """The capture is undisturbed, and afterwards the object can be suspended."""
-    child = process(
-        """
-        record, value = shared(1 << 20)
-        out = torch.empty_like(value)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out.copy_(value + 1)
-            try:
-                MAPPINGS.suspend("a")
-            except CapabilityError as error:
-                told = "graph" in str(error)
-        graph.replay()
-        torch.cuda.synchronize()
-        right = bool((out == value + 1).all())
-        print("told:", told, "right:", right, "after:", MAPPINGS.suspend("a"))
-        record.close()
-        """
-    )
-    world.children.append(child)
-    assert child.expect("told:") == "told: True right: True after: True"
 
 
 def test_kernels_end_before_their_memory_is_suspended(world: World) -> None:

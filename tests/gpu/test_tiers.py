@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,7 @@ import torch
 from shared_rpc import Client
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.protocol.infos import DeviceInfo
-from tests.kit.brokers import BrokerApp, worker_pids
-from tests.kit.processes import eventually
+from tests.kit.brokers import BrokerApp
 from tests.kit.world import World
 
 pytestmark = pytest.mark.gpu
@@ -28,10 +25,6 @@ provider.device = "cuda"
 def weights(value):
     return torch.full((1 << 20,), float(value), device="cuda")
 
-@provider.share(managed=True, access="read")
-def frozen(value):
-    return torch.full((1 << 20,), float(value), device="cuda")
-
 @provider.share(managed=True)
 def mixed():
     module = torch.nn.Linear(64, 64, device="cuda")
@@ -40,7 +33,7 @@ def mixed():
     return module
 """
 
-#: How many bytes the tensors of ``weights`` and ``frozen`` have.
+#: How many bytes the tensors of ``weights`` have.
 NBYTES = 4 << 20
 
 
@@ -91,21 +84,6 @@ def test_an_object_is_evicted_and_restored(client: Client, to: Any) -> None:
     assert client.get_server_info()["builds"] == 1
 
 
-def test_writes_are_in_the_next_copy(client: Client) -> None:
-    """A writable model is copied at each eviction, to the same host memory."""
-    object_id = released(client, "weights", 0)
-    for value in (1, 2, 3):
-        (moved,) = client.evict(object_id)
-        assert moved["copied"] == moved["nbytes"]
-        with client.call("weights", 0) as handle:
-            assert bool((handle.value == value - 1).all())
-            assert client.get_object_info(object_id)["copies"] == {}  # it is no copy while the object is in use
-            handle.value.fill_(value)
-            torch.cuda.synchronize()
-        del handle
-        MAPPINGS.drain()
-
-
 @pytest.mark.parametrize("to", ["host", "file"])
 def test_host_memory_stays_with_its_object(client: Client, to: Any) -> None:
     """An object on both devices is complete again: host memory is its own copy on the host."""
@@ -118,29 +96,3 @@ def test_host_memory_stays_with_its_object(client: Client, to: Any) -> None:
             assert handle.value.table.sum() == sum(range(1 << 16))
         del handle
         MAPPINGS.drain()
-
-
-@pytest.mark.parametrize("client", ["broker"], indirect=True)
-@pytest.mark.parametrize("to", ["host", "file"])
-def test_objects_move_without_a_working_app(client: Client, broker_app: BrokerApp, to: Any) -> None:
-    """A worker without the app evicts and restores, with all bytes, and allocates buffers."""
-    with client.call("weights", 7) as handle:
-        handle.value[5] = 42
-        torch.cuda.synchronize()
-        object_id = handle.object_id
-    del handle
-    MAPPINGS.drain()
-    [worker] = worker_pids(client)
-    broker_app.file.write_text("raise RuntimeError('this app is broken')")
-    os.kill(worker, signal.SIGKILL)
-    eventually(lambda: worker not in worker_pids(client), 30.0)
-    for _ in range(2):
-        (moved,) = client.evict(object_id, to)
-        assert (moved["tier"], moved["copied"] >= NBYTES, gpu_of(client)["used"]) == (to, True, 0)
-        with client.call("weights", 7) as handle:
-            assert handle.object_id == object_id
-            assert handle.value[5] == 42 and handle.value.sum() == 7 * (1 << 20) + 35
-        del handle
-        MAPPINGS.drain()
-    with client.create_buffer(1 << 20) as buffer:
-        assert not buffer.value.any()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
@@ -36,7 +35,6 @@ def load():
 model = load()
 tokens = torch.tensor([[1, 17, 42, 5], [1, 3, 3, 90]])
 for line in sys.stdin:
-    {extra}
     with torch.no_grad():
         print("computes", model(tokens).logits.double().sum().item(), flush=True)
 """
@@ -45,13 +43,13 @@ Run = Callable[..., Child]
 
 @pytest.fixture
 def run(tmp_path: Path, base_path: str, world: World) -> Iterator[Run]:
-    """``run(extra)`` starts the script in the role ``spawn``; its server ends with the test."""
+    """``run(checkpoint)`` starts the script in the role ``spawn``; its server ends with the test."""
 
-    def start(checkpoint: str, extra: str = "pass", role: str = "spawn") -> Child:
+    def start(checkpoint: str) -> Child:
         script = tmp_path / "script.py"
-        script.write_text(SCRIPT.format(extra=textwrap.indent(extra, "    ").strip()))
+        script.write_text(SCRIPT)
         environ = {
-            **{"SHARED_TENSOR_ROLE": role, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
+            **{"SHARED_TENSOR_ROLE": "spawn", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
             **{"CUDA_VISIBLE_DEVICES": "", "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
         }
         return world.start(str(script), checkpoint, environ=environ, has_workers=True)

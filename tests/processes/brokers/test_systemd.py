@@ -16,11 +16,8 @@ import torch
 
 from shared_rpc import AsyncClient, Client, errors
 from shared_rpc.memory.mapping import MAPPINGS
-from shared_rpc.protocol import messages as m
-from shared_rpc.protocol import tiers as t
 from tests.kit.brokers import APP, BrokerApp
 from tests.kit.processes import Child, eventually
-from tests.kit.raw import Raw
 from tests.kit.service_manager import ServiceManager
 from tests.kit.world import World
 
@@ -160,24 +157,6 @@ def test_revisions_survive_a_restart(app: BrokerApp, manager: ServiceManager, br
     assert after.revision == before.revision == 4
     client.invalidate_endpoint_cache("held")
     manager.expect(lambda: not manager.names("page-"))
-
-
-def test_a_suspended_object_is_resumed_at_the_next_broker(app: BrokerApp, manager: ServiceManager, tmp_path: Path) -> None:
-    """Its holder takes its lease again, and gets the bytes of the file."""
-    broker = manager.start("--spill-dir", str(tmp_path))
-    client = app.connect(connect_timeout=20)
-    with Raw(manager.path) as raw:
-        with client.call("held") as handle:
-            object_id = handle.object_id
-            raw.ask(m.Hold([object_id]))
-        raw.ask(t.Suspend([object_id]))
-        client.evict(object_id)
-        restart(broker, manager, 1)
-    with Raw(manager.path) as raw:
-        assert raw.ask(m.Hold([object_id])) == m.Held([object_id])
-        assert raw.ask(t.Suspend([object_id])) == m.Count(1)
-        reply = raw.ask(t.Resume(object_id))
-        assert isinstance(reply, t.Resumed) and reply.segments[0].id.endswith(".1")
 
 
 def test_buffers_survive_a_restart(app: BrokerApp, manager: ServiceManager, broker: Child, client: Client) -> None:
@@ -385,18 +364,6 @@ def test_removed_providers_are_not_recovered(app: BrokerApp, manager: ServiceMan
     manager.expect(lambda: len(manager.state.services) == len(manager.objects()) == 1)
     manager.expect(lambda: not os.path.exists(f"{app.base_path}-2-cpu.sock"))
     assert list(ids(client)) == ["model(size=4)"]
-
-
-def test_another_provider_can_take_over_a_socket(app: BrokerApp, make_manager: Callable[..., ServiceManager]) -> None:
-    """It is served there, after the stored objects of the earlier one are dropped."""
-    manager = make_manager(listen=False)
-    broker = manager.start("--socket", manager.path)
-    client = app.connect(connect_timeout=20)
-    client.call("model")
-    app.file.write_text("from shared_rpc import Provider\nprovider = Provider('elsewhere', device='cpu')\n")
-    restart(broker, manager, 1, "--socket", manager.path).expect_error("are dropped")
-    assert client.get_server_info()["objects"] == 0
-    manager.expect(lambda: manager.names() == ["state"])
 
 
 def test_a_socket_without_a_provider_is_an_error(app: BrokerApp, manager: ServiceManager) -> None:

@@ -242,21 +242,6 @@ def test_apps_that_set_variables_have_new_processes(app: BrokerApp, start: Start
     assert "the app sets LEVEL while it is loaded" in zygote_of(client)["why"]
 
 
-def test_processes_begun_again_have_no_variables_of_the_zygotes_imports(app: BrokerApp, start: Start, site: Path) -> None:
-    """A library would take such a variable for the user's."""
-    (site / "sets.py").write_text("import os\nFOUND = os.environ.get('MADE')\nos.environ['MADE'] = 'by an import'\n")
-    found = "import sets\n@provider.share(cache=False)\ndef found(): return as_bytes(sets.FOUND)"
-    app.write(SAYS, found)
-    start(site=site)
-    client = app.connect()
-    zygote_ready(client)
-    assert is_fork(replaced(client))
-    app.write(SAYS, "os.environ['LEVEL'] = '2'\n", found)
-    client.reload()
-    assert "the app sets LEVEL" in zygote_of(client)["why"]
-    assert text(client, "found") == "None"
-
-
 def test_apps_that_fail_in_forks_have_new_processes(app: BrokerApp, start: Start) -> None:
     """After a new process has loaded the app, no further forks are tried."""
     app.write("""
