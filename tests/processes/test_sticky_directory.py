@@ -21,8 +21,6 @@ from tests.kit.deep import deep
 from tests.kit.processes import Child, Program
 from tests.kit.world import World
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
-
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
 NOBODY = 65534
 

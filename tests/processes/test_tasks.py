@@ -33,8 +33,6 @@ from tests.kit.processes import eventually
 from tests.kit.raw import Raw
 from tests.kit.world import World, shares_memory
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
-
 
 def watchers(core: Core) -> int:
     """Return the number of callers that wait for tasks."""
