@@ -355,7 +355,7 @@ def beside(function: Callable[[Any, Any, str], None]) -> Callable[[Visit], None]
     return check
 
 
-#: Those that change the client's object, its bits, flags or what it remembers; later checks attach again.
+#: Those that change the client's object, its bits, flags or stored state; later checks attach again.
 CHANGES = {
     *("outputs", "outputs there", "deepcopy", "read-only"),
     *("state_dict", "written here", "trained"),

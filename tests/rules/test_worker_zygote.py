@@ -94,7 +94,7 @@ async def test_another_zygote_follows_a_fork_that_ended_early(zygote: WorkerZygo
 
 
 async def test_zygotes_given_up_while_they_start_stay_off(zygote: WorkerZygote, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fork of an earlier one reports meanwhile that the app sets variables."""
+    """In the meantime a fork of an earlier one reports that the app sets variables."""
     sets = Loaded(installed=[], own=[], variables={"LEVEL": "2"})
     monkeypatch.setattr(FakeRunning, "preparing", lambda _: zygote.learn(sets, forked=True))
     zygote.learn(IMPORTS, forked=False)
