@@ -71,6 +71,7 @@ class AsyncLink(Link):
         # Requests of coroutines of the same turn of the loop are sent in one write.
         with self._lock:
             exchange = self._exchanges.begin(request)
+        exchange.waits = True
         try:
             with anyio.CancelScope(deadline=deadline):
                 await self._await(exchange)

@@ -15,7 +15,6 @@ import anyio.to_thread
 from shared_rpc.client.async_link import AsyncLink
 from shared_rpc.client.base import OWN_TIMEOUT, BaseClient, OperationState
 from shared_rpc.client.exchange import PROMPT
-from shared_rpc.client.handle import Lease
 from shared_rpc.client.session import RENEWAL
 from shared_rpc.client.steps import (
     Ask,
@@ -34,8 +33,7 @@ from shared_rpc.client.steps import (
     goes_to_operation,
 )
 from shared_rpc.client.suspension import renew_handles
-from shared_rpc.client.transfer import TransferClosed
-from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
+from shared_rpc.errors import SharedRPCError
 
 T = TypeVar("T")
 
@@ -120,43 +118,27 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
         return None
 
     async def _exchange(self, request: Request, state: OperationState) -> Reply:
-        state.request, state.reply = request, None
-        if request.sessions and None not in request.sessions:
-            state.patience = 0.0  # the leases end with their sessions
+        self._begin(request, state)
         while True:
-            link = self._link
-            if link is None or not link.ready:  # else without a scope, which takes longer than all else here
-                link = await self._connected(state)
-            if request.transfer is not None and request.transfer is not link.transfer:
-                raise TransferClosed
-            state.link = link
-            if request.sessions:
-                request.keep_to(link)
+            # Without a scope, which takes longer than all else here.
+            link = self._ready_link() or await self._connected(state)
+            self._address(request, state, link)
             try:
                 state.reply = await link.exchange(request, state.deadline)
                 return state.reply
             except SharedRPCError as error:
-                if self._closed or not self._repeats(request, link, error) or anyio.current_time() > state.deadline:
+                if not self._repeats(request, link, error) or anyio.current_time() > state.deadline:
                     raise
 
     async def _connected(self, state: OperationState) -> AsyncLink:
         """Return the link; if there is none, one operation at a time connects."""
-        deadline = state.deadline
-        link: AsyncLink | None = None
-        outdated: list[Lease[Any]] = []
-        with anyio.CancelScope(deadline=deadline):
+        with anyio.CancelScope(deadline=state.deadline):
             async with self._connecting:
-                if not self._closed and (self._link is None or not self._link.ready):
-                    session = self._new_session(state.patience, deadline - anyio.current_time())
-                    outdated = await self._run(session, timeout=None)
-                link = self._link
+                session = self._new_session(state.patience, state.deadline - anyio.current_time())
+                outdated = await self._run(session, timeout=None)
             if outdated:
                 await self._run(renew_handles(self, outdated), timeout=RENEWAL)
-        if self._closed:
-            raise ConnectionClosed("this client is closed")
-        if link is None:
-            raise ConnectError(f"cannot connect to {self.socket_path} in time")
-        return link
+        return cast("AsyncLink", self._connected_link())
 
 
 class ShieldedThreadJob:

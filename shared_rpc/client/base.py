@@ -23,7 +23,7 @@ from shared_rpc.client.session import LeaseBook, connect
 from shared_rpc.client.steps import Lend, Operation, Reply, Request, Step, Tell, Work, drive
 from shared_rpc.client.suspension import Context, release_leases
 from shared_rpc.client.transfer import ClientTransfer, TransferClosed
-from shared_rpc.errors import CapabilityError, ConnectionClosed, SharedRPCError
+from shared_rpc.errors import CapabilityError, ConnectError, ConnectionClosed, SharedRPCError
 from shared_rpc.forks import after_fork
 from shared_rpc.lifecycle import collector
 from shared_rpc.lifecycle.finalizer import FINALIZER, weakly
@@ -62,8 +62,6 @@ class OperationState(msgspec.Struct, eq=False):
     def owed(self) -> list[tuple[m.Message, object]]:
         """Drop the resources of a failed operation; return the messages that release them, each with its session."""
         owed: list[tuple[m.Message | None, object]] = []
-        if self.request is not None and self.request.frame is not None:
-            self.request.frame.close()
         if self.reply is not None:
             owed.append((release_for(self.reply.message, self.request), self.link))
         for handle, message, request in self.lent:
@@ -135,6 +133,11 @@ class BaseClient(Context):
         self._lock = threading.RLock()
         self._link: Any = None
 
+    def _ready_link(self) -> Any:
+        """Return the link; None if a new one is needed."""
+        link = self._link
+        return link if link is not None and link.ready and not self._closed else None
+
     def _new_transfer(self) -> ClientTransfer:
         """Create the pools of a new session."""
         FINALIZER.start()  # the thread ends the session of a collected client
@@ -184,6 +187,10 @@ class BaseClient(Context):
         :param patience: seconds to wait for a server to listen; ``seconds``: those until the operation's deadline.
         :returns: the active handles whose memory the server has replaced.
         """
+        if self._closed:
+            raise ConnectionClosed("this client is closed")
+        if self._ready_link() is not None:
+            return []
         earlier, deadline = self._link, time.monotonic() + seconds
         found = connect(self.socket_path, patience, deadline, self._leases, earlier, self._summon)
         link, renewal = yield from found
@@ -204,7 +211,7 @@ class BaseClient(Context):
                 yield Work(earlier.transfer.close)  # for a GPU this waits for the device
             return renewal.outdated() if renewal is not None else []
         except BaseException:
-            link.doubtful = True
+            link.close()
             raise
 
     def _lend(self, step: Lend, state: OperationState) -> Lease[Any]:
@@ -246,12 +253,48 @@ class BaseClient(Context):
                 return step.function()
         return None
 
+    # Requests: a driver sends them, and reaches the server, and has these rules.
+
     @staticmethod
-    def _repeats(request: Request, link: Link, error: SharedRPCError) -> bool:
-        """Return True if a failed request is repeated with the next server."""
-        if not request.repeatable:
-            return False
-        return isinstance(error, ConnectionClosed) or (request.unwritten and not link.usable)
+    def _begin(request: Request, state: OperationState) -> None:
+        """Begin a request of an operation."""
+        state.request, state.reply = request, None
+        if request.sessions and None not in request.sessions:
+            state.patience = 0.0  # the leases end with their sessions
+
+    @staticmethod
+    def _address(request: Request, state: OperationState, link: Link) -> None:
+        """Prepare a request for a session.
+
+        :raises TransferClosed: if it refers to the memory of another one.
+        """
+        if request.transfer is not None and request.transfer is not link.transfer:
+            raise TransferClosed
+        state.link = link
+        if request.sessions:
+            request.keep_to(link)
+
+    def _repeats(self, request: Request, link: Link, error: SharedRPCError) -> bool:
+        """Return True if a failed request is repeated with the next server.
+
+        :raises ConnectionClosed: if it failed because this client was closed.
+        """
+        hung_up = isinstance(error, ConnectionClosed)
+        if self._closed and hung_up:
+            raise ConnectionClosed(f"this client was closed during {request.what}") from error
+        return request.repeatable and (hung_up or (request.unwritten and not link.usable))
+
+    def _connected_link(self) -> Any:
+        """Return the link after an attempt to connect, which may have lost it again.
+
+        :raises ConnectionClosed: if the client is closed.
+        :raises ConnectError: without a link.
+        """
+        if self._closed:
+            raise ConnectionClosed("this client is closed")
+        if self._link is None:
+            raise ConnectError(f"cannot connect to {self.socket_path} in time")
+        return self._link
 
 
 def end(link: Any) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 from shared_rpc.client.base import OWN_TIMEOUT, BaseClient, OperationState, end
 from shared_rpc.client.exchange import PROMPT
-from shared_rpc.client.handle import Lease
 from shared_rpc.client.link import BlockingLink
 from shared_rpc.client.session import RENEWAL, RETRY
 from shared_rpc.client.steps import (
@@ -29,37 +28,26 @@ from shared_rpc.client.steps import (
     drive,
 )
 from shared_rpc.client.suspension import renew_handles
-from shared_rpc.client.transfer import TransferClosed
-from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
+from shared_rpc.errors import ConnectError, SharedRPCError
 from shared_rpc.memory.mapping import MAPPINGS
 
 T = TypeVar("T")
-
-#: Seconds between checks by a thread that waits for another one to connect.
-_SLICE = 0.05
-
-
-class _Opening:
-    """The attempt of one operation to reach the server; operations of other threads wait for it."""
-
-    def __init__(self, state: OperationState) -> None:
-        self.state = state
-        self.thread = threading.get_ident()
-        self.ended = threading.Event()
 
 
 class BlockingDriver(BaseClient, BlockingMethods):
     """The driver of :class:`shared_rpc.Client`.
 
-    A signal handler may raise between any two instructions of an operation, and so between receiving a reply, a lease or a
-    chunk of a pool, and recording it. Unrecorded resources are released with the session.
+    A signal handler may raise between receiving a reply, a lease or a chunk of a pool, and recording it. Unrecorded resources
+    are released with the session.
     """
 
     _link: BlockingLink | None
 
     def _disconnected(self) -> None:
         super()._disconnected()
-        self._opening: _Opening | None = None
+        self._connecting = threading.RLock()
+        #: The patience of the latest operation that connects.
+        self._patience = 0.0
 
     def close(self) -> None:
         """Close the connection and release the leases. Tensors stay valid; every later operation fails."""
@@ -119,60 +107,29 @@ class BlockingDriver(BaseClient, BlockingMethods):
         """Send a request; return the reply. If the server disconnects and the request is repeatable, it is sent to the next
         server.
         """
-        state.request, state.reply = request, None
-        if request.sessions and None not in request.sessions:
-            state.patience = 0.0  # the leases end with their sessions
+        self._begin(request, state)
         while True:
-            link = self._connected(state)
-            if request.transfer is not None and request.transfer is not link.transfer:
-                raise TransferClosed
-            state.link = link
-            if request.sessions:
-                request.keep_to(link)
+            link = self._ready_link() or self._connected(state)
+            self._address(request, state, link)
             try:
                 state.reply = link.exchange(request, state.deadline)
                 return state.reply
             except SharedRPCError as error:
-                if self._closed and isinstance(error, ConnectionClosed):
-                    raise ConnectionClosed(f"this client was closed during {request.what}") from error
                 if not self._repeats(request, link, error) or time.monotonic() > state.deadline:
                     raise
 
-    # The connection.
-
     def _connected(self, state: OperationState) -> BlockingLink:
-        """Return the link; if there is none, one operation at a time connects."""
-        deadline = state.deadline
-        until = min(deadline, time.monotonic() + RETRY)
-        while True:
-            link = self._link
-            if link is not None and link.ready and not self._closed:
-                return link
-            opening: _Opening | None = None
-            outdated: list[Lease[Any]] = []
-            try:
-                with self._lock:
-                    if self._closed:
-                        raise ConnectionClosed("this client is closed")
-                    if self._link is not link:
-                        continue  # another thread has connected
-                    opening = self._opening
-                    if opening is None:
-                        opening = self._opening = _Opening(state)
-                # The thread that connects may be this one, interrupted by the current signal handler.
-                if opening.state is state or opening.thread == threading.get_ident():
-                    session = self._new_session(state.patience, deadline - time.monotonic())
-                    outdated = drive(session, functools.partial(self._perform, state))
-                elif time.monotonic() > (until if state.patience < opening.state.patience else deadline):
-                    raise ConnectError(
-                        f"cannot connect to {self.socket_path}: another thread is already waiting for its server"
-                    )
-                else:
-                    opening.ended.wait(_SLICE)
-            finally:
-                if opening is not None and opening.state is state and self._opening is opening:
-                    self._opening = None
-                    opening.ended.set()
-            if outdated:
-                seconds = min(RENEWAL, max(deadline - time.monotonic(), 0.0))
-                self._run(renew_handles(self, outdated), patience=0, timeout=seconds)
+        """Return the link; if there is none, one operation at a time connects. A signal handler may connect within that."""
+        seconds = RETRY if state.patience < self._patience else threading.TIMEOUT_MAX
+        if not self._connecting.acquire(timeout=max(min(seconds, state.deadline - time.monotonic()), 0.0)):
+            raise ConnectError(f"cannot connect to {self.socket_path}: another thread is already waiting for its server")
+        try:
+            self._patience = state.patience
+            session = self._new_session(state.patience, state.deadline - time.monotonic())
+            outdated = drive(session, functools.partial(self._perform, state))
+        finally:
+            self._connecting.release()
+        if outdated:
+            seconds = min(RENEWAL, max(state.deadline - time.monotonic(), 0.0))
+            self._run(renew_handles(self, outdated), patience=0, timeout=seconds)
+        return cast("BlockingLink", self._connected_link())

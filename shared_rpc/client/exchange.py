@@ -10,15 +10,11 @@ All state of a connection is here; a driver only waits, sends queued frames and 
               withdrawn ──deliver───────┘
                   │
                abandon ──► owed ──deliver──► its grants are released
-
-As a signal handler may raise between any two instructions (see :class:`~shared_rpc.client.link.BlockingLink`), the
-descriptors of an answer are in the buffers or in :attr:`Request.frame`: no call is made between the two.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -59,8 +55,14 @@ class Exchange(msgspec.Struct, eq=False):
     updates: deque[TaskInfo] = msgspec.field(default_factory=deque)
     #: True once a cancellation was queued: no caller waits any more.
     withdrawn: bool = False
-    #: The message of :attr:`Request.frame`, or the reason why it cannot be read.
+    #: The answer, and its message, or the reason why it cannot be read.
+    frame: Frame | None = None
     answer: m.Message | str | None = None
+    #: The place of the request in the byte stream of the connection.
+    begin: int = 0
+    end: int = 0
+    #: True in a wait, in which an error leaves the connection intact.
+    waits: bool = False
     #: The exchange that reads next when this one has its answer: that of the code interrupted by a signal handler.
     below: Exchange | None = None
 
@@ -131,18 +133,14 @@ class Exchanges:
             number = next(self._ids) % LAST_ID + 1
         exchange = Exchange(number, request)
         message, owners = request.addressed(self._sent) if request.segments else (request.message, [])
-        request.begin, request.unwritten = self._buffers.queued, False
+        exchange.begin, request.unwritten = self._buffers.queued, False
         self._buffers.queue(message, number, request.payload, owners)
         request.sent = True
-        request.end = self._buffers.queued
+        exchange.end = self._buffers.queued
         if request.segments:
             self._sent.update([segment.info.id for segment in request.segments if segment.info.arena])
         self.pending[number] = exchange
         return exchange
-
-    def of(self, request: Request) -> Exchange | None:
-        """Return the exchange of a request that may have been interrupted at its beginning; None if it has not begun."""
-        return next((exchange for exchange in tuple(self.pending.values()) if exchange.request is request), None)
 
     def notify(self, message: m.Message) -> None:
         """Queue a request whose answer is not needed."""
@@ -168,7 +166,7 @@ class Exchanges:
         :raises ConnectionClosed: if the connection has ended.
         :raises Exception: the error in an error reply.
         """
-        message, frame = exchange.answer, exchange.request.frame
+        message, frame = exchange.answer, exchange.frame
         if message is None or frame is None:
             self.abandon(exchange)
             if self.broken is not None:
@@ -189,8 +187,8 @@ class Exchanges:
         if exchange.answer is None:
             if self.pending.pop(exchange.number, None) is not None:
                 self.owed[exchange.number] = exchange.request.owed()
-        elif exchange.request.frame is not None:
-            self._discard(exchange.answer, exchange.request.frame, exchange.request)
+        elif exchange.frame is not None:
+            self._discard(exchange.answer, exchange.frame, exchange.request)
 
     # Arriving frames.
 
@@ -216,8 +214,7 @@ class Exchanges:
             else:
                 news.append(exchange)
                 answer = self._read(frame)
-                # No call from here on: the exchange has all of it or nothing.
-                exchange.request.frame, exchange.answer = frame, answer
+                exchange.frame, exchange.answer = frame, answer  # the answer last: its thread looks at it without the lock
                 del self.pending[exchange.number]
             del buffers.frames[0]
         return news
@@ -233,11 +230,16 @@ class Exchanges:
             for number in answer.kept:
                 if 0 <= number < len(answer.segments) and (owner := self.known.get(answer.segments[number].id)) is not None:
                     frame.known[number] = owner
-            came = [info for number, info in enumerate(answer.segments) if number not in answer.kept]
-            for info, fd in zip(came, frame.fds, strict=False):
+            place = 0
+            for number, info in enumerate(answer.segments):
+                if number in answer.kept:
+                    continue
                 if (info.arena or info.slab) and info.id not in self.known:
-                    with Segment.owning(info, _duplicate(fd)) as segment:
+                    with Segment.owning(info, frame.fds.pop(place)) as segment:
+                        frame.known[number] = segment.owner
                         self.known.add(info, segment.owner)
+                else:
+                    place += 1
         return answer
 
     @staticmethod
@@ -279,7 +281,7 @@ class Exchanges:
         if self.broken is None:
             self.broken = to_wire(error)
         for exchange in self.pending.values():
-            exchange.request.interrupted(self._buffers)
+            exchange.request.disconnected(self._buffers.written - exchange.begin, exchange.end - exchange.begin)
         self.pending.clear()
         self.owed.clear()
         self.known.clear()
@@ -287,19 +289,6 @@ class Exchanges:
     def ended(self) -> Exception:
         """Return a new error for an exchange that will get no answer."""
         return from_wire(*self.broken) if self.broken is not None else ConnectionClosed(f"the connection to {self.path} closed")
-
-
-def _duplicate(fd: int) -> int:
-    """Duplicate a descriptor, which the frame keeps: an interrupted delivery begins again.
-
-    :raises ConnectionClosed: if this process cannot: the server takes the segment for known from here on.
-    """
-    try:
-        return os.dup(fd)
-    except OSError as error:
-        if error.errno is None:  # a signal handler's own
-            raise
-        raise ConnectionClosed(f"a result cannot be received: {error.strerror}") from error
 
 
 def release_for(message: m.Message, request: Request | None) -> m.Release | m.FreeBuffer | None:

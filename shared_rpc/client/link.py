@@ -35,6 +35,8 @@ _MOMENT = 0.004
 _LONG = 3600.0
 #: Seconds between checks for an answer by a caller whose request is not completely written.
 _SLICE = 0.1
+#: The reason for the end of a connection whose state may be half changed.
+_INTERRUPTED = "an operation was interrupted while it used the connection"
 #: Seconds between two checks of a connection without waiting callers: with data to read, and with output to send.
 _LOOK, _SOON = 0.5, 0.05
 
@@ -124,8 +126,6 @@ class Link:
     transfer: ClientTransfer
     #: True if the leases of the session are lost, or another session takes them over.
     ended = False
-    #: True if its client was interrupted before it had recorded all of the session's leases: another session must follow.
-    doubtful = False
     #: The process that sent the first answer. Another process, of root, may have created its listening socket.
     answerer: Peer | None = None
 
@@ -140,8 +140,6 @@ class Link:
         #: Functions that wake the callers that wait for the reader. There are none without a reader.
         self._waiting: dict[Exchange, Callable[[], object]] = {}
         self._attended = False
-        #: True if a caller was interrupted, perhaps before all received frames were delivered.
-        self._undelivered = False
         # Open copies in the child would keep the parent's session from ending, and closing them does not end it. Also for a
         # connection that another thread is just opening.
         after_fork(self.abandon)
@@ -153,11 +151,9 @@ class Link:
 
     @property
     def ready(self) -> bool:
-        """True if it is :attr:`usable` and not :attr:`doubtful`, and this thread is not in a signal handler that interrupted a
-        change of its state.
-        """
+        """True if it is :attr:`usable`, and this thread is not in a signal handler that interrupted a change of its state."""
         # _is_owned() is private, as in shared_rpc.forks.
-        return self._exchanges.broken is None and not self.doubtful and not self._lock._is_owned()  # type: ignore[attr-defined]
+        return self._exchanges.broken is None and not self._lock._is_owned()  # type: ignore[attr-defined]
 
     # Requests.
 
@@ -166,11 +162,17 @@ class Link:
 
         :raises ConnectionClosed: if the connection has ended.
         """
-        with self._lock:
-            if not self.usable:
-                raise self._exchanges.ended()
-            self._exchanges.notify(message)
-            self._flush()
+        intact = False
+        try:
+            with self._lock:
+                if not self.usable:
+                    raise self._exchanges.ended()
+                self._exchanges.notify(message)
+                self._flush()
+                intact = True
+        finally:
+            if not intact:
+                self._break(ConnectionClosed(_INTERRUPTED))
         self._attend()
 
     def _start(self, request: Request, thread: int = 0) -> Exchange:
@@ -197,16 +199,28 @@ class Link:
             self._attend()
         return self._exchanges.reply(exchange)
 
-    def _give_up(self, exchange: Exchange) -> None:
-        """Withdraw a request whose caller no longer waits, neither for the answer nor for that of the cancellation."""
-        with self._lock:
-            self._undelivered = True
-            self._leave(exchange)
-            self._wake_all()  # a signal handler may have raised before others were woken for their answers
-            with suppress(SharedRPCError, OSError):
-                self._exchanges.withdraw(exchange)
-                self._exchanges.abandon(exchange)
-            self._flush()
+    def _give_up(self, exchange: Exchange | None) -> None:
+        """Withdraw a request whose caller no longer waits, neither for the answer nor for that of the cancellation.
+
+        If the caller was interrupted outside of its wait, the state may be half changed, so the connection ends.
+        """
+        intact = False
+        try:
+            with self._lock:
+                if exchange is not None and exchange.waits:
+                    self._leave(exchange)
+                    self._exchanges.withdraw(exchange)
+                    self._exchanges.abandon(exchange)
+                    self._flush()
+                    intact = True
+        finally:
+            if not intact:
+                with self._lock:
+                    if self._thread == threading.get_ident():
+                        self._reader = None
+                    self._break(ConnectionClosed(_INTERRUPTED))
+                    if exchange is not None:
+                        self._exchanges.abandon(exchange)
         self._attend()
 
     # One reads for all.
@@ -255,10 +269,9 @@ class Link:
             self._wake(following)
 
     def _wake(self, exchange: Exchange) -> None:
-        wake = self._waiting.get(exchange)
+        wake = self._waiting.pop(exchange, None)
         if wake is not None:
-            wake()  # before it is forgotten: a signal handler that raises leaves none asleep
-            self._waiting.pop(exchange, None)
+            wake()
 
     def _wake_all(self) -> None:
         for exchange in tuple(self._waiting):
@@ -282,8 +295,7 @@ class Link:
         """Deliver the received frames, and wake the callers that have news."""
         self._socket.take()
         for exchange in self._exchanges.deliver():
-            if exchange in self._waiting:
-                self._wake(exchange)
+            self._wake(exchange)
         if self._exchanges.broken is not None:
             self._end()
 
@@ -390,8 +402,8 @@ def _seconds_until(deadline: float) -> float:
 class BlockingLink(Link):
     """A link for threads, made with :meth:`open`.
 
-    A signal handler may raise within :meth:`exchange`. The request is withdrawn then, and the link still delivers active
-    exchanges.
+    A signal handler may raise within :meth:`exchange`: in its wait, or in its callback, the request is withdrawn, and elsewhere
+    the connection ends.
     """
 
     @classmethod
@@ -429,15 +441,15 @@ class BlockingLink(Link):
                 self._await(exchange, deadline)
             except TooLate:
                 self._withdraw(exchange)
-        except BaseException:
-            exchange = exchange or self._exchanges.of(request)
-            if exchange is not None:
+        except BaseException as error:
+            if exchange is not None or not isinstance(error, SharedRPCError):  # else nothing was queued
                 self._give_up(exchange)
             raise
         return self._finish(exchange)
 
     def _withdraw(self, exchange: Exchange) -> None:
         """Withdraw a request, and wait for the server's answer to that, which gives the reason for the missing reply."""
+        exchange.waits = False
         with self._lock:
             waits = self._exchanges.withdraw(exchange)
             self._flush()
@@ -452,7 +464,9 @@ class BlockingLink(Link):
             while exchange.updates:
                 info = exchange.updates.popleft()
                 if request.on_event is not None:
+                    exchange.waits = True
                     request.on_event(info)
+                    exchange.waits = False
                 _seconds_until(deadline)
             if exchange.answer is not None:
                 return
@@ -470,12 +484,11 @@ class BlockingLink(Link):
 
     def _read_for_all(self, exchange: Exchange, deadline: float) -> None:
         """Deliver frames until there is news for one exchange, or the connection has ended."""
-        reads, self._undelivered = not self._undelivered, False
         while True:
             try:
-                if reads:
-                    self._read()
-                reads = True
+                exchange.waits = True
+                self._read()
+                exchange.waits = False
                 with self._lock:
                     self._deliver()
                     if exchange.answer is not None:
@@ -483,6 +496,7 @@ class BlockingLink(Link):
                         return
             except BlockingIOError:
                 self._poll(deadline)
+                exchange.waits = False
             except (ConnectionClosed, ProtocolError) as error:
                 self._break(error)
             if exchange.updates or self._exchanges.broken is not None or self._reader is not exchange:
@@ -506,12 +520,15 @@ class BlockingLink(Link):
         :raises TooLate: if the deadline comes first.
         """
         left = _seconds_until(deadline)
-        if self._socket.written >= exchange.request.end:
+        exchange.waits = True
+        if self._socket.written >= exchange.end:
             sleep.sleep(min(left, _LONG))
+            exchange.waits = False
         else:
             poll = select.poll()
             poll.register(self._socket.fileno(), select.POLLOUT)
             poll.poll(min(left, _SLICE) * 1000)
+            exchange.waits = False
             with self._lock:
                 self._flush()
 

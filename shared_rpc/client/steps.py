@@ -24,7 +24,6 @@ from shared_rpc.errors import ProtocolError, SharedRPCError
 from shared_rpc.memory.segments import Descriptor, Segment
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.frames import Frame
-from shared_rpc.protocol.socket import FrameBuffers
 from shared_rpc.protocol.tasks import TaskInfo
 
 M = TypeVar("M", bound=m.Message)
@@ -56,19 +55,14 @@ class Request(msgspec.Struct):
     sessions: Sequence[object] = ()
     #: True if the request was queued on a connection that may have sent all of it.
     sent: bool = False
-    #: The answer.
-    frame: Frame | None = None
-    #: The number of connections that broke during the request, and its end in the byte stream of the current one.
+    #: The number of connections that broke during the request.
     tries: int = 0
-    begin: int = 0
-    end: int = 0
     #: True if the connection broke before a byte of the request was written.
     unwritten: bool = False
 
-    def interrupted(self, connection: FrameBuffers) -> None:
-        """Record that the connection broke. The server never acts on a frame whose last byte was not written."""
-        self.sent = connection.written >= self.end
-        self.unwritten = connection.written <= self.begin
+    def disconnected(self, written: int, size: int) -> None:
+        """Record that the connection broke after ``written`` of ``size`` bytes. The server acts on whole frames only."""
+        self.sent, self.unwritten = written >= size, written <= 0
         self.tries += 1
 
     def keep_to(self, session: object) -> None:
@@ -80,7 +74,7 @@ class Request(msgspec.Struct):
 
     @property
     def repeatable(self) -> bool:
-        """True if it may be repeated over another connection, after :meth:`interrupted`, without being executed twice."""
+        """True if it may be repeated over another connection, after :meth:`disconnected`, without being executed twice."""
         return self.tries < _TRIES and (self.message.again or not self.sent)
 
     def owed(self) -> Request:

@@ -118,10 +118,6 @@ class FrameDecoder:
 
     A violation raises :class:`ProtocolError` and ends the stream: nothing after it can be trusted.
 
-    Bytes and descriptors become a frame in statements without a call. CPython (3.11 to 3.14) runs signal handlers after calls,
-    at the beginning of functions and at the end of loop bodies: whenever one raises, the next call finds the frame or its
-    parts.
-
     :param limits: limits of the next headers, which can be replaced.
     """
 
@@ -175,9 +171,7 @@ class FrameDecoder:
         # A view kept by an exception's traceback would prevent the buffer from growing.
         with memoryview(partial) as view:
             body, payload = bytes(view[HEADER_SIZE : end - payload_size]), bytes(view[end - payload_size : end])
-        frame = Frame(kind, request_id, body, payload)
-        frame.fds = self.fds[:count]
-        self.frames += (frame,)
+        self.frames.append(Frame(kind, request_id, body, payload, self.fds[:count]))
         del self.fds[:count], partial[:end]
         self._header = None
         return True

@@ -91,8 +91,6 @@ class FrameBuffers(FrameDecoder):
         super().__init__(limits)
         #: Bytes, and the owners of their descriptors.
         self._outbox: deque[tuple[memoryview, list[FdOwner]]] = deque()
-        #: The number of written bytes, until they are removed from the outbox.
-        self._wrote: list[int] = []
         #: Total bytes queued and written; and the number of descriptors in the outbox.
         self.queued = 0
         self.written = 0
@@ -117,20 +115,15 @@ class FrameBuffers(FrameDecoder):
         """
         kind, body = encode_message(message)
         buffers = encode_frame(kind, request_id, body, payload, len(owners))
-        first = memoryview(buffers[0])
-        rest = [(memoryview(buffer), list[FdOwner]()) for buffer in buffers[1:]]
-        length, count, begin = sum(map(len, buffers)), len(owners), 0
-        entries: list[tuple[memoryview, list[FdOwner]]] = []
+        self.queued += sum(map(len, buffers))
+        self.queued_fds += len(owners)
+        first, begin = memoryview(buffers[0]), 0
         # One sendmsg(2) takes a limited number of descriptors and needs a byte to carry them.
-        while count - begin > FDS_PER_MESSAGE:
-            entries.append((first[:1], [*owners[begin : begin + FDS_PER_MESSAGE]]))
+        while len(owners) - begin > FDS_PER_MESSAGE:
+            self._outbox.append((first[:1], [*owners[begin : begin + FDS_PER_MESSAGE]]))
             first, begin = first[1:], begin + FDS_PER_MESSAGE
-        entries.append((first, [*owners[begin:]]))
-        # No call from here on, after which a signal handler could run.
-        self._outbox += entries
-        self._outbox += rest
-        self.queued += length
-        self.queued_fds += count
+        self._outbox.append((first, [*owners[begin:]]))
+        self._outbox.extend((memoryview(buffer), []) for buffer in buffers[1:])
 
     def _joined(self) -> list[memoryview]:
         """Return the bytes of one write, without descriptors, so that none are sent before their turn."""
@@ -144,25 +137,16 @@ class FrameBuffers(FrameDecoder):
                 break
         return joined
 
-    def _note(self) -> None:
+    def wrote(self, count: int) -> None:
         """Remove written bytes, and drop the references to their descriptors."""
-        while self._wrote:
-            count = self._wrote[0]
-            data, owners = self._outbox[0]
-            length, held = len(data), len(owners)
-            owners.clear()
-            self.queued_fds -= held
-            # No call from here on, after which a signal handler could run.
-            if length <= count:
-                del self._outbox[0]
-                self.written += length
-                self._wrote[0] = count - length
-                if count > length:
-                    continue
-            else:
-                self._outbox[0] = (data[count:], [])
-                self.written += count
-            del self._wrote[0]
+        self.written += count
+        while count:
+            data, owners = self._outbox.popleft()
+            self.queued_fds -= len(owners)
+            if count < len(data):
+                self._outbox.appendleft((data[count:], []))
+                return
+            count -= len(data)
 
     def close(self) -> None:
         """Close every received descriptor, and drop the references to queued ones."""
@@ -174,9 +158,6 @@ class FrameBuffers(FrameDecoder):
 class FrameSocket(FrameBuffers):
     """Owns a socket and its frames.
 
-    Results of system calls are stored by the same expression, in C, and processed in statements without a call, between which
-    no signal handler runs: after one that raised, the next caller continues in the middle of the stream.
-
     On a blocking socket :meth:`receive` blocks like the socket, see :meth:`limit`; on a non-blocking one it does not block.
     Without received data it raises :class:`BlockingIOError`. :meth:`flush` never blocks; it returns False if some output is
     left.
@@ -185,7 +166,8 @@ class FrameSocket(FrameBuffers):
     def __init__(self, sock: socket.socket, limits: Limits | None = None) -> None:
         super().__init__(limits)
         self.sock = sock
-        #: The result of recvmsg(2), until it is split into bytes and descriptors.
+        #: The result of recvmsg(2), until it is split into bytes and descriptors. It is stored here by the expression that
+        #: waits for it, in C, so that a signal handler that raises in this wait loses nothing.
         self._read: list[Any] = []
 
     def limit(self, seconds: float) -> None:
@@ -206,11 +188,13 @@ class FrameSocket(FrameBuffers):
         self.take()
 
     def read(self, *, wait: bool = True) -> None:
-        """Read available bytes for :meth:`take`.
+        """Read available bytes for :meth:`take`, unless it has some.
 
         :param wait: True if a blocking socket may block.
         :raises ConnectionClosed: if the connection was reset.
         """
+        if self._read:
+            return
         try:
             self._read.extend(itertools.starmap(self.sock.recvmsg, _RECEIVE if wait else _RECEIVE_NOW))
         except OSError as error:
@@ -224,31 +208,27 @@ class FrameSocket(FrameBuffers):
         :raises ConnectionClosed: at the end of the stream.
         :raises ProtocolError: if descriptors were lost, because this process has too many open or they were too many.
         """
-        while self._read:
-            data, ancillary, flags, _ = self._read[0]
-            fds = _fds_of(ancillary) if ancillary else []
-            # No call from here on, after which a signal handler could run.
+        if not self._read:
+            return
+        data, ancillary, flags, _ = self._read.pop()
+        self.partial += data
+        if ancillary:
+            fds = _fds_of(ancillary)
             self.fds += fds
-            self.partial += data
-            del self._read[0]
-            if fds:
-                self.check_fds()
-                _refuse_strange(fds, self.limits.files)
-            if flags & _CTRUNC:
-                raise ProtocolError(
-                    "file descriptors were lost: this process is at its limit of open files; raise it (RLIMIT_NOFILE, "
-                    "ulimit -n)"
-                )
-            if not data:
-                raise ConnectionClosed("the other side closed the connection")
+            self.check_fds()
+            _refuse_strange(fds, self.limits.files)
+        if flags & _CTRUNC:
+            raise ProtocolError(
+                "file descriptors were lost: this process is at its limit of open files; raise it (RLIMIT_NOFILE, ulimit -n)"
+            )
+        if not data:
+            raise ConnectionClosed("the other side closed the connection")
 
     def flush(self) -> bool:
         """Write queued bytes; return False if some are left.
 
         :raises ConnectionClosed: if the peer has hung up.
         """
-        if self._wrote:
-            self._note()
         for _ in range(_WRITES):
             if not self._outbox:
                 return True
@@ -257,11 +237,11 @@ class FrameSocket(FrameBuffers):
                 if owners:
                     numbers = struct.pack(f"{len(owners)}i", *[owner.number for owner in owners])
                     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, numbers)]
-                    self._wrote.extend(map(self.sock.sendmsg, ([data[:_WRITE]],), (rights,), (_SEND,)))
+                    count = self.sock.sendmsg([data[:_WRITE]], rights, _SEND)
                 elif len(self._outbox) == 1:
-                    self._wrote.extend(map(self.sock.send, (data[:_WRITE],), (_SEND,)))
+                    count = self.sock.send(data[:_WRITE], _SEND)
                 else:
-                    self._wrote.extend(map(self.sock.sendmsg, (self._joined(),), ((),), (_SEND,)))
+                    count = self.sock.sendmsg(self._joined(), (), _SEND)
             except OSError as error:
                 if error.errno is None:  # a signal handler's own
                     raise
@@ -271,7 +251,7 @@ class FrameSocket(FrameBuffers):
                 with suppress(OSError):
                     self.sock.shutdown(socket.SHUT_RDWR)
                 raise ConnectionClosed(f"the connection broke: {error}") from error
-            self._note()
+            self.wrote(count)
         return not self._outbox
 
     def close(self) -> None:

@@ -210,7 +210,6 @@ class _LocalCaller:
             reply.frame.close()
             return False
         self._waiter = None  # the waiter refers to this object: without the cycle, the value is freed at once
-        self.request.frame = reply.frame
         self.answered.set_result(reply)
         return True
 

@@ -6,14 +6,14 @@ closed.
 
 from __future__ import annotations
 
-import functools
 import itertools
+import os
 import random
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ class Stopped(Exception):
 KINDS = (Interrupted, KeyboardInterrupt, TimeoutError, Stopped)
 
 SERVER = """
-import os, torch
+import os, time, torch
 from shared_rpc import Provider
 
 provider = Provider(device="cpu")
@@ -57,6 +57,11 @@ def kept(n=4):
 @provider.share(cache=False, managed=True)
 def own(n=4):
     return {"a": torch.ones(n), "b": torch.zeros(2)}
+
+@provider.share(cache=False, managed=True)
+def slow():
+    time.sleep(0.3)
+    return torch.ones(4)
 
 @provider.share(cache=False)
 def fails():
@@ -258,18 +263,46 @@ def test_interrupted_first_operations_leave_nothing(server: Child, watcher: Clie
         check_left(watcher, before, place)
 
 
-def test_interrupted_calls_keep_the_session(client: Client, watcher: Client) -> None:
-    """Its handles stay valid, also those of uncached objects."""
-    operation = functools.partial(OPERATIONS["a tensor there and back"], client)
+@contextmanager
+def alarm(kind: type[BaseException]) -> Iterator[None]:
+    """Expect the exception of a handler that raises soon."""
+
+    def handler(number: int, frame: object) -> None:
+        raise kind("the soft time limit")
+
+    earlier = signal.signal(signal.SIGALRM, handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(kind, match="the soft time limit"):
+            yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, earlier)
+
+
+@pytest.mark.parametrize("kind", [DeadlineExceeded, KeyboardInterrupt, Stopped])
+def test_interrupted_waits_keep_the_session(client: Client, watcher: Client, kind: type[BaseException]) -> None:
+    """They end at once, and the request is withdrawn. Handles stay valid, also those of uncached objects."""
     with client.call("own") as handle, client.call("kept") as other:
-        for point, kind in chosen(points_of(operation)):
-            place = interrupt(operation, point, kind)
-            client.ping()
-            assert not handle.is_stale() and not other.is_stale(), f"interrupted in {place}"
-    assert watcher.get_server_info()["leases"] == 0
+        for _ in range(3):
+            with alarm(kind):
+                next(client.refreshes())
+        assert not handle.is_stale() and not other.is_stale()
+    assert watcher.get_server_info()["connections"] == 2
 
 
-def test_interruptions_do_not_affect_other_threads(client: Client, watcher: Client) -> None:
+def test_a_result_after_an_interrupted_wait_is_released(client: Client, watcher: Client) -> None:
+    """This process keeps no descriptor of it, and the server neither a lease nor the object."""
+    client.call("own").release()
+    before, descriptors = held(watcher), len(os.listdir("/proc/self/fd"))
+    with alarm(KeyboardInterrupt):
+        client.call("slow")
+    client.call("slow").release()
+    check_left(watcher, before, "a wait")
+    eventually(lambda: len(os.listdir("/proc/self/fd")) <= descriptors)
+
+
+def test_interrupted_waits_do_not_affect_other_threads(client: Client, watcher: Client) -> None:
     """Their operations complete."""
     ended = threading.Event()
 
@@ -280,38 +313,16 @@ def test_interruptions_do_not_affect_other_threads(client: Client, watcher: Clie
                 assert not handle.is_stale()
             assert client.call("doubled", ARGUMENT).sum() == 999000
 
-    operation = functools.partial(OPERATIONS["a tensor there and back"], client)
     with ThreadPoolExecutor(3) as pool:
         used = [pool.submit(use) for _ in range(3)]
-        for point, kind in chosen(points_of(operation)):
-            with raising_handler(kind):
-                interrupted_at(point, operation)
+        for _ in range(10):
+            with alarm(KeyboardInterrupt):
+                next(client.refreshes())
         ended.set()
         for each in used:
             each.result(30)
     client.close()
     eventually(lambda: watcher.get_server_info()["leases"] == 0)
-
-
-@pytest.mark.parametrize("kind", [DeadlineExceeded, Interrupted])
-def test_alarms_end_a_wait(client: Client, watcher: Client, kind: type[BaseException]) -> None:
-    """At once, with their own exception; the request is withdrawn."""
-
-    def handler(number: int, frame: object) -> None:
-        raise kind("the soft time limit")
-
-    earlier = signal.signal(signal.SIGALRM, handler)
-    try:
-        for _ in range(3):
-            signal.setitimer(signal.ITIMER_REAL, 0.05)
-            with pytest.raises(kind, match="the soft time limit"):
-                for _ in client.refreshes():
-                    pass
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, earlier)
-    client.ping()
-    assert watcher.get_server_info()["connections"] == 2
 
 
 @pytest.mark.parametrize(

@@ -71,8 +71,7 @@ class Connection:
             part = data[:limit] if limit is not None else data
             limit = limit - len(part) if limit is not None else None
             feed(self._written, part)
-            self.buffers._wrote.append(len(part))
-            self.buffers._note()
+            self.buffers.wrote(len(part))
 
     def sent(self) -> list[tuple[int, m.Message]]:
         """Return the output since the last call, with the requests' numbers."""
