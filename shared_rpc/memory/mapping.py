@@ -435,8 +435,9 @@ class MappingTable:
     def suspend(self, object_id: str, in_use: Callable[[], bool] = lambda: False) -> bool:
         """Suspend an object: unmap segments whose objects are all suspended, and reserve their addresses.
 
-        A segment used by other objects, or by a block, stays mapped until these uses end. Copy-on-write mappings stay, because
-        pages written by this process exist only there.
+        A segment used by other objects, or by a block, stays mapped until these uses end, and one that cannot be unmapped after
+        another one was, until the next safe point. Copy-on-write mappings stay, because pages written by this process exist
+        only there.
 
         :param in_use: called once the object is in :attr:`suspended`; if it returns True, the object is not suspended.
         :returns: True if it is suspended now.
@@ -512,11 +513,25 @@ class MappingTable:
         return bool(objects) and objects <= self.suspended
 
     def _vacate(self, due: Sequence[Mapping]) -> None:
+        """Unmap mappings.
+
+        An error is raised only before any of them is unmapped. After that, one that cannot be unmapped is left to the next
+        safe point: its object must become suspended, because only a resumption maps the others again.
+        """
         _synchronize(due, "suspend")
+        unmapped = False
         for mapping in due:
             with self._lock:
-                if self._is_due(mapping):  # another thread's block may have attached it
+                if not self._is_due(mapping):  # another thread's block may have attached it
+                    continue
+                try:
                     self._vacate_one(mapping)
+                    unmapped = True
+                except Exception as error:
+                    if not unmapped or raised_by_handler(error):
+                        raise
+                    # As text: the error's traceback would keep objects for as long as a log keeps the record.
+                    _log.error("memory of a suspended object stays mapped: %s: %s", mapping, str(error))
 
     def _vacate_one(self, mapping: Mapping) -> None:
         """Unmap under the table's lock, so that no thread attaches to the mapping."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import random
 from collections.abc import Callable, Iterator
@@ -38,6 +39,8 @@ class Device(MemfdBackend):
     def __init__(self) -> None:
         self.idle = True
         self.events: list[str] = []
+        #: Addresses of mappings that cannot be vacated.
+        self.refused: set[int] = set()
 
     def synchronize(self) -> bool:
         """Return whether waiting for the device succeeded."""
@@ -46,6 +49,8 @@ class Device(MemfdBackend):
 
     def vacate(self, address: int, nbytes: int) -> None:
         """Vacate, and record it."""
+        if address in self.refused:
+            raise OSError(errno.ENOMEM, "out of map areas")
         self.events.append("vacate")
         super().vacate(address, nbytes)
 
@@ -231,6 +236,24 @@ def test_memory_that_cannot_be_unmapped_prevents_the_suspension(
     with pytest.raises(RuntimeError):
         table.suspend("a")
     assert (table.suspended, table.find(mapping.address), text(mapping, 5)) == (frozenset(), (mapping, 0), b"stays")
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_an_object_is_suspended_although_some_of_its_memory_cannot_be_unmapped_yet(
+    table: MappingTable, make: Make, use: Use, device: Device, later: bool
+) -> None:
+    """Other memory of it is unmapped already. The rest follows at the next drain, and all of it can be resumed before."""
+    segments = [make(b"one"), make(b"two")]
+    _user, mappings = use(segments, "a")
+    device.refused.add(mappings[1].address)
+    assert table.suspend("a")
+    assert [mapping.vacated for mapping in mappings] == [True, False]
+    if later:
+        device.refused.clear()
+        table.drain()
+        assert [mapping.vacated for mapping in mappings] == [True, True]
+    table.resume("a", segments)
+    assert [text(mapping, 3) for mapping in mappings] == [b"one", b"two"]
 
 
 def test_an_object_that_cannot_be_mapped_again_stays_suspended(table: MappingTable, make: Make, use: Use) -> None:
