@@ -120,7 +120,6 @@ class RelayedMemory(DeviceMemory):
                 message,
                 tuple([segment.owner for segment in (*sources, *targets.values())]),
                 progressed=report,
-                stop=w.Stop(),
                 unused=lambda answer: self._forget([info.id for info in answer.segments]),
             )
         return self._written(orders, answer, received, worker.pid)

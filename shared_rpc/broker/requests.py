@@ -80,13 +80,13 @@ class WorkerRequests:
         owners: tuple[FdOwner, ...] = (),
         *,
         progressed: Callable[[w.CopyProgress], object] = lambda news: None,
-        stop: Message | None = None,
         unused: Callable[[Any], object] = lambda answer: None,
     ) -> tuple[Any, list[int]]:
         """Send a request; return its answer, and the descriptors of the answer's frame, which the caller owns.
 
+        On cancellation the worker is asked to stop. It answers nevertheless.
+
         :param progressed: called with each progress report before the answer.
-        :param stop: sent to the worker on cancellation.
         :param unused: called with the answer after a cancellation; its descriptors are closed.
         :raises ProtocolError: like :meth:`FramedStream.send`.
         :raises WorkerCrashed: if the worker ends before it answers.
@@ -118,8 +118,7 @@ class WorkerRequests:
             return await answered
         except asyncio.CancelledError:
             if answered.cancelled():
-                if stop is not None:
-                    self._send(stop, number)
+                self._send(w.Stop(), number)
             elif answered.exception() is None:  # the answer arrived in the same turn of the loop
                 answer, received = answered.result()
                 close_all(received)

@@ -123,7 +123,7 @@ class Withdraw(Message):
 
 
 class Stop(Message):
-    """Request to stop a run that has begun."""
+    """Request to stop a run that has begun, or the work for a request for memory. It is answered nevertheless."""
 
 
 class ReleaseChunks(Message):

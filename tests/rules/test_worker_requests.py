@@ -95,7 +95,7 @@ async def test_progress_comes_before_the_answer(link: Link) -> None:
 async def test_cancelled_requests_release_their_results(link: Link, crosses: bool) -> None:
     """The worker is asked to stop, unless its answer has arrived; the request counts until it is answered."""
     unused: list[Message] = []
-    asked = asyncio.create_task(link.requests.request(w.FreeBytes("a"), stop=w.Stop(), unused=unused.append))
+    asked = asyncio.create_task(link.requests.request(w.FreeBytes("a"), unused=unused.append))
     await asyncio.sleep(0)
     fd = os.open(os.devnull, os.O_RDONLY)
     if crosses:
