@@ -74,7 +74,8 @@ class DeviceMemory:
 
     async def devices(self) -> list[tuple[DeviceSpec, int | None]]:
         """Return all devices, each with its free bytes (None if unknown)."""
-        return [(device, await self.free(device.id)) for device in await self._devices()]
+        devices = await self._devices()
+        return list(zip(devices, await asyncio.gather(*[self.free(device.id) for device in devices]), strict=True))
 
     async def _devices(self) -> list[DeviceSpec]:
         return await self._threads.run(lambda: [facts_of(device) for device in devices_of(self._device)])

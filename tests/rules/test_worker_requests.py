@@ -191,6 +191,19 @@ def test_workers_that_do_not_see_the_gpu_are_not_asked() -> None:
     assert allocated([FakeWorker(1, "other")], allocates, bare=FakeWorker(3, "")) == "3"
 
 
+@pytest.mark.asyncio
+async def test_the_free_memory_of_all_devices_is_requested_at_once() -> None:
+    """So a stuck worker delays the answer only once."""
+    workers = [FakeWorker(1, "a"), FakeWorker(2, "b")]
+    supervisor: Any = SimpleNamespace(workers=workers)
+    devices: Any = [SimpleNamespace(id=name) for name in "ab"]
+    asked = asyncio.create_task(RelayedMemory(devices, supervisor).devices())
+    numbers = [await asyncio.wait_for(worker.sent.get(), 5) for worker in workers]
+    for worker, number in zip(workers, numbers, strict=True):
+        says(w.Allocated(free=worker.pid))(worker, number)
+    assert await asked == [(devices[0], 1), (devices[1], 2)]
+
+
 def test_a_request_fails_after_the_second_worker() -> None:
     """With the second one's exit status."""
     with pytest.raises(WorkerCrashed, match="pid 2"):
