@@ -329,7 +329,10 @@ class WorkerExecutor:
 
 
 def _outcome(message: w.RunFinished | w.RunFailed, frame: Frame, transfer: ForwardedTransfer | None) -> Completed | Failure:
-    """Return the outcome reported by a worker. Its record owns the frame's descriptors."""
+    """Return the outcome reported by a worker. Its record owns the frame's descriptors.
+
+    :raises ProtocolError: if there are too few descriptors, or too many.
+    """
     if isinstance(message, w.RunFailed):
         return Failure(message.code, message.text, message.detail, frame.payload)
     arenas: dict[int, Segment] = {}
@@ -338,6 +341,9 @@ def _outcome(message: w.RunFinished | w.RunFailed, frame: Frame, transfer: Forwa
         if arena is None:
             return Failure.of(ConnectionClosed("the client's session ended before its call"))
         arenas[number] = arena
+    new = len(message.segments) - len(arenas)
+    if len(frame.fds) != new:
+        raise ProtocolError(f"the worker sent a result with {len(frame.fds)} descriptors instead of {new}")
     fds = iter(frame.detach_fds())
     segments = [
         Segment(arenas[number].info, arenas[number].descriptor) if number in arenas else Segment.owning(info, next(fds))

@@ -52,7 +52,7 @@ class RelayedMemory(DeviceMemory):
         if worker is None:
             return None
         try:
-            return (await self._ask(worker, w.FreeBytes(device)))[0].free
+            return (await self._ask(worker, w.FreeBytes(device), 0))[0].free
         except WorkerCrashed:
             return None
 
@@ -67,16 +67,25 @@ class RelayedMemory(DeviceMemory):
         message = w.Allocate(device, nbytes)
         worker = await self._able({device})
         try:
-            answer, fds = await self._ask(worker, message)
+            answer, fds = await self._ask(worker, message, 1)
         except WorkerCrashed:
-            answer, fds = await self._ask(await self._able({device}, worker), message)
+            answer, fds = await self._ask(await self._able({device}, worker), message, 1)
         assert answer.segment is not None, "an answer without an error has a segment"
         return Segment.owning(answer.segment, fds[0])
 
-    async def _ask(self, worker: Worker, message: w.Allocate | w.FreeBytes) -> tuple[w.Allocated, list[int]]:
-        """Send a request to a worker; return its answer, and the descriptors of the answer's frame."""
+    async def _ask(self, worker: Worker, message: w.Allocate | w.FreeBytes, new: int) -> tuple[w.Allocated, list[int]]:
+        """Send a request to a worker; return its answer, and the ``new`` descriptors of the answer's frame.
+
+        :raises WorkerCrashed: if there are too few descriptors, or too many.
+        """
         async with _patience(worker, _PATIENCE, "has not answered a request for memory"):
             answer, fds = await worker.requests.request(message)
+        if len(fds) != new:
+            close_all(fds)
+            raise WorkerCrashed(
+                f"the worker (pid {worker.pid}) returned an invalid answer to a request for memory: {len(fds)} descriptors "
+                f"instead of {new}"
+            )
         worker.keeps_memory |= answer.segment is not None and answer.segment.mechanism in EXPORTER_OWNED
         return answer, fds
 

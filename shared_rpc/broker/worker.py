@@ -248,7 +248,8 @@ class Worker:
 
     def _hung_up(self, error: Exception | None) -> None:
         if error is not None:
-            _log.error("cannot read a message of worker %d: %s", self.pid, error, exc_info=error)
+            _log.error("cannot handle a message of worker %d: %s", self.pid, error, exc_info=error)
+            self.kill(f"the broker cannot handle a message of it: {error}")
         self._link.close()
         # Most have ended. A worker that has closed its connection is useless, whatever it still does.
         self._loop.call_later(_GRACE, self.kill, "it closed its connection to the broker")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ import pytest
 from shared_rpc.broker.dispatch import WorkerExecutor
 from shared_rpc.broker.requests import WorkerRequests
 from shared_rpc.broker.worker import Worker
-from shared_rpc.errors import ConnectionClosed, WorkerCrashed
+from shared_rpc.errors import ConnectionClosed, ProtocolError, WorkerCrashed
 from shared_rpc.execution.outcomes import Completed, Failure
 from shared_rpc.execution.run import Run
 from shared_rpc.memory.backends.host import HOST
@@ -97,8 +98,8 @@ class Setting:
     def said(self, message: Message, number: int, fds: list[int] | None = None) -> None:
         """Deliver a worker's message about a run."""
         frame = Frame(0, number, b"", b"", fds or [])
-        self.peers[0].requests.take(message, frame)
-        frame.close()
+        with closing(frame):
+            self.peers[0].requests.take(message, frame)
 
 
 @pytest.fixture
@@ -157,6 +158,24 @@ def test_an_arena_is_sent_once(setting: Setting, ran: Callable[..., tuple[w.RunF
     done.record.close()
     known.record.close()
     setting.transfer.close()
+
+
+@pytest.mark.parametrize("received", [0, 2])
+def test_results_with_a_wrong_number_of_descriptors_are_errors(
+    setting: Setting, ran: Callable[..., tuple[w.RunFinished, list[int]]], no_leaks: None, received: int
+) -> None:
+    """The descriptors are closed; the worker's end, which follows, ends the run."""
+    setting.start()
+    (_, number) = setting.peers[0].sent[-1]
+    setting.said(w.RunStarted(), number)
+    message, [fd] = ran([], [])
+    fds = [os.dup(fd) for _ in range(received)]
+    os.close(fd)
+    with pytest.raises(ProtocolError, match=f"{received} descriptors instead of 1"):
+        setting.said(message, number, fds)
+    setting.peers[0].requests.fail(WorkerCrashed("it was killed"))
+    (failure,) = setting.outcomes
+    assert isinstance(failure, Failure) and failure.code == WorkerCrashed.code
 
 
 def test_a_withdrawal_in_time_returns_the_chunks(setting: Setting) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 from contextlib import closing
 from types import SimpleNamespace
@@ -159,10 +160,11 @@ def says(answer: Message) -> Any:
     return lambda worker, number: worker.requests.take(answer, Frame(0, number, b""))
 
 
-def allocates(worker: FakeWorker, number: int) -> None:
+def allocates(worker: FakeWorker, number: int, fds: int = 1) -> None:
     """Answer with a segment that is named after the worker."""
     info = SegmentInfo(str(worker.pid), 1, "gpu", mechanism="vmm")
-    worker.requests.take(w.Allocated(info), Frame(0, number, b"", b"", [os.open(os.devnull, os.O_RDONLY)]))
+    frame = Frame(0, number, b"", b"", [os.open(os.devnull, os.O_RDONLY) for _ in range(fds)])
+    worker.requests.take(w.Allocated(info), frame)
 
 
 def ends(worker: FakeWorker, number: int) -> None:
@@ -208,6 +210,12 @@ def test_a_request_fails_after_the_second_worker() -> None:
     """With the second one's exit status."""
     with pytest.raises(WorkerCrashed, match="pid 2"):
         allocated([FakeWorker(1), FakeWorker(2), FakeWorker(3)], ends, ends)
+
+
+def test_allocations_with_a_wrong_number_of_descriptors_are_crashes(no_leaks: None) -> None:
+    """So the request moves to another worker; the descriptors are closed."""
+    with pytest.raises(WorkerCrashed, match=r"pid 2.*0 descriptors instead of 1"):
+        allocated([FakeWorker(1), FakeWorker(2)], functools.partial(allocates, fds=2), functools.partial(allocates, fds=0))
 
 
 def test_refusals_are_not_retried() -> None:
