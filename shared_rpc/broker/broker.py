@@ -229,6 +229,7 @@ class Broker:
         )
         core.on_reload = self._reload_for_client
         core.on_stop = self._stop_for_client
+        core.before_replies = self._store.write
         core.own_processes = lambda: {worker.pid for worker in self._supervisor.all}
         listener = self._inherited.listeners.pop(message.socket_path, None)
         acceptor = Acceptor(core, message.socket_path, self._options.max_connections, listener)

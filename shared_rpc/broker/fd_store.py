@@ -8,11 +8,11 @@ The manager keeps descriptors by name. It accepts the same open file only once, 
     segment-<device>-<inode>   a file: host memory, or a copy in a lower tier
     segment-<tier>-<id>        memory of a GPU, or a copy of it in memory of its driver, all of which has one inode
 
-The state is a memfd shared by broker and manager: it is stored once, and written in place. The first changes in a turn of the
-loop are written at once, before a client has its reply, and the others of a turn with many together at its end. Descriptors
-are stored before the state names them, and removed once it no longer names them, so a broker killed in between leaves a
-consistent store. The next one drops descriptors that the state does not name, and incomplete objects: without its page, for
-example, processes that have the page would miss the writes of others.
+The state is a memfd shared by broker and manager: it is stored once, and written in place: before the next reply to a client,
+which may depend on the changes, and otherwise at the end of the loop's turn. Descriptors are stored before the state names
+them, and removed once it no longer names them, so a broker killed in between leaves a consistent store. The next one drops
+descriptors that the state does not name, and incomplete objects: without its page, for example, processes that have the page
+would miss the writes of others.
 """
 
 from __future__ import annotations
@@ -55,8 +55,6 @@ _HALVES = (1 << 12, 1 << 31)
 _HEAD = struct.Struct("<QQ16s")
 #: Maximum bytes of the state.
 _LIMIT = 1 << 30
-#: Changes in a turn of the loop that are written at once. One turn may serve several requests of one client.
-_AT_ONCE = 8
 
 
 class _Service(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -197,8 +195,7 @@ class FdStore:
         #: The names of each object's descriptors, and the number of objects that have a name.
         self._names: dict[str, set[str]] = {}
         self._uses: Counter[str] = Counter()
-        #: The number of changes written in this turn of the loop, and True if the state has changed since.
-        self._written = 0
+        #: True if the state has changed since it was written.
         self._changed = False
 
     def close(self) -> None:
@@ -322,22 +319,18 @@ class FdStore:
             _log.warning(text, self._capacity, len(self._stored) + 1)
 
     def _change(self) -> None:
-        if self._written == 0:
-            self._soon(self._end_turn)
-        if self._written < _AT_ONCE:
-            self._written += 1
-            self._write()
-        else:
+        if not self._changed:
             self._changed = True
+            self._soon(self.write)
 
-    def _end_turn(self) -> None:
-        self._written = 0
-        if self._changed:
-            self._changed = False
-            self._write()
+    def write(self) -> None:
+        """Write the state if it has changed, then remove descriptors that it does not name.
 
-    def _write(self) -> None:
-        """Write the state, then remove descriptors that it does not name. A failed write is retried with the next change."""
+        A failed write is retried with the next change.
+        """
+        if not self._changed:
+            return
+        self._changed = False
         try:
             if self._file is None:
                 self._file = StateFile()

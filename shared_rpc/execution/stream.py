@@ -34,6 +34,7 @@ class FramedStream:
     :param fd_backpressure: unread descriptors of the peer above which reading from it stops.
     :param on_held: called with the number of received bytes that are not handled yet, and again when there are none.
     :param limits: limits of the first frames, see :meth:`limit_frames`.
+    :param before_write: called before messages are written.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class FramedStream:
         fd_backpressure: float = math.inf,
         on_held: Callable[[int], object] = lambda nbytes: None,
         limits: Limits | None = None,
+        before_write: Callable[[], None] = lambda: None,
     ) -> None:
         sock.setblocking(False)
         self._socket = FrameSocket(sock, limits)
@@ -55,6 +57,7 @@ class FramedStream:
         self._on_frame = on_frame
         self._on_end = on_end
         self._on_drained = on_drained
+        self._before_write = before_write
         self._backpressure = backpressure
         self._fd_backpressure = fd_backpressure
         self._loop = asyncio.get_running_loop()
@@ -138,7 +141,7 @@ class FramedStream:
             CLOSER.discard(self._socket.detach_fds())
             self._socket.close()
             # The callbacks refer to this object: without them, both are freed at once.
-            del self._on_frame, self._on_end, self._on_drained, self._on_held
+            del self._on_frame, self._on_end, self._on_drained, self._on_held, self._before_write
 
     def abandon(self) -> None:
         """Close only the descriptors, in a forked child: the stream is the parent's."""
@@ -236,7 +239,7 @@ class FramedStream:
         if self.closed or self.congested:
             return
         try:
-            if not self._socket.flush():
+            if not self._write():
                 self._context.run(self._loop.add_writer, self._socket.fileno(), self._writable)
                 self.congested = True
         except ConnectionClosed:
@@ -247,7 +250,7 @@ class FramedStream:
 
     def _writable(self) -> None:
         try:
-            if not self._socket.flush():
+            if not self._write():
                 return
             self.congested = False
         except ConnectionClosed:
@@ -267,6 +270,11 @@ class FramedStream:
             self._turn()
         if not self.congested and not self.closed:
             self._on_drained()
+
+    def _write(self) -> bool:
+        """Write as much as possible; return True if nothing is left."""
+        self._before_write()
+        return self._socket.flush()
 
     def _unwatched(self, error: OSError) -> None:
         """End the stream soon: the kernel no longer watches the socket, so its end would go unnoticed."""

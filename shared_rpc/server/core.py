@@ -169,6 +169,8 @@ class Core:
         #: Stops the server for a client, if the process only serves: called with the id of the client's session and
         #: :attr:`StopServer.if_idle`, it returns what the server held.
         self.on_stop: Callable[[str, bool], StopInfo] | None = None
+        #: Called before replies are sent to clients in other processes.
+        self.before_replies: Callable[[], None] = lambda: None
         #: Return the pids of the server's other processes.
         self.own_processes: Callable[[], Collection[int]] = tuple
 

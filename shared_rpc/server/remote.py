@@ -81,6 +81,7 @@ class RemoteClient:
             fd_backpressure=core.objects.descriptors.share,
             on_held=self._holds,
             limits=HELLO,
+            before_write=core.before_replies,
         )
         #: Pending requests, by number.
         self.waiting: dict[int, RemoteCaller] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -14,13 +15,18 @@ import pytest
 
 from shared_rpc.broker.fd_store import FdStore, StateFile
 from shared_rpc.broker.systemd import Notifier, Passed
+from shared_rpc.errors import ServerBusy
+from shared_rpc.execution.endpoints import Registry
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.copies import LowerCopy
 from shared_rpc.memory.records import Record
 from shared_rpc.memory.segments import Segment
 from shared_rpc.memory.spill import SpillDirectory
 from shared_rpc.protocol import worker as w
+from shared_rpc.protocol.peers import peer_of
 from shared_rpc.protocol.records import Mechanism, SegmentInfo, Tier
+from shared_rpc.server.core import Core
+from shared_rpc.server.remote import RemoteClient
 from shared_rpc.server.state.objects import StoredObject
 from tests.kit.service_manager import store as store_entry
 
@@ -195,17 +201,41 @@ def test_objects_survive_a_kill_during_the_writing_of_the_state(
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", cut)
         moving.store.remove(OBJECTS[0])
+        moving.end_turn()
     assert len(writes) == whole + 1
     assert moving.recovered() == [CONTENTS] * 2
     moving.put("device", 3)
     assert moving.recovered() == [CONTENTS] * 3
 
 
-def test_the_second_change_of_a_turn_is_stored_before_its_end(moving: Moving) -> None:
-    """The client may have the reply already when the broker is killed."""
+def test_all_changes_before_a_reply_are_written_at_once(moving: Moving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the reply, and not again at the end of the turn."""
+    written: list[bytes] = []
+    write = StateFile.write
+    monkeypatch.setattr(StateFile, "write", lambda file, data: (written.append(data), write(file, data)))
     moving.keep("device", 1)
     moving.keep("device", 2)
+    moving.store.write()
     assert moving.recovered() == [CONTENTS] * 3
+    moving.end_turn()
+    assert len(written) == 1
+
+
+@pytest.mark.asyncio
+async def test_replies_follow_the_state() -> None:
+    """A client that has a reply may attach to the object after the broker's death."""
+    core = Core(Registry(), Mock(), "cpu")
+    ours, theirs = socket.socketpair()
+    received: list[bool] = []
+
+    def before() -> None:
+        received.append(select.select([theirs], [], [], 0)[0] != [])
+
+    core.before_replies = before
+    with theirs:
+        RemoteClient(ours, peer_of(theirs), core, lambda client: None).refuse(ServerBusy("full"))
+        assert received == [False] and theirs.recv(1)
+    core.stop()
 
 
 def test_objects_survive_a_kill_during_recovery(moving: Moving) -> None:
