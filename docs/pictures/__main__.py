@@ -53,7 +53,7 @@ PICTURES = [
     Picture("call", "shared-rpc call train steps=200"),
     Picture("tasks", "shared-rpc tasks", columns=124),
     Picture("doctor", "shared-rpc doctor"),
-    Picture("verify", "shared-rpc verify"),
+    Picture("verify", "shared-rpc verify", columns=124),
     Picture("top-gpu", "shared-rpc top", lines=26, gpu=True),
 ]
 

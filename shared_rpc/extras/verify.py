@@ -43,16 +43,22 @@ class Outcome:
     advice: str
     state: Literal["passed", "failed", "skipped"] = "passed"
     seconds: float = 0.0
-    #: Lines for display.
+    #: Lines for display, one for each requirement.
     found: list[str] = field(default_factory=list)
     #: Each has ``expected`` and ``found``.
     problems: list[dict[str, str]] = field(default_factory=list)
 
-    def require(self, good: bool, expected: str, found: str) -> None:
-        """Add a problem unless ``good``."""
+    def require(self, good: bool, expected: str, found: str = "") -> None:
+        """Add a finding, by default ``yes`` or ``no``; unless ``good``, it is a problem too."""
+        found = found or ("yes" if good else "no")
+        self.found.append(f"{expected}: {found}")
         if not good:
             self.state = "failed"
             self.problems.append({"expected": expected, "found": found})
+
+    def require_within(self, limit: float, expected: str, took: float) -> None:
+        """Require that something took less than ``limit`` seconds; ``inf`` if it did not happen."""
+        self.require(took < limit, f"{expected} within {limit:g} s", f"{took:.2f} s" if took < math.inf else "")
 
 
 #: Title, advice and function of each check by its name, in order of execution.
@@ -76,26 +82,19 @@ def sharing(stage: Stage, outcome: Outcome) -> None:
     objects = {object_id for object_id, _ in all_of(crew, "attach", nbytes=model, seed=seed)}
     digests = all_of(crew, "digest")
     used, built = stage.used() - before, stage.client.get_server_info()["objects"] - listed
+    written = [1000.0 + number for number in range(workers)]
     for number, client in enumerate(crew):
-        client.ask("write", index=number, value=1000.0 + number)
+        client.ask("write", index=number, value=written[number])
     late.ask("attach", nbytes=model, seed=seed)
-    seen = all_of(everyone, "read", count=workers)
+    saw = all_of(everyone, "read", count=workers).count(written)
     alone = late.ask("digest", nbytes=model, seed=seed, device=stage.device["device"])
     stage.drop(seed)
-    saw, right = seen.count([1000.0 + number for number in range(workers)]), digests.count(alone)
-    same = f"the same bits as an unshared one ({alone[:12]}…)"
-    outcome.found += [
-        f"{workers} processes with a model of {size(model)} use {size(used)}, not {size(workers * model)}",
-        f"{right} of {workers} compute {same}",
-        f"{saw} of {len(seen)} saw all writes, a later one too",
-    ]
-    least, most = model * 3 // 4 - stage.noise, model * 5 // 4 + workers * stage.noise
-    outcome.require(least <= used <= most, "about one model more than before", f"{used / model:.1f} models more")
-    builds = f"{built} builds, {len(objects)} objects"
-    outcome.require(len(objects) == built == 1, "one build for all that ask at the same time", builds)
-    outcome.require(right == workers, f"all compute {same}", f"{workers - right} of {workers} processes compute others")
-    blind = f"{len(seen) - saw} of {len(seen)} read other numbers"
-    outcome.require(saw == len(seen), "every process sees what others write", blind)
+    right, least, most = digests.count(alone), model * 3 // 4 - stage.noise, model * 5 // 4 + workers * stage.noise
+    outcome.require(least <= used <= most, f"{workers} processes use one model of {size(model)}", size(used))
+    made = f"{built} builds, {len(objects)} objects"
+    outcome.require(len(objects) == built == 1, "they attached at the same time to one build", made)
+    outcome.require(right == workers, f"they compute the bits of an unshared model, {alone[:12]}", f"{right} of {workers}")
+    outcome.require(saw == len(everyone), "they see all writes, a later process too", f"{saw} of {len(everyone)}")
 
 
 @_check(
@@ -115,11 +114,9 @@ def read_only(stage: Stage, outcome: Outcome) -> None:
     except ClientFailed:
         stopped = True
     writer.end()
-    same = reader.ask("digest") == before
+    outcome.require(stopped, "a process that writes ends, or gets an error")
+    outcome.require(reader.ask("digest") == before, "another computes the same bits afterwards")
     stage.drop(SEED, "protected")
-    outcome.found.append(f"a process that wrote was {'stopped' if stopped else 'not stopped'}, another computes on")
-    outcome.require(stopped, "the write is refused", "its write went through")
-    outcome.require(same, "the other process computes the same bits", "other bits")
 
 
 @_check("nothing is left of those that end", "look for handles that are kept, and their holders with 'shared-rpc objects'")
@@ -129,14 +126,14 @@ def lifetimes(stage: Stage, outcome: Outcome) -> None:
     # Another process holds the model, as in practice; each release is the last one of its process.
     first, client = stage.crew()[:2]
     first.ask("attach", **model)
-    digests, leases = {right := first.ask("digest")}, stage.client.get_server_info()["leases"]
+    digests, leases = {first.ask("digest")}, stage.client.get_server_info()["leases"]
     client.ask("cycles", count=_WARM_UP, **model)
     pids = [*stage.server_pids(), client.pid]
     before = {**stage.counts(pids), "leases": leases}
     seconds = client.ask("cycles", count=cycles, **model)
     others = [stage.new_client() for _ in range(total)]
     all_of(others, "attach", **model)
-    digests |= {*all_of(others, "digest")}
+    digests |= {*all_of(others, "digest"), first.ask("digest")}
     for number, process in enumerate(others):
         process.end(kill=number % 2 == 1)
     allowed = {**_GROWTH, "shared bytes": stage.blur}
@@ -148,17 +145,11 @@ def lifetimes(stage: Stage, outcome: Outcome) -> None:
 
     stage.within(_SETTLED, lambda: not grown())
     leaks = grown()
-    digests.add(first.ask("digest"))
-    outcome.found += [
-        f"{cycles} attaches and releases, {seconds / cycles * 1e3:.2f} ms each",
-        f"{total} processes attached, computed and ended",
-        leaks or "server, worker, client and shared memory are as before",
-    ]
-    outcome.require(digests == {right}, "all compute the same bits at any time", f"{len(digests)} different results")
-    same = pids[:2] == stage.server_pids()
-    outcome.require(same, "the same server and the same worker all the time", "one of them was replaced")
-    but = f"{_GROWTH['mappings']} mappings and {size(_GROWTH['private bytes'])}"
-    outcome.require(not leaks, f"the state after {_WARM_UP} attaches within {_SETTLED:g} s, but for {but}", leaks)
+    outcome.found.append(f"{cycles} attaches and releases, {seconds / cycles * 1e3:.2f} ms each")
+    same = f"{total} processes attach, compute the same bits and end"
+    outcome.require(len(digests) == 1, same, f"{len(digests)} different results" if len(digests) > 1 else "yes")
+    outcome.require(not leaks, "server, worker, client and shared memory do not grow", leaks)
+    outcome.require(pids[:2] == stage.server_pids(), "server and worker are the same all the time")
 
 
 @_check(
@@ -179,11 +170,9 @@ def kills(stage: Stage, outcome: Outcome) -> None:
     victim.end()
     lease = stage.within(_LEASES, lambda: object_id not in {item["object_id"] for item in stage.client.list_objects()})
     freed = stage.within(stage.patience, lambda: stage.segments() <= before + stage.blur)
-    outcome.found.append(f"client: lease released in {lease:.2f} s, {size(held)} freed {freed:.2f} s later")
-    outcome.require(held >= stage.nbytes * 3 // 4, f"it holds {size(stage.nbytes)}", size(held))
-    outcome.require(lease < math.inf, f"its lease is released within {_LEASES:g} s", "it is held still")
-    left = f"{size(stage.segments() - before)} are in use still"
-    outcome.require(freed < math.inf, f"its memory is free within {stage.patience:g} s", left)
+    outcome.require(held >= stage.nbytes * 3 // 4, f"client: it holds a model of {size(stage.nbytes)}", size(held))
+    outcome.require_within(_LEASES, "client: its lease is released", lease)
+    outcome.require_within(stage.patience, "client: then its memory is freed", freed)
 
     # The worker: a new process attaches at once, the next build runs in a new worker.
     seed = next(stage.seeds)
@@ -196,11 +185,9 @@ def kills(stage: Stage, outcome: Outcome) -> None:
     late.ask("attach", nbytes=stage.nbytes, seed=seed)
     built = time.monotonic() - begin
     stage.drop(seed)
-    outcome.found.append(f"worker: a process attached in {attached:.3f} s, the next build took {built:.1f} s")
-    outcome.require(digest == right[0], "a process that attaches computes the same bits", "it computes other bits")
-    outcome.require(attached < _NO_GAP, f"a new process attaches within {_NO_GAP:g} s", f"it took {attached:.2f} s")
-    outcome.require(stage.server_pids()[1] != worker, "a new worker", "the worker that was killed is listed still")
-    outcome.require(all_of(crew, "digest") == right, "the attached processes compute on", "some compute other bits")
+    outcome.require_within(_NO_GAP, "worker: a process attaches", attached)
+    outcome.require(stage.server_pids()[1] != worker, "worker: a new one runs the next build", f"after {built:.1f} s")
+    outcome.require([digest, *all_of(crew, "digest")] == [right[0], *right], "worker: all compute the same bits")
 
     # The server: attached processes continue to share; the same clients use the next server.
     pids = stage.server_pids()
@@ -213,12 +200,11 @@ def kills(stage: Stage, outcome: Outcome) -> None:
     stage.ensure_server()
     started = time.monotonic() - begin
     objects = {object_id for object_id, _ in all_of(crew, "attach", nbytes=stage.nbytes, seed=SEED)}
-    outcome.found.append(f"server: all share on, and use the next one, there in {started:.1f} s")
-    outcome.require(same, "attached processes compute the same bits as before", "some compute other bits")
-    outcome.require(shared, "what one of them writes the others see", "they do not")
-    outcome.require(ended < math.inf, f"its worker ends with it, within {_ORPHAN:g} s", "it runs still")
+    outcome.require_within(_ORPHAN, "server: its worker ends", ended)
+    outcome.require(same and shared, "server: attached processes compute the same bits, and see writes")
     taken_over = len(objects) == 1 and all_of(crew, "digest") == right
-    outcome.require(taken_over, "the same clients attach to one new model with the same bits", f"{len(objects)} models")
+    models = f"{len(objects)} after {started:.1f} s"
+    outcome.require(taken_over, "server: the same clients share one model of the next server", models)
 
 
 @dataclass
