@@ -19,6 +19,8 @@ from tests.kit.processes import ROOT
 from tests.kit.walkthrough import Page, Walk
 
 DOCS = ROOT / "docs"
+#: The directories in which pages name files.
+ROOTS = (ROOT, ROOT / "shared_rpc", *(ROOT / "integrations").iterdir())
 #: Every block of code: its page, its language, and its text.
 BLOCKS = [
     (path, *found)
@@ -35,6 +37,7 @@ CALLED = {
 #: Pages with terminals; the others have nothing to follow.
 #: The tutorial has a separate file, since it takes as long as most of them together.
 FOLLOWED = [page for path in sorted(DOCS.rglob("*.md")) if "tutorial" not in path.parts and (page := Page(path)).steps]
+_NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 COMMANDS = {**typer.main.get_command(program).commands, "cluster": typer.main.get_command(clusters)}
 
 
@@ -120,10 +123,20 @@ def test_python_on_a_page_uses_existing_names() -> None:
 
 def test_files_of_the_package_on_a_page_exist() -> None:
     """A page names a file by its path in the repository, in the package, or in a distribution of ``integrations``."""
-    roots = (ROOT, ROOT / "shared_rpc", *(ROOT / "integrations").iterdir())
     for path in sorted(DOCS.rglob("*.md")):
         for name in re.findall(r"`([\w./]+/\w+\.py)`", path.read_text()):
-            assert any((root / name).is_file() for root in roots), f"{path.name}: {name}"
+            assert any((root / name).is_file() for root in ROOTS), f"{path.name}: {name}"
+
+
+def test_functions_on_a_page_are_in_their_files() -> None:
+    """A page names a function, a class or a method, and in brackets its file."""
+    for path in sorted(DOCS.rglob("*.md")):
+        for dotted, name in re.findall(r"`([\w.]+)`\s+\(`(\w[\w/]+\.py)`\)", path.read_text()):
+            found: ast.AST = ast.parse(next(file for root in ROOTS if (file := root / name).is_file()).read_text())
+            for part in dotted.split("."):
+                named = {node.name: node for node in ast.iter_child_nodes(found) if isinstance(node, _NAMED)}
+                assert part in named, f"{path.name}: {dotted} is not in {name}"
+                found = named[part]
 
 
 def test_commands_on_a_page_have_existing_options() -> None:
