@@ -69,19 +69,21 @@ def _turns(run: Run, clients: dict[str, Side], rounds: int, calls: int, mebibyte
     pair = {OURS} if SharedTensor.missing(run.device) else {PEER, OURS}
     others = all_sides - {PEER} | pair
 
-    def row(name: str, sides: Set[str], action: Callable[[Any], object], calls: int = calls, **goal: Any) -> None:
+    def row(name: str, sides: Set[str], action: Callable[[Any], object], calls: int = calls, **goal: Any) -> float:
         actions: dict[str, Callable[[], object]] = {ECHO: clients[ECHO].ping}
         actions |= {name: partial(action, client) for name, client in clients.items() if name in sides}
-        run.row(name, interleaved(actions, rounds=rounds, calls=calls), **goal)
+        times = interleaved(actions, rounds=rounds, calls=calls)
+        run.row(name, times, **goal)
+        return times[OURS].p50
 
-    row("ping", all_sides, lambda side: side.ping(), goal=2, of=ECHO)
+    ping = row("ping", all_sides, lambda side: side.ping(), goal=2, of=ECHO)
     row("submit and wait for a task", {PEER, OURS}, lambda side: side.task("nothing"), goal=6, of=ECHO)
-    row("direct call, 4 KiB tensor, cached", pair, lambda side: side.call("small"))
+    row("direct call, 4 KiB tensor, cached", pair, lambda side: side.call("small"), goal=2.2 * ping)
     row("direct call, 4 KiB tensor, new", others, lambda side: side.call("fresh"))
     row("the same by an async def endpoint", pair, lambda side: side.call("fresh_on_loop"))
     if PEER in pair:
         clients[PEER].call("kept")  # one reference stays; otherwise it would be built again after every release
-    row("managed call and release, 4 KiB", pair, lambda side: side.call("kept").release())
+    row("managed call and release, 4 KiB", pair, lambda side: side.call("kept").release(), goal=ping + 150e-6)
     name = "direct call, takes and returns 4 KiB, new"
     row(name, others, lambda side: side.call("plus_one", torch.ones(SMALL, device=run.device)))
     large = torch.ones(mebibytes << 18, device=run.device)

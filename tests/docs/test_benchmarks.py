@@ -97,7 +97,12 @@ def test_commands_print_rows_and_write_their_origin(results: Results, name: str)
 def test_quoted_rows_are_reproducible(results: Results) -> None:
     """Figures in the documentation can be measured again by the commands next to them."""
     quoted = {
-        "attach": ["first attach of a process", "again, while held", "after release: 100 tensors, 1 MB", "publishing it, once"],
+        "attach": [
+            "first attach of a process, with the connection and its imports",
+            "again, while held",
+            "after release: 100 tensors, 1 MB",
+            "publishing it, once",
+        ],
         "rpc": ["ping", "direct call, 4 KiB tensor, cached", "managed call and release", "… by 64 coroutines at once"],
         "scale": ["ping with 5 idle", "5 clients killed: until all is released"],
         "recovery": ["from SIGKILL to a new worker", "… with --no-preload", "… p99 from the kill on", "memory of the broker"],
