@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import functools
 import random
 from collections.abc import Callable, Iterator
@@ -50,7 +49,7 @@ class Device(MemfdBackend):
     def vacate(self, address: int, nbytes: int) -> None:
         """Vacate, and record it."""
         if address in self.refused:
-            raise OSError(errno.ENOMEM, "out of map areas")
+            raise CapabilityError("out of map areas")
         self.events.append("vacate")
         super().vacate(address, nbytes)
 

@@ -118,8 +118,7 @@ class MemfdBackend:
     def vacate(self, address: int, nbytes: int) -> None:
         """Replace the mapping by inaccessible pages, which use no memory."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
-        if _libc.mmap(address, nbytes, _PROT_NONE, flags, -1, 0) == _MAP_FAILED:
-            raise OSError(ctypes.get_errno(), f"mmap({address:#x}, {nbytes}, PROT_NONE)")
+        _checked(_libc.mmap(address, nbytes, _PROT_NONE, flags, -1, 0), f"unmap {nbytes} bytes at {address:#x}")
 
     def free_range(self, address: int, nbytes: int) -> None:
         """Unmap those pages."""
