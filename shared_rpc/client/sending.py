@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from shared_rpc.client.steps import Known, Operation, Reach, Reply, Request, Work
+from shared_rpc.client.steps import Operation, Reply, Request, Work
 from shared_rpc.client.transfer import ClientTransfer, TransferClosed
 from shared_rpc.errors import SegmentNotFound
 from shared_rpc.memory.devices import device_kind
@@ -21,7 +21,7 @@ from shared_rpc.protocol.values import encode_call, lower_call
 
 
 def send(
-    known: Callable[[], Known | None],
+    reached: Callable[[], Operation[Any]],
     kind: type[m.Call],
     endpoint: str,
     args: Sequence[Any],
@@ -33,12 +33,12 @@ def send(
     """Send a call of a kind; return the reply and the pools that it used, which are the arguments of
     :func:`~shared_rpc.client.results.result_of`.
 
-    :param known: returns the current session, None if there is none.
+    :param reached: returns the session.
     :param pooled: True if its arguments and result may lie in pools.
     """
     while True:
-        home: Known = known() or (yield Reach())
-        transfer = home.transfer if pooled else None
+        home = yield from reached()
+        transfer: ClientTransfer | None = home.transfer if pooled else None
         try:
             arguments = _plain(args, kwargs)
             if arguments is None:

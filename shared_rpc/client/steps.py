@@ -2,7 +2,7 @@
 
 An operation is a generator. It yields a :class:`Request` and is sent the :class:`Reply`, a :class:`Work` and is sent its
 result, a :class:`Tell` or a :class:`Within` and is sent None, a :class:`Reach` and is sent the
-:class:`Known` server, a :class:`Lend` and is sent a handle; it returns the caller's result. Connecting is an operation too, of
+session, a :class:`Lend` and is sent a handle; it returns the caller's result. Connecting is an operation too, of
 :class:`Open`, :class:`Ask` and :class:`Pause`. Operations do no I/O, so that blocking and asynchronous clients drive the same
 code. An error of the library is thrown into the operation; an endpoint's own exception is raised by the driver, see
 :func:`goes_to_operation`.
@@ -14,7 +14,7 @@ import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, ClassVar, Protocol, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import msgspec
 
@@ -49,8 +49,6 @@ class Request(msgspec.Struct):
     on_event: Callable[[TaskInfo], object] | None = None
     segments: Sequence[Segment] = ()
     transfer: ClientTransfer | None = None
-    #: True if the result is needed as memory even by a process that has the value itself.
-    bare: bool = False
     #: For a release: the session of each lease, None for an object given by its id.
     sessions: Sequence[object] = ()
     #: True if the request was queued on a connection that may have sent all of it.
@@ -122,21 +120,6 @@ class Tell(msgspec.Struct):
     """A message sent in the session of the operation's latest reply, without waiting for an answer."""
 
     message: m.Message
-
-
-class Known(Protocol):
-    """A connected server: its id, its device's id, and its pid (0 in another pid namespace).
-
-    Calls to a server without an id include all memory.
-    """
-
-    server_id: str
-    device: str
-    pid: int
-
-    @property
-    def transfer(self) -> ClientTransfer | None:
-        """The pools of the session."""
 
 
 class Reach(msgspec.Struct):
@@ -264,11 +247,6 @@ class CoroutineMethods(Driver):
     @abstractmethod
     async def _run(self, operation: Operation[T]) -> T:
         """Drive an operation."""
-
-
-def reached(known: Known | None) -> Operation[Any]:
-    """Return the connected server, or connect now."""
-    return known or (yield Reach())
 
 
 def ask(request: Request, kind: type[M]) -> Operation[M]:

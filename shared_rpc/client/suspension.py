@@ -20,13 +20,13 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from shared_rpc.client.exchange import PROMPT
 from shared_rpc.client.handle import Lease
 from shared_rpc.client.sending import send
 from shared_rpc.client.session import LeaseBook
-from shared_rpc.client.steps import Driver, Known, Operation, Pause, Reply, Request, Tell, Within, Work, ask, message_of, query
+from shared_rpc.client.steps import Driver, Operation, Pause, Reach, Reply, Request, Tell, Within, Work, ask, message_of, query
 from shared_rpc.client.transfer import ClientTransfer
 from shared_rpc.errors import (
     CapabilityError,
@@ -95,9 +95,9 @@ class Context(Driver):
     def socket_path(self) -> str:
         """The path of the server's socket."""
 
-    def _known(self) -> Known | None:
-        """Return the server, if it was reached before."""
-        return cast("Known | None", self._link if not self._closed else None)
+    def _reached(self) -> Operation[Any]:
+        """Return the session, which has the ids of the server and of its device; connect if there is none."""
+        return self._link if self._link is not None and not self._closed else (yield Reach())
 
     def _sent(
         self, kind: type[m.Call], endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], what: str, *, pooled: bool = False
@@ -106,7 +106,7 @@ class Context(Driver):
 
         :param pooled: True if its arguments and result may lie in pools.
         """
-        return send(self._known, kind, endpoint, args, kwargs, what, pooled=pooled)
+        return send(self._reached, kind, endpoint, args, kwargs, what, pooled=pooled)
 
     def _check_wait(self, request: Request) -> None:
         """Refuse a wait for an endpoint, ``request``, on the loop of the endpoints.
@@ -118,7 +118,7 @@ class Context(Driver):
 
     def _end_lease(self, object_id: str, session: object) -> Operation[None]:
         """Release the lease of a dropped handle. Raises no error of its own."""
-        if session is self._known():
+        if session is self._link:
             with suppress(SharedRPCError, OSError):  # the connection has ended, and the session's leases with it
                 yield from release_leases(self, [object_id], [session])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shared_rpc.client.sending import lower
-from shared_rpc.client.steps import Request, ask, reached
+from shared_rpc.client.steps import Request, ask
 from shared_rpc.client.suspension import Context
 from shared_rpc.operations.binding import Steps, operation, take_result
 from shared_rpc.protocol import messages as m
@@ -35,7 +35,7 @@ class CallOperations:
     @operation
     def invalidate_call_cache(ctx: Context, endpoint: str, /, *args: Any, **kwargs: Any) -> Steps[int]:
         """Drop the cached result of one call; return 1 if there was one. Handles stay valid."""
-        server = yield from reached(ctx._known())
+        server = yield from ctx._reached()
         arguments = yield from lower(args, kwargs, server.device)
         message = m.InvalidateCall(endpoint, arguments.args, arguments.kwargs)
         reply = yield from ask(Request(message, f"invalidate_call_cache({endpoint!r})"), m.Count)

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from shared_rpc.client.exported import ExportedRecord, SegmentBytes
 from shared_rpc.client.handle import Lease, drop_handles
 from shared_rpc.client.sending import lower
-from shared_rpc.client.steps import Lend, Operation, Reply, Request, Work, ask, message_of, query, reached
+from shared_rpc.client.steps import Lend, Operation, Reply, Request, Work, ask, message_of, query
 from shared_rpc.client.suspension import Context, release_leases
 from shared_rpc.errors import ProtocolError
 from shared_rpc.memory.mapping import MAPPINGS, MappingHold
@@ -43,7 +43,7 @@ class RecordOperations:
         :raises CapabilityError: in the local role, where results are not in shared memory, or if this process cannot map it.
         """
         what = f"export({id_of(handle)!r})"
-        server = yield from reached(ctx._known())
+        server = yield from ctx._reached()
         reply: Reply = yield Request(x.ExportObject(id_of(handle)), what)
         message, frame = reply.message, reply.frame
         if not isinstance(message, x.Exported):
@@ -155,13 +155,13 @@ def _held(segments: Sequence[Segment], owner: str) -> list[MappingHold]:
 
 
 def _allocated(ctx: Context, header: RecordHeader, ttl: float | None, question: x.CheckRecord) -> Operation[ExportedRecord]:
-    server = yield from reached(ctx._known())
+    server = yield from ctx._reached()
     what = "allocate"
     devices = yield from query(question, what, header.to_bytes())
     leases: list[Lease[Any]] = []
     parts: list[SegmentBytes] = []
     for info, device in zip(header.segments, devices, strict=True):
-        reply: Reply = yield Request(m.CreateBuffer(info.nbytes, device=device, ttl=ttl, for_record=True), what, bare=True)
+        reply: Reply = yield Request(m.CreateBuffer(info.nbytes, device=device, ttl=ttl, for_record=True), what)
         made = reply.message
         if not isinstance(made, m.Result) or len(made.segments) != 1:
             raise ProtocolError(f"the server answered {what} with {type(made).__name__}, not with the Result for a buffer")
@@ -177,7 +177,7 @@ def _adopted(
     ctx: Context, record: ExportedRecord, endpoint: str | None, args: tuple[Any, ...], kwargs: dict[str, Any], kind: type[Any]
 ) -> Operation[m.Message]:
     what = f"adopt({endpoint!r})" if endpoint is not None else "adopt()"
-    server = yield from reached(ctx._known())
+    server = yield from ctx._reached()
     encoded, named = (NO_ARGS, NO_KWARGS), endpoint or ""
     if endpoint is not None:
         arguments = yield from lower(args, kwargs, server.device)
@@ -199,7 +199,7 @@ def send_record(
     :param question: sent before a copy is allocated.
     :param send: sends the ids of its buffers, and returns the answer.
     """
-    server = yield from reached(ctx._known())
+    server = yield from ctx._reached()
     record._check_open()
     allocated = record
     try:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, overload
 
-from shared_rpc.client.steps import BlockingMethods, CoroutineMethods, Pause, Request, Within, Work, ask, query, reached
+from shared_rpc.client.steps import BlockingMethods, CoroutineMethods, Pause, Request, Within, Work, ask, query
 from shared_rpc.client.suspension import Context
 from shared_rpc.errors import BufferNotFound, DeadlineExceeded
 from shared_rpc.operations.binding import Opened, Steps, Unbound, operation
@@ -97,7 +97,7 @@ class ServerOperations:
         :raises DeadlineExceeded: if it has not ended after ``timeout`` seconds.
         """
         yield from ask(Request(m.Ping(), "ping"), m.Pong)  # of the server that is there now
-        server, path = (yield from reached(ctx._known())), ctx.socket_path
+        server, path = (yield from ctx._reached()), ctx.socket_path
         with ExitStack() as stack:
             pidfd = -1
             if server.pid:  # of the process that answers, which need not be the one that listened

@@ -23,6 +23,7 @@ import msgspec
 from shared_rpc.client.base import BaseClient, OperationState
 from shared_rpc.client.blocking import BlockingDriver
 from shared_rpc.client.exchange import release_for
+from shared_rpc.client.link import Link
 from shared_rpc.client.replies import too_late
 from shared_rpc.client.steps import Lend, Operation, Reply, Request
 from shared_rpc.client.suspension import lease_ended
@@ -187,7 +188,8 @@ class _LocalCaller:
         message, value, stored = _VALUE, outcome.live, outcome.stored
         if outcome.managed and stored is not None:
             message = m.Result(_NO_TABLE, [], object_id=stored.object_id, generation=stored.generation, managed=True)
-        if stored is not None and self.request.bare:
+        request = self.request.message
+        if stored is not None and isinstance(request, m.CreateBuffer) and request.for_record:
             infos, owners = [each.info for each in stored.record.segments], [each.owner for each in stored.record.segments]
             return self.reply(msgspec.structs.replace(message, segments=infos), stored.record.skeleton, tuple(owners))
         if stored is not None:
@@ -218,6 +220,7 @@ class LocalLink:
     """The session of this process's own requests, in place of a connection."""
 
     transfer = None
+    ready = True
     ended = False
 
     def __init__(self, engine: Engine, device: str) -> None:
@@ -237,28 +240,23 @@ class LocalLink:
         else:
             self._engine.post(_LocalCaller(core, Request(message, "a message")).ask)
 
-    def exchange(self, state: OperationState, request: Request) -> Reply:
-        """Pass on a request of an operation, which owns the reply; wait for it until the deadline."""
+    def exchange(self, request: Request, deadline: float) -> Reply:
+        """Pass on a request, and wait for its reply until ``deadline`` (time.monotonic())."""
         caller = _LocalCaller(self._engine.core, request)
         try:
-            state.reply = reply = self._answer(caller, state.deadline)
-            return reply
+            return self._answer(caller, deadline)
         except BaseException:
-            if state.reply is None:  # else the operation releases it
-                self._withdraw(caller)
+            self._withdraw(caller)
             raise
 
-    async def exchange_async(self, state: OperationState, request: Request) -> Reply:
+    async def exchange_async(self, request: Request) -> Reply:
         """Behave like :meth:`exchange` without blocking an event loop, even if that is the engine's own."""
         caller = _LocalCaller(self._engine.core, request)
         try:
             self._engine.post(caller.ask)
-            waiting = asyncio.wrap_future(caller.answered) if self._engine.here() else _waited_for(caller.answered)
-            state.reply = reply = await waiting
-            return reply
+            return await (asyncio.wrap_future(caller.answered) if self._engine.here() else _waited_for(caller.answered))
         except BaseException:
-            if state.reply is None:  # else the operation releases it
-                self._withdraw(caller)
+            self._withdraw(caller)
             raise
 
     def _withdraw(self, caller: _LocalCaller) -> None:
@@ -350,21 +348,20 @@ class LoopbackRuntime(BlockingDriver, BlockingOperations):
             raise ConfigurationError(on_the_loop(request))
 
     def _exchange(self, request: Request, state: OperationState) -> Reply:
-        link: LocalLink = self._link
-        state.request, state.link, state.reply = request, link, None
-        if request.sessions:
-            request.keep_to(link)
-        reply = link.exchange(state, request)
+        reply = super()._exchange(request, state)
         if type(reply.value) is _Foreign:
-            reply = Reply(reply.message, reply.frame, live=True, value=self._attached(reply.value))
+            reply.value = self._attached(reply.value)
         return reply
+
+    def _repeats(self, request: Request, link: Link, error: SharedRPCError) -> bool:
+        return False  # there is no next server
 
     async def acall(self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call an endpoint for a coroutine, without blocking its event loop, even if that is the endpoints' loop."""
         request = self._call(m.Call, endpoint, args, kwargs, f"{endpoint}()")
         state = OperationState(request=request, link=self._link)
         try:
-            reply = await self._link.exchange_async(state, request)
+            state.reply = reply = await self._link.exchange_async(request)
             assert isinstance(reply.message, m.Result), "a call is answered with a Result"
             value = reply.value
             if type(value) is _Foreign:

@@ -126,9 +126,7 @@ class TensorClient(Client):
     def ping_server(self) -> str:
         """Connect to the server, and return its id."""
         self.ping()
-        known = self._known()
-        assert known is not None, "the server has answered"
-        return known.server_id
+        return str(self._run(self._reached()).server_id)
 
 
 def _kept(ctx: Any, segment_ids: Sequence[str], linger: float) -> Operation[Any]:
