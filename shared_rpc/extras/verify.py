@@ -11,7 +11,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import shared_rpc
 from shared_rpc.errors import ConfigurationError
@@ -20,7 +20,7 @@ from shared_rpc.extras.verification.stage import LEAST, SEED, CannotRun, ClientF
 __all__ = ["SCHEMA", "CannotRun", "Report", "Settings", "verify"]
 
 #: Schema of the JSON. It changes if a field changes its meaning or is removed, but not with an added field.
-SCHEMA = "shared-rpc-verify/3"
+SCHEMA = "shared-rpc-verify/4"
 #: Number of uncounted attaches at first: caches fill, and allocators reserve memory.
 _WARM_UP = 100
 #: Growth of server, worker and client together that is no leak: mappings that allocators make and remove at any time, and
@@ -41,7 +41,7 @@ class Outcome:
     name: str
     title: str
     advice: str
-    state: Literal["passed", "failed", "skipped"] = "passed"
+    passed: bool = True
     seconds: float = 0.0
     #: Lines for display, one for each requirement.
     found: list[str] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Outcome:
         found = found or ("yes" if good else "no")
         self.found.append(f"{expected}: {found}")
         if not good:
-            self.state = "failed"
+            self.passed = False
             self.problems.append({"expected": expected, "found": found})
 
     def require_within(self, limit: float, expected: str, took: float) -> None:
@@ -69,19 +69,24 @@ def _check(title: str, advice: str) -> Callable[[Callable[[Stage, Outcome], None
     return lambda run: CHECKS.update({run.__name__: (title, advice, run)})
 
 
-@_check("one model for all", "look for .clone(), .to() or deepcopy where processes attach, and for other users of this device")
+@_check(
+    "one model for all",
+    "look for .clone(), .to() or deepcopy where processes attach, for other users of this device, and at 'shared-rpc doctor'",
+)
 def sharing(stage: Stage, outcome: Outcome) -> None:
-    """Check that N processes share one model: its memory, the bits of their results, and the writes of each."""
+    """Check that N processes share one model: its memory, the bits of their results, and the writes of each; and that memory of
+    an ``access="read"`` endpoint cannot be changed.
+    """
     seed, model, everyone = next(stage.seeds), stage.nbytes, stage.crew()
     *crew, late = everyone
     workers = len(crew)
     # First the one-time costs of a process: contexts, kernels, workspaces, and memory that allocators keep of a build.
     all_of(everyone, "attach", nbytes=model, seed=SEED)
     all_of(everyone, "digest")
-    before, listed = stage.used(), stage.client.get_server_info()["objects"]
+    earlier, listed = stage.used(), stage.client.get_server_info()["objects"]
     objects = {object_id for object_id, _ in all_of(crew, "attach", nbytes=model, seed=seed)}
     digests = all_of(crew, "digest")
-    used, built = stage.used() - before, stage.client.get_server_info()["objects"] - listed
+    used, built = stage.used() - earlier, stage.client.get_server_info()["objects"] - listed
     written = [1000.0 + number for number in range(workers)]
     for number, client in enumerate(crew):
         client.ask("write", index=number, value=written[number])
@@ -95,27 +100,19 @@ def sharing(stage: Stage, outcome: Outcome) -> None:
     outcome.require(len(objects) == built == 1, "they attached at the same time to one build", made)
     outcome.require(right == workers, f"they compute the bits of an unshared model, {alone[:12]}", f"{right} of {workers}")
     outcome.require(saw == len(everyone), "they see all writes, a later process too", f"{saw} of {len(everyone)}")
-
-
-@_check(
-    "read-only memory stays as it is", "see 'shared-rpc doctor': which mechanism is used, and whether the kernel seals memfds"
-)
-def read_only(stage: Stage, outcome: Outcome) -> None:
-    """Check that memory of an ``access="read"`` endpoint cannot be changed: a process that writes ends, or gets an error."""
     if stage.device["mechanism"] not in ("memfd", "vmm"):
-        outcome.state = "skipped"
         outcome.found.append("the mechanism that this GPU is shared with cannot protect memory; see 'shared-rpc doctor'")
         return
-    reader, writer, stopped = stage.crew()[0], stage.new_client(), False
-    all_of([reader, writer], "attach", nbytes=stage.nbytes, seed=SEED, endpoint="protected")
+    reader, writer, stopped = crew[0], stage.new_client(), False
+    all_of([reader, writer], "attach", nbytes=model, seed=SEED, endpoint="protected")
     before = reader.ask("digest")
     try:
-        writer.ask("write", index=0, value=1000.0)
+        writer.ask("write", index=0, value=written[0])
     except ClientFailed:
         stopped = True
     writer.end()
-    outcome.require(stopped, "a process that writes ends, or gets an error")
-    outcome.require(reader.ask("digest") == before, "another computes the same bits afterwards")
+    outcome.require(stopped, "a process that writes to read-only memory ends, or gets an error")
+    outcome.require(reader.ask("digest") == before, "another process computes the same bits afterwards")
     stage.drop(SEED, "protected")
 
 
@@ -222,7 +219,7 @@ class Report:
     @property
     def passed(self) -> bool:
         """True if no check has failed."""
-        return all(outcome.state != "failed" for outcome in self.checks)
+        return all(outcome.passed for outcome in self.checks)
 
     def as_json(self) -> dict[str, Any]:
         """Return the report for programs; the documentation has the schema."""
@@ -265,7 +262,7 @@ def _run_check(name: str, stage: Stage) -> Outcome:
         check(stage, outcome)
     except Exception as error:  # the other checks continue
         outcome.require(False, "the check completes", f"{type(error).__name__}: {error}")
-    if outcome.state == "failed":
+    if not outcome.passed:
         stage.dismiss()
     outcome.seconds = time.monotonic() - begin
     return outcome

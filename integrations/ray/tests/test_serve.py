@@ -9,19 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.processes import PYTHONPATH, ROOT
+from tests.kit.processes import PYTHONPATH
 
 pytest.importorskip("ray.serve")
 
-EXAMPLE = ROOT / "examples" / "ray_serve"
+PROGRAM = Path(__file__).with_name("two_nodes.py")
 
 
 @pytest.mark.timeout(420)
 def test_replicas_of_a_node_share_one_copy(tmp_path: Path) -> None:
-    """The example starts two nodes with two replicas each, checks its claims, and leaves no process."""
+    """On two nodes with two replicas each; no process is left."""
     environ = {**os.environ, "PYTHONPATH": PYTHONPATH, "TMPDIR": "/tmp", "RAY_SERVE_WIDTH": "256"}
     ran = subprocess.run(
-        [sys.executable, str(EXAMPLE / "run.py")],
+        [sys.executable, str(PROGRAM)],
         env=environ,
         cwd=tmp_path,
         capture_output=True,

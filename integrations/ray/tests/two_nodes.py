@@ -1,9 +1,5 @@
-"""Run the deployment on this machine: two Ray nodes, two replicas on each, and one copy of the model per node.
-
-    python examples/ray_serve/run.py
-
-Needs ``pip install shared-rpc 'ray[serve]'``. On a real cluster, start Ray on every machine with SHARED_TENSOR_ROLE=spawn in
-its environment, and use ``serve run app:app``; the machines use the default base path.
+"""Run the deployment of ``examples/ray_serve`` on this machine: two Ray nodes, two replicas on each, and one copy of the model
+per node.
 """
 
 from __future__ import annotations
@@ -17,7 +13,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
+#: The example.
+HERE = Path(__file__).resolve().parents[3] / "examples" / "ray_serve"
 REPLICAS = 4
 #: Seconds within which all replicas must answer.
 PATIENCE = 240.0
