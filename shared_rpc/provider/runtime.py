@@ -58,7 +58,7 @@ class LocalRuntime(LoopbackRuntime):
         executor = InProcessExecutor(app.endpoints, app.device_id, shares=False)
         core = Core(app.registry, executor, app.device_id)
         if isinstance(inherited, LocalRuntime):
-            core.objects.adopt(inherited._engine.core.objects)
+            core.objects.adopt(inherited._engine.core.objects, app.registry.get)
         engine = Engine(core, executor, "this provider")
         engine.start()
         super().__init__(engine, app.device_id)

@@ -158,17 +158,7 @@ class Records:
         allocated = self._allocated(session, header, message.buffers, places)
         record = self._record(header, table, places, allocated, spec)
         stored = state.objects.add(
-            spec.name,
-            key,
-            record,
-            spec.idle_ttl,
-            run=state.runs.number(),
-            listed=current,
-            managed=spec.managed,
-            adopted=True,
-            candidate=not current,
-            host_copy=spec.host_copy,
-            pinned=spec.pinned,
+            spec, key, record, run=state.runs.number(), listed=current, adopted=True, candidate=not current
         )
         if not current:
             state.leases.grant(session, stored.object_id)

@@ -406,18 +406,14 @@ class Runs:
         spec = run.spec
         reservation.release()
         stored = self._objects.add(
-            spec.name,
+            spec,
             run.key,
             record,
-            spec.idle_ttl,
             outcome.live,
             run=run.number,
             listed=run.cached,
-            managed=spec.managed,
             adopted=run.adopted,
             candidate=run.prepares,
-            host_copy=spec.host_copy,
-            pinned=spec.pinned,
         )
         stored.invalidated = run.invalidated
         self._deliver(self.calls.close(run), spec, record, outcome.live, stored)

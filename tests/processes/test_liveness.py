@@ -19,6 +19,7 @@ from shared_rpc.memory.backends.fd_server import FD_SERVER, fetch
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.records import Record
 from shared_rpc.protocol.records import EMPTY_TABLE
+from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.server.core import Core
 from tests.kit.bound_host import BoundHost
 from tests.kit.processes import eventually, open_fds
@@ -181,7 +182,7 @@ def test_objects_end_with_the_process_that_made_their_memory(fd_server: None, wo
     def add(core: Core) -> None:
         for segment in (BoundHost().create(1), HOST.create(1)):
             record = Record(b"", EMPTY_TABLE, [segment], 1)
-            core.objects.add("f", f"f({segment.info.mechanism})", record, None)
+            core.objects.add(EndpointSpec("f"), f"f({segment.info.mechanism})", record)
 
     server.engine.ask(add)
     assert server.engine.ask(lambda core: left(core, os.getpid() + 1)) == 2

@@ -19,6 +19,7 @@ from shared_rpc.memory.copies import LowerCopy
 from shared_rpc.memory.records import Record
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.records import EMPTY_TABLE, SegmentInfo, Tier
+from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.server import capacity
 from shared_rpc.server.capacity import HOST, Capacity, Reservation
 from shared_rpc.server.state.objects import StoredObject
@@ -199,7 +200,7 @@ class World(Shelf):
         self.clock.time += 1.0
         segments = [segment(SegmentInfo(f"{name}-{device}", nbytes, device)) for device, nbytes in sizes.items()]
         record = Record(b"", EMPTY_TABLE, segments, sum(sizes.values()))
-        stored = self.store.add("f", name, record, None, pinned=pinned)
+        stored = self.store.add(EndpointSpec("f", pinned=pinned), name, record)
         self.tiers[stored.object_id] = below
         for session in active:
             self.leases.grant(session, stored.object_id)

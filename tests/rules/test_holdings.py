@@ -16,6 +16,7 @@ from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import generations as g
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.records import EMPTY_TABLE, Access, SegmentInfo
+from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.server.holdings import Holdings
 from shared_rpc.server.sessions import Sessions
 from shared_rpc.server.shared import State
@@ -51,7 +52,8 @@ class Shelf:
             Segment.owning(SegmentInfo(f"{len(self.objects)}-{number}", 4096, "cpu", access), fd)
             for number, (access, fd) in enumerate(zip(accesses, null, strict=True))
         ]
-        stored = self.objects.add("f", key, Record(b"", EMPTY_TABLE, segments, 4096), None, managed=managed, **options)
+        spec = EndpointSpec("f", managed=managed)
+        stored = self.objects.add(spec, key, Record(b"", EMPTY_TABLE, segments, 4096), **options)
         self.leases.grant(TaskHolder("task"), stored.object_id)
         return stored
 

@@ -54,7 +54,7 @@ class Shelf:
 
     def add(self, key: str | None, *segments: str, holders: str = "") -> StoredObject:
         """Add a new object, held by sessions of one letter each."""
-        stored = self.store.add("f", key, record_of(*(segments or (f"of {key}",))), None)
+        stored = self.store.add(EndpointSpec("f"), key, record_of(*(segments or (f"of {key}",))))
         for session in holders:
             self.leases.grant(session, stored.object_id)
         self.store.settle(stored.object_id)
@@ -260,7 +260,8 @@ class StoreModel(RuleBasedStateMachine):
     def add(self, key: str | None, segments: set[str], holders: list[str], idle_ttl: float | None) -> None:
         """Add the object of a successful run."""
         self.tick(1.0)
-        stored = self.shelf.store.add((key or "f")[0], key, record_of(*sorted(segments)), idle_ttl)
+        spec = EndpointSpec((key or "f")[0], idle_ttl=idle_ttl)
+        stored = self.shelf.store.add(spec, key, record_of(*sorted(segments)))
         self.alive[stored.object_id] = stored
         for session in holders:
             self.shelf.leases.grant(session, stored.object_id)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from shared_rpc.errors import BufferNotFound, ConfigurationError
 from shared_rpc.memory.records import Record
+from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.server.state import Clock
 from shared_rpc.server.state.leases import LeaseTable
 from shared_rpc.server.state.objects import ObjectStore, StoredObject
@@ -23,6 +24,9 @@ _REMEMBERED = 10_000
 
 #: Seconds after a restart of the server for earlier holders of a buffer to take their leases again.
 _CLAIMED_WITHIN = 3600.0
+
+#: Buffers have no endpoint, but these options of one.
+_BUFFER = EndpointSpec("", managed=True)
 
 #: Reasons for which a buffer is not available.
 _REASONS = {
@@ -97,7 +101,7 @@ class BufferTable:
         :param linger: seconds during which it is listed after the end of its last lease.
         :param name: a name that no other listed buffer has, ``""`` for none.
         """
-        stored = self._objects.add("", None, record, None, managed=True, kind="buffer")
+        stored = self._objects.add(_BUFFER, None, record, kind="buffer")
         stored.listed = True  # the cache neither evicts nor expires it
         self._leases.grant(session, stored.object_id)
         expires_at = self._clock.now() + ttl if ttl is not None else None

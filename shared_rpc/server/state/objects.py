@@ -27,6 +27,7 @@ import msgspec
 from shared_rpc.memory.records import Record
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.records import HostCopy, SegmentInfo, Tier
+from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.server.state import Clock
 from shared_rpc.server.state.descriptors import Descriptors
 from shared_rpc.server.state.leases import LeaseTable
@@ -188,45 +189,42 @@ class ObjectStore:
 
     def add(
         self,
-        endpoint: str,
+        spec: EndpointSpec,
         key: str | None,
         record: Record,
-        idle_ttl: float | None,
         live: Any = None,
         *,
         run: int = 0,
         listed: bool = True,
-        managed: bool = False,
         kind: Literal["result", "buffer"] = "result",
         adopted: bool = False,
         candidate: bool = False,
-        host_copy: HostCopy = "on_evict",
-        pinned: bool = False,
     ) -> StoredObject:
         """Keep a record; with a key the cache lists it, in place of an object of that key whose run began earlier.
 
         The object needs a holder or a listing: call :meth:`settle` once its leases are granted.
 
+        :param spec: that of its endpoint.
         :param listed: False for an object whose key was invalidated before it was made.
         """
         now = self._clock.now()
         stored = StoredObject(
             object_id=secrets.token_hex(12),
-            endpoint=endpoint,
+            endpoint=spec.name,
             cache_key=key,
             record=record,
             generation=self._count_build(key) if key is not None else 1,
-            idle_ttl=idle_ttl,
+            idle_ttl=spec.idle_ttl,
             created_at=self._clock.unix(now),
             last_accessed_at=now,
             live=live,
-            managed=managed,
+            managed=spec.managed,
             kind=kind,
             run=run,
             adopted=adopted,
             candidate=candidate,
-            host_copy=host_copy,
-            pinned=pinned,
+            host_copy=spec.host_copy,
+            pinned=spec.pinned,
         )
         current = self.current(key)
         listed = listed and not (current is not None and current.run > run)
@@ -350,10 +348,10 @@ class ObjectStore:
             self._forgot = True
         return count + 1
 
-    def adopt(self, other: ObjectStore) -> None:
+    def adopt(self, other: ObjectStore, spec_of: Callable[[str], EndpointSpec]) -> None:
         """List the objects of another store as objects of this one."""
         for stored in other._by_key.values():
-            self.add(stored.endpoint, stored.cache_key, stored.record, stored.idle_ttl, stored.live, adopted=stored.adopted)
+            self.add(spec_of(stored.endpoint), stored.cache_key, stored.record, stored.live, adopted=stored.adopted)
 
     def lookup(self, key: str) -> StoredObject | None:
         """Return the cached object of a key, and count an access."""
