@@ -43,7 +43,7 @@ class Buffers:
         self.table.check_name(message.name)
         state.capacity.require_descriptors(1)
         sizes = {device.id: -(-extent.nbytes // device.granularity) * device.granularity}
-        with await state.capacity.reserve(caller.waiter, sizes, totals={device.id: device.total}):
+        with await state.capacity.request(caller.waiter, sizes, totals={device.id: device.total}).wait():
             record = await self._new_record(extent, device.id, for_record=message.for_record)
         try:
             self.table.check_name(message.name)  # another request may have taken it

@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import anyio
-import msgspec
 
 from shared_rpc.errors import CapabilityError, ServerBusy, SharedRPCError
 from shared_rpc.memory.records import Record
@@ -49,15 +48,20 @@ _HOST_QUOTA = "the limit (--host-quota, or Server(host_quota=...))"
 class Reservation:
     """Bytes reserved by device until they belong to an object. As a context manager it releases them on exit."""
 
-    def __init__(self, capacity: Capacity, sizes: Mapping[str, int]) -> None:
+    def __init__(self, capacity: Capacity) -> None:
         self._capacity = capacity
-        self.sizes = Counter(sizes)
+        self._taken: Counter[str] = Counter()
+
+    def take(self, sizes: Mapping[str, int]) -> None:
+        """Reserve bytes."""
+        self._taken.update(sizes)
+        self._capacity._taken.update(sizes)
 
     def release(self) -> None:
         """End the reservation: an object owns the memory now, or it was never allocated. Idempotent."""
-        if self.sizes:
-            self._capacity._taken.subtract(self.sizes)
-            self.sizes = Counter()
+        if self._taken:
+            self._capacity._taken.subtract(self._taken)
+            self._taken.clear()
             self._capacity.changed()
 
     def __enter__(self) -> Reservation:
@@ -101,20 +105,32 @@ class Move:
         self.done, self.total = done, total
 
 
-class CapacityRequest(msgspec.Struct, eq=False):
+class CapacityRequest(Reservation):
     """One request, queued until it is granted: for ``sizes``, in bytes by device, or for an object to be on its devices.
 
-    ``reservation`` holds the bytes reserved at once, on devices without a quota. ``patient`` is True if the request waits even
-    though evicting everything would not suffice.
+    It reserves bytes on devices without a quota at once, and the others when it is granted. ``patient`` is True if it waits
+    even though evicting everything would not suffice.
     """
 
-    owner: Hashable
-    reservation: Reservation
-    sizes: Mapping[str, int] = msgspec.field(default_factory=dict)
-    stored: StoredObject | None = None
-    patient: bool = True
-    granted: bool = False
-    changed: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
+    def __init__(
+        self, capacity: Capacity, owner: Hashable, sizes: Mapping[str, int], stored: StoredObject | None, patient: bool
+    ) -> None:
+        super().__init__(capacity)
+        self.owner, self.sizes, self.stored, self.patient = owner, sizes, stored, patient
+        self.granted = False
+        self.changed = asyncio.Event()
+
+    async def wait(self) -> CapacityRequest:
+        """Wait until it is granted. It leaves the queue on refusal or cancellation."""
+        try:
+            while not self.granted:
+                await self.changed.wait()
+                self.changed.clear()
+                self._capacity._serve(self)
+        except BaseException:
+            self._capacity._leave(self)
+            raise
+        return self
 
 
 class _Candidate(NamedTuple):
@@ -213,46 +229,24 @@ class Capacity:
 
     # Reservations.
 
-    async def reserve(
-        self,
-        owner: Hashable,
-        sizes: Mapping[str, int],
-        stored: StoredObject | None = None,
-        *,
-        totals: Mapping[str, int] | None = None,
-        first: bool = False,
-        patient: bool = True,
-    ) -> Reservation:
-        """Wait for memory and reserve it.
-
-        :param owner: identifies the request, see :meth:`why`.
-        :param sizes: bytes by device, allocated or about to be.
-        :param stored: an object to be restored or used, instead of sizes. The reservation is for restoring it: it is empty if
-            the object is on its devices, or being restored for another request.
-        :param totals: the memory of devices, the limit of those without a quota; by default they have no limit.
-        :param first: go before all pending requests, because they may wait for memory that the caller uses.
-        :param patient: False to be refused if evicting everything would not suffice now.
-        :raises CapabilityError: if there can never be that much.
-        :raises ServerBusy: if there is none and requests do not wait, or if pinned objects leave too little.
-        """
-        return await self.granted(self.enter(owner, sizes, stored, totals=totals, first=first, patient=patient))
-
     def take(self, sizes: Mapping[str, int], totals: Mapping[str, int] | None = None) -> Reservation:
         """Reserve memory that is available now, dropping cached objects without holders if necessary.
 
         :raises CapabilityError: if there can never be that much.
         :raises ServerBusy: if there is too little now.
         """
-        reservation = Reservation(self, {})
+        reservation = Reservation(self)
+        self._take(reservation, sizes, totals)
+        return reservation
+
+    def _take(self, reservation: Reservation, sizes: Mapping[str, int], totals: Mapping[str, int] | None) -> None:
         try:
             for device, nbytes in sizes.items():
                 self._require(device, nbytes, (totals or {}).get(device))
-                reservation.sizes[device] += nbytes
-                self._taken[device] += nbytes
+                reservation.take({device: nbytes})
         except SharedRPCError:
             reservation.release()
             raise
-        return reservation
 
     def has_host(self, nbytes: int) -> bool:
         """Return True if further host copies fit without dropping or moving others."""
@@ -282,7 +276,7 @@ class Capacity:
 
     # The queue.
 
-    def enter(
+    def request(
         self,
         owner: Hashable,
         sizes: Mapping[str, int],
@@ -292,16 +286,24 @@ class Capacity:
         first: bool = False,
         patient: bool = True,
     ) -> CapacityRequest:
-        """Queue a request, unless it is granted or refused at once; for the parameters and errors see :meth:`reserve`.
+        """Queue a request, unless it is granted or refused at once. Await its :meth:`~CapacityRequest.wait`.
 
-        Await :meth:`granted`, unless the request is granted on return.
+        :param owner: identifies the request, see :meth:`why`.
+        :param sizes: bytes by device, allocated or about to be.
+        :param stored: an object to be restored or used, instead of sizes. The reservation is for restoring it: it is empty if
+            the object is on its devices, or being restored for another request.
+        :param totals: the memory of devices, the limit of those without a quota; by default they have no limit.
+        :param first: go before all pending requests, because they may wait for memory that the caller uses.
+        :param patient: False to be refused if evicting everything would not suffice now.
+        :raises CapabilityError: if there can never be that much.
+        :raises ServerBusy: if there is none and requests do not wait, or if pinned objects leave too little.
         """
-        request = CapacityRequest(owner, Reservation(self, {}), sizes, stored, patient)
+        request = CapacityRequest(self, owner, sizes, stored, patient)
         if not self.evicts:
-            request.reservation = self.take(sizes or self._needs(request, limited=False), totals)
+            self._take(request, sizes or self._needs(request, limited=False), totals)
             request.granted = True
             return request
-        request.reservation = self.take({name: sizes[name] for name in sizes.keys() - self._limits.keys()}, totals)
+        self._take(request, {name: sizes[name] for name in sizes.keys() - self._limits.keys()}, totals)
         try:
             self._check(self._needs(request))
             self._queue[request] = None
@@ -314,22 +316,10 @@ class Capacity:
             raise
         return request
 
-    async def granted(self, request: CapacityRequest) -> Reservation:
-        """Wait until a request is granted. It leaves the queue on refusal or cancellation."""
-        try:
-            while not request.granted:
-                await request.changed.wait()
-                request.changed.clear()
-                self._serve(request)
-        except BaseException:
-            self._leave(request)
-            raise
-        return request.reservation
-
     def _leave(self, request: CapacityRequest) -> None:
         """Remove a request that is refused or cancelled."""
         self._forget(request)
-        request.reservation.release()
+        request.release()
         self.changed()
 
     def _forget(self, request: CapacityRequest) -> None:
@@ -433,9 +423,7 @@ class Capacity:
             other.granted = True
             other.changed.set()
             self._forget(other)
-        taken = +Counter(needs)
-        self._taken.update(taken)
-        request.reservation.sizes.update(taken)
+        request.take(+Counter(needs))
         self.changed()
 
     def _check(self, needs: Mapping[str, int]) -> None:

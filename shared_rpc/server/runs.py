@@ -368,13 +368,13 @@ class Runs:
         first = any(waiter.inner for waiter in waiters)
         try:
             self._capacity.require_descriptors(descriptors)
-            request = self._capacity.enter(run, sizes, first=first)
+            request = self._capacity.request(run, sizes, first=first)
         except SharedRPCError as error:
             self._discard(record)
             self._close(run, Failure.of(error))
             return
         if request.granted:
-            self._keep(run, outcome, record, request.reservation)
+            self._keep(run, outcome, record, request)
             return
         self._state.waits.begin(run, self._keep_later(run, outcome, record, request))
         if not waiters:
@@ -384,12 +384,12 @@ class Runs:
         """Keep the result of a run once there is capacity for it."""
         kept = False
         try:
-            reservation = await self._capacity.granted(request)
+            await request.wait()
             if run in self.calls.runs:
                 kept = True
-                self._keep(run, outcome, record, reservation)
+                self._keep(run, outcome, record, request)
             else:  # it was given up before this began
-                reservation.release()
+                request.release()
         except SharedRPCError as error:
             self._close(run, Failure.of(error))
         finally:

@@ -175,7 +175,7 @@ class Tiers:
                 move = self._capacity.move_of(stored)
                 if move is not None and move.direction == "down":
                     move.cancel()
-                reservation = await self._capacity.reserve(owner, {}, stored, first=first)
+                reservation = await self._capacity.request(owner, {}, stored, first=first).wait()
                 if not kept:
                     kept = True
                     self._kept[stored.object_id] += 1
@@ -270,7 +270,7 @@ class Tiers:
         group, tier, stored = move.group, move.to, move.group[0]
         with self._moving(move):
             new = sum(info.nbytes for info in self._uncopied(group)) if tier == "host" else 0
-            with await self._capacity.reserve(None, {HOST: new} if new else {}, patient=False) as move.host:
+            with await self._capacity.request(None, {HOST: new} if new else {}, patient=False).wait() as move.host:
                 for _ in range(_ATTEMPTS):
                     if copied == 0 and (stored.cold or _is_reusable(group)) and self._has_copies(group, tier):
                         break

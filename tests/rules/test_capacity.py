@@ -142,7 +142,7 @@ class World(Shelf):
     async def lower(self, move: Move, new: int) -> None:
         """Move a group down."""
         try:
-            with await self.capacity.reserve(None, {HOST: new}, patient=False):
+            with await self.capacity.request(None, {HOST: new}, patient=False).wait():
                 move.begun = True
                 await move.ends.wait()
                 if move.failure:
@@ -225,7 +225,7 @@ class World(Shelf):
         async def want() -> None:
             try:
                 if stored is None:
-                    with await self.capacity.granted(self.capacity.enter(ask, named, first=first)):
+                    with await self.capacity.request(ask, named, first=first).wait():
                         ask.granted = True
                         await ask.done.wait()
                 else:
@@ -238,7 +238,7 @@ class World(Shelf):
 
     async def use(self, ask: Ask, stored: StoredObject) -> None:
         """Bring an object to its devices, and use it."""
-        reservation = await self.capacity.reserve(ask, {}, stored)
+        reservation = await self.capacity.request(ask, {}, stored).wait()
         ask.granted = True
         move = self.capacity.move_of(stored)
         if stored.cold and move is None and self.store.get(stored.object_id):
@@ -391,7 +391,7 @@ def test_a_restore_reserves_memory_without_a_quota_too(worlds: Callable[..., Wor
     """In a server that refuses: a buffer is compared with what is left of the device."""
     world = worlds({}, when_full="refuse")
     cold = world.put("cold", {GPU: 60}, "host")
-    with world.capacity.enter("a", {}, cold).reservation:
+    with world.capacity.request("a", {}, cold):
         with pytest.raises(ServerBusy, match="50 bytes"):
             world.capacity.take({GPU: 50}, {GPU: 100})
         world.capacity.take({GPU: 40}, {GPU: 100}).release()
@@ -504,7 +504,7 @@ def test_impatient_requests_are_refused(world: World) -> None:
     world.put("x", {GPU: 60}, active="b")
 
     async def ask() -> None:
-        with await world.capacity.reserve(None, {GPU: 50}, patient=False):
+        with await world.capacity.request(None, {GPU: 50}, patient=False).wait():
             pass
 
     with pytest.raises(ServerBusy):
