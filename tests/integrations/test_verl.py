@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from shared_rpc import Client, Provider
+from shared_rpc import Client, Provider, Server
 from tests.kit.interpreter import bits
 from tests.kit.processes import PYTHONPATH, ROOT
 
@@ -104,7 +104,7 @@ def group(kind: type[Worker], **options: Any) -> RayWorkerGroup:
 
 
 @pytest.fixture
-def manager(owner: Provider, monkeypatch: pytest.MonkeyPatch) -> Iterator[CheckpointEngineManager]:
+def manager(base_path: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[CheckpointEngineManager]:
     """verl's manager of two trainers and two rollouts, next to a server."""
     environ = {
         "PYTHONPATH": os.pathsep.join([str(ROOT / "examples"), str(ROOT / "tests/compat/site"), PYTHONPATH]),
@@ -116,16 +116,16 @@ def manager(owner: Provider, monkeypatch: pytest.MonkeyPatch) -> Iterator[Checkp
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     monkeypatch.syspath_prepend(ROOT / "examples")
-    ray.init("local", num_cpus=4, include_dashboard=False, object_store_memory=128 << 20)
-    try:
-        config = RolloutConfig(name="vllm", checkpoint_engine=CONFIG)
-        rollouts = group(Rollout, rollout_config=config, model_config=None, server_adapter=Adapter())
-        yield CheckpointEngineManager(CONFIG, group(Trainer), [Replica(rollouts.workers)])
-    finally:
-        ray.shutdown()
+    with Server(Provider(base_path, execution_mode="server", device="cpu")):
+        ray.init("local", num_cpus=4, include_dashboard=False, object_store_memory=128 << 20)
+        try:
+            config = RolloutConfig(name="vllm", checkpoint_engine=CONFIG)
+            rollouts = group(Rollout, rollout_config=config, model_config=None, server_adapter=Adapter())
+            yield CheckpointEngineManager(CONFIG, group(Trainer), [Replica(rollouts.workers)])
+        finally:
+            ray.shutdown()
 
 
-@pytest.mark.parametrize("device", ["cpu"])
 def test_every_rollout_receives_each_update(manager: CheckpointEngineManager, base_path: str) -> None:
     """The weights are equal bit for bit, and neither the rollouts nor the server keep memory of an update."""
     rollouts = manager.replicas[0].workers
