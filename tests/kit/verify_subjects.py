@@ -14,23 +14,25 @@ from shared_rpc.extras.verification.app import Subject
 class Copying(Subject):
     """Attaches to a copy of the model."""
 
-    def acquire(self, endpoint: str, nbytes: int, seed: int) -> Any:
+    def attach(self, *args: Any, **options: Any) -> tuple[str, float]:
         """See :class:`Subject`."""
-        handle = super().acquire(endpoint, nbytes, seed)
-        handle._value = copy.deepcopy(handle.value)
-        return handle
+        attached = super().attach(*args, **options)
+        self._held[-1]._value = copy.deepcopy(self._held[-1].value)
+        return attached
 
 
 class Leaking(Subject):
-    """Keeps a descriptor, a megabyte and the handle of every attach."""
+    """Keeps a descriptor, a megabyte and a handle of every attach."""
 
     def __init__(self, server: str) -> None:
         super().__init__(server)
         self._kept: list[Any] = []
 
-    def release(self, handle: Any) -> None:
+    def cycles(self, count: int, nbytes: int, seed: int) -> float:
         """See :class:`Subject`."""
-        self._kept.append((handle, os.urandom(1 << 20), os.dup(0)))
+        for _ in range(count):
+            self._kept.append((self.client.call("model", nbytes, seed), os.urandom(1 << 20), os.dup(0)))
+        return super().cycles(count, nbytes, seed)
 
 
 class Changeable(Subject):
@@ -44,17 +46,17 @@ class Changeable(Subject):
 class Haunting(Subject):
     """Leaves a forked child that has the memory mapped."""
 
-    def acquire(self, endpoint: str, nbytes: int, seed: int) -> Any:
+    def attach(self, *args: Any, **options: Any) -> tuple[str, float]:
         """See :class:`Subject`."""
-        handle = super().acquire(endpoint, nbytes, seed)
+        attached = super().attach(*args, **options)
         if os.fork() == 0:
             signal.pause()
-        return handle
+        return attached
 
 
 class Careless(Subject):
     """Attaches to the writable model in place of the protected one."""
 
-    def acquire(self, endpoint: str, nbytes: int, seed: int) -> Any:
+    def attach(self, nbytes: int, seed: int, endpoint: str = "model") -> tuple[str, float]:
         """See :class:`Subject`."""
-        return super().acquire("model", nbytes, seed)
+        return super().attach(nbytes, seed)

@@ -7,6 +7,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import Any, ClassVar
 
 from rich.text import Text
@@ -27,7 +28,7 @@ from shared_rpc.cli.top.watching import Action, ServerWatcher, Snapshot
 from shared_rpc.errors import SharedRPCError, one_line
 from shared_rpc.protocol.infos import ListedObjectInfo
 
-#: Signals that end the view. Textual leaves them to their defaults, which do not restore the terminal.
+#: Signals that end the view.
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 #: At most a tenth of the time is spent on answers: watching a server with many objects must not slow it down.
 _SHARE = 10
@@ -154,7 +155,9 @@ class TopApp(App[None]):
         yield Footer(compact=True)
 
     def on_mount(self) -> None:
-        """Start polling."""
+        """Start polling, and handle signals: Textual leaves them to their defaults, which do not restore the terminal."""
+        for number in _ENDING:
+            asyncio.get_running_loop().add_signal_handler(number, self.action_end, number)
         self.query_one("#objects").focus()
         self.poll()
 
@@ -180,8 +183,6 @@ class TopApp(App[None]):
 
     def show(self, found: Snapshot | str) -> None:
         """Show a snapshot, or the reason why there is none."""
-        if not self.is_running:
-            return
         trouble = self.query_one("#trouble", Static)
         if isinstance(found, str):
             trouble.update(one_line(found))
@@ -282,20 +283,19 @@ class TopApp(App[None]):
             return
 
         def free(client: Client) -> str:
-            return f"buffer {object_id} {'freed' if client.free_buffer(object_id) else 'was already freed'}"
+            return f"buffer {object_id} {'' if client.free_buffer(object_id) else 'was already '}freed"
 
         def drop(client: Client) -> str:
-            return f"{label} {'dropped from the cache' if client.invalidate_object(object_id) else 'was already dropped'}"
+            return f"{label} {'' if client.invalidate_object(object_id) else 'was already '}dropped from the cache"
 
         def drop_all(client: Client) -> str:
             return f"{several(client.invalidate_endpoint_cache(endpoint), 'cached result')} of {one_line(endpoint)} dropped"
 
-        actions: dict[str | None, Action] = {"y": free}
-        question = f"free buffer {object_id}?  y free it  Esc keep it"
-        if item["kind"] != "buffer":
-            same = sum(one["endpoint"] == endpoint and one["cached"] for one in self._shot.objects)
-            actions = {"y": drop, "e": drop_all}
-            question = f"invalidate {label}?  y yes  e all {same} of {one_line(endpoint)}  Esc no"
+        same = sum(one["endpoint"] == endpoint and one["cached"] for one in self._shot.objects)
+        actions: dict[str | None, Action] = {"y": drop, "e": drop_all}
+        question = f"invalidate {label}?  y yes  e all {same} of {one_line(endpoint)}  Esc no"
+        if item["kind"] == "buffer":
+            actions, question = {"y": free}, f"free buffer {object_id}?  y free it  Esc keep it"
 
         def answered(key: str | None) -> None:
             if key in actions:
@@ -308,17 +308,7 @@ class TopApp(App[None]):
 
 def run(find: Callable[[str], Client], interval: float) -> int:
     """Show the server until a key or a signal ends the view; return the exit code."""
-    watcher = ServerWatcher(find)
-    app = TopApp(watcher, interval)
-
-    async def show() -> None:
-        loop = asyncio.get_running_loop()
-        for number in _ENDING:
-            loop.add_signal_handler(number, app.exit, None, 128 + number)
-        await app.run_async()
-
-    try:
-        asyncio.run(show())
-    finally:
-        watcher.close()
+    with closing(ServerWatcher(find)) as watcher:
+        app = TopApp(watcher, interval)
+        app.run()
     return app.return_code or 0

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -77,7 +77,8 @@ class ServerWatcher:
         self._path = ""
         self._latest: Snapshot | None = None
         self._devices: list[DeviceInfo] = []
-        self._asking: threading.Thread | None = None
+        self._pool = ThreadPoolExecutor(1, "shared-rpc-top-devices")
+        self._asking: Future[list[DeviceInfo]] | None = None
         self._commands: dict[int, str] = {}
 
     def poll(self) -> Snapshot:
@@ -88,7 +89,7 @@ class ServerWatcher:
         try:
             if self._client is None:
                 self._client = self._find(self._path)
-                self._devices = []
+                self._devices, self._asking = [], None
             self._latest = self._ask(self._client)
             self._path = self._client.socket_path
         except (SharedRPCError, OSError) as error:
@@ -125,16 +126,10 @@ class ServerWatcher:
         return Snapshot(at, time.time(), server, objects, devices, runs, sessions, endpoints, speed, self._commands)
 
     def _ask_devices(self, client: Client) -> list[DeviceInfo]:
-        """Return the latest known facts of the devices. A thread updates them, because the worker of a GPU may be busy."""
-        if self._asking is None or not self._asking.is_alive():
-
-            def ask() -> None:
-                with suppress(SharedRPCError, OSError):
-                    devices = client.list_devices()
-                    if client is self._client:
-                        self._devices = devices
-
-            self._asking = threading.Thread(target=ask, name="shared-rpc-top-devices", daemon=True)
-            self._asking.start()
-        self._asking.join(_DEVICE_PATIENCE if self._devices else _FIRST_DEVICE_PATIENCE)
+        """Return the latest known facts of the devices: the worker of a GPU may be busy, and answers a later poll then."""
+        self._asking = self._asking or self._pool.submit(client.list_devices)
+        with suppress(SharedRPCError, OSError):  # a timeout is an OSError too
+            self._devices = self._asking.result(_DEVICE_PATIENCE if self._devices else _FIRST_DEVICE_PATIENCE)
+        if self._asking.done():
+            self._asking = None
         return self._devices

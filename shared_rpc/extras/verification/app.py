@@ -48,37 +48,29 @@ provider.share("protected", managed=True, access="read")(_model)
 
 
 class Subject:
-    """A client process: each command is a method, and its result is the answer. Tests override its use of the library."""
+    """A client process: each command is a method, and its result is the answer. Tests have subjects that break a guarantee."""
 
     def __init__(self, server: str) -> None:
         self.client = Client(socket_path=server, timeout=_PATIENCE, connect_timeout=_STARTUP)
         #: Handles acquired by ``attach``. The other commands use the last one.
         self._held: list[Any] = []
 
-    def acquire(self, endpoint: str, nbytes: int, seed: int) -> Any:
-        """Acquire a lease on a model."""
-        return self.client.call(endpoint, nbytes, seed)
-
-    def release(self, handle: Any) -> None:
-        """Release the lease."""
-        handle.release()
-
     def attach(self, nbytes: int, seed: int, endpoint: str = "model") -> tuple[str, float]:
         """Call an endpoint, and keep the handle. Returns the object's id, and seconds."""
         begin = time.perf_counter()
-        self._held.append(self.acquire(endpoint, nbytes, seed))
+        self._held.append(self.client.call(endpoint, nbytes, seed))
         return self._held[-1].object_id, time.perf_counter() - begin
 
     def detach(self) -> None:
         """Release all handles."""
         while self._held:
-            self.release(self._held.pop())
+            self._held.pop().release()
 
     def cycles(self, count: int, nbytes: int, seed: int) -> float:
         """Attach and release ``count`` times. Returns the seconds."""
         begin = time.perf_counter()
         for _ in range(count):
-            self.release(self.acquire("model", nbytes, seed))
+            self.client.call("model", nbytes, seed).release()
         return time.perf_counter() - begin
 
     def digest(self, **alone: Any) -> str:
