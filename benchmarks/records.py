@@ -88,5 +88,4 @@ def _measure_loads(loaders: dict[str, Callable[..., object]], file: Path, device
             del loaded
             gc.collect()
             MAPPINGS.drain()
-            if device != "cpu":
-                torch.cuda.empty_cache()
+            torch.cuda.empty_cache()

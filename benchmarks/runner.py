@@ -131,19 +131,17 @@ class Times(defaultdict[tuple[str, str], Sample]):
         return {side: taken for (found, side), taken in self.items() if found == row}
 
 
+_FORMATS: dict[Unit, Callable[[float], str]] = {
+    "s": rendering.span,
+    "bytes": lambda value: rendering.size(int(value)),
+    "ratio": "{:.3g} x".format,
+    "number": "{:.6g}".format,
+}
+
+
 def shown(value: float | str, unit: Unit) -> str:
     """Format a number: ``"1.24 ms"``, ``"3.0 MiB"``, ``"1.52 x"``; a text stays."""
-    if isinstance(value, str):
-        return value
-    match unit:
-        case "s":
-            return rendering.span(value)
-        case "bytes":
-            return rendering.size(int(value))
-        case "ratio":
-            return f"{value:.3g} x"
-        case "number":
-            return f"{value:.6g}"
+    return value if isinstance(value, str) else _FORMATS[unit](value)
 
 
 Value = float | str | Sample

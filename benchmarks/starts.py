@@ -27,7 +27,7 @@ Workload({device!r}).share(provider)
 if __name__ == "__main__":
     model = provider.call("model", {shape!r}).value
     next(model.parameters()).sum().item()
-    print("in hand", flush=True)
+    print("ready", flush=True)
 """
 
 
@@ -46,7 +46,7 @@ def run(
             for words in _WAYS.values():  # the first ones start a server and a zygote
                 _start(run, *words)
             turns = [{way: _start(run, *words) for way, words in _WAYS.items()} for _ in range(starts)]
-            for number, name in enumerate(("a start, until the model is in hand", "… until the process has ended")):
+            for number, name in enumerate(("a start, until the script has the model", "… until the process has ended")):
                 run.row(name, {way: Sample([turn[way][number] for turn in turns]) for way in _WAYS})
             if not live_zygotes(run.base_path, lambda reason: None):
                 run.note("No zygote could be used: both columns are new processes. 'shared-rpc run' has printed the reason.")
@@ -61,8 +61,8 @@ def _start(run: Run, *words: str) -> tuple[float, float]:
     begin = time.perf_counter()
     with run.python(*words, "app.py", env={**os.environ, "SHARED_TENSOR_BASE_PATH": run.base_path}) as process:
         assert process.stdout is not None, "stdout is a pipe"
-        if "in hand" not in process.stdout.readline():
+        if "ready" not in process.stdout.readline():
             raise RuntimeError(f"python {' '.join(words)} app.py in {run.folder} did not report its model")
-        in_hand = time.perf_counter() - begin
+        ready = time.perf_counter() - begin
         process.wait(PATIENCE)
-        return in_hand, time.perf_counter() - begin
+        return ready, time.perf_counter() - begin
