@@ -208,7 +208,7 @@ def test_calls_by_endpoint() -> None:
 
 
 def test_workers_and_clients() -> None:
-    """A worker without a device of its own has the server's; clients are ordered by the bytes of their leases."""
+    """A worker without a device of its own has the server's; clients are ordered by the number of their leases."""
     assert rows_of(full(), "worker")[1] == ["83", "starting", "1", "2", "cpu", "60s"]
     clients = rows_of(full(), "client")
     assert (len(clients), clients[0]) == (12, ["91", "11", "11.0 MiB", "100s", ""])
