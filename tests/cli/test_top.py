@@ -421,6 +421,16 @@ async def test_sorting_and_moving() -> None:
 
 
 @pytest.mark.asyncio
+async def test_tab_reaches_the_tables_above_the_objects() -> None:
+    """The arrow keys scroll them if they do not fit; the next Tab returns to the objects."""
+    async with showing(full(), (120, 24)) as top:
+        await top.press("tab", "down")
+        await until(top.pilot, lambda: top.app.query_one("#others").scroll_y > 0)
+        await top.press("tab", "j")
+        assert top.objects.cursor_row == 1
+
+
+@pytest.mark.asyncio
 async def test_the_cursor_stays_with_its_object() -> None:
     """At the top it stays at the top; if its object is gone, it stays at that row."""
     async with showing(few(2, 3, 4)) as top:

@@ -144,7 +144,7 @@ class TopApp(App[None]):
         """Stack facts, tables and keys."""
         yield Static("shared-rpc top", id="facts", markup=False)
         yield Static(id="trouble", markup=False)
-        with VerticalScroll(id="others", can_focus=False):
+        with VerticalScroll(id="others"):
             yield Static()
         yield Grid(id="objects", cursor_type="row")
         yield Static(id="detail", markup=False)
