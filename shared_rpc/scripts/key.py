@@ -62,7 +62,7 @@ def interpreter_options() -> list[str]:
     before, behind = sys.orig_argv[1 : -len(sys.argv)], sys.orig_argv[-len(sys.argv) + 1 :]
     if len(sys.argv) == 1 or behind != sys.argv[1:]:  # the program has changed its arguments
         return []
-    return before[:-1] if before[-1:] == ["-m"] else before
+    return before[:-1] if before[-1:] in (["-m"], ["-c"]) else before
 
 
 def is_relative(path: str) -> bool:

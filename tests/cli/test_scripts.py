@@ -19,7 +19,7 @@ from shared_rpc import Client
 from shared_rpc.cli.app import app as commands
 from shared_rpc.scripts import command
 from shared_rpc.scripts.command import Script, parse
-from shared_rpc.scripts.key import key_of
+from shared_rpc.scripts.key import interpreter_options, key_of
 from tests.kit.brokers import is_running
 from tests.kit.deep import deep
 from tests.kit.processes import eventually, python
@@ -279,6 +279,14 @@ def test_the_key_of_a_zygote(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert key_of({"PYTHONPATH": "src"}, []) != here
     monkeypatch.setattr(sys, "warnoptions", ["error"])
     assert key_of(environ, []) != key
+
+
+@pytest.mark.parametrize("way", [["/usr/bin/shared-rpc"], ["-m", "shared_rpc.cli"], ["-c", "main()"]], ids=lambda way: way[0])
+def test_options_of_the_interpreter_precede_the_program(way: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """However the command is started."""
+    monkeypatch.setattr(sys, "argv", [way[0], "run", "app.py"])
+    monkeypatch.setattr(sys, "orig_argv", [sys.executable, "-X", "dev", *way, "run", "app.py"])
+    assert interpreter_options() == ["-X", "dev"]
 
 
 def test_zygotes_are_listed_and_stopped(place: Place) -> None:
