@@ -137,7 +137,7 @@ class WorkerZygote:
         enabled = command.options.preload
         self._command = command
         self._state: Literal["off", "waiting", "starting", "ready"] = "waiting" if enabled else "off"
-        self._why = "no worker has loaded the app yet" if enabled else "--no-preload"
+        self._why = f"it is started {_SETTLE:g} s after a worker has loaded the app" if enabled else "--no-preload"
         self._imports: Loaded | None = None
         #: Packages that make a zygote unfit for forks, and the reasons.
         self._left_out: dict[str, str] = {}

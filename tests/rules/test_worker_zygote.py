@@ -82,6 +82,7 @@ async def settled() -> None:
 
 async def test_another_zygote_follows_a_fork_that_ended_early(zygote: WorkerZygote) -> None:
     """The next worker is a new process, and the one after it a fork again."""
+    assert zygote.info() == {"state": "waiting", "why": "it is started 0 s after a worker has loaded the app"}
     zygote.learn(IMPORTS, forked=False)
     await settled()
     zygote.ended(loaded=False, by_signal=False)
