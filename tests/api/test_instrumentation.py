@@ -191,7 +191,7 @@ def tell(event):
 def test_brokers_take_hooks_from_their_command_line(broker_app: BrokerApp, tmp_path: Path) -> None:
     """The hook sees calls, and starts and ends of workers, without metrics."""
     (tmp_path / "my_hooks.py").write_text(HOOK)
-    child = broker_app.begin("--hook", "my_hooks:tell", cwd=tmp_path)
+    child = broker_app.begin(hooks=("my_hooks:tell",), cwd=tmp_path)
     started = child.expect("event")
     child.expect("serving")
     client = broker_app.connect()
@@ -207,7 +207,7 @@ def test_brokers_take_hooks_from_their_command_line(broker_app: BrokerApp, tmp_p
 
 def test_invalid_hooks_are_refused_at_the_start(broker_app: BrokerApp) -> None:
     """In one line that names the hook; nothing is served."""
-    code, text = broker_app.begin("--hook", "os:environ").close()
+    code, text = broker_app.begin(hooks=("os:environ",)).close()
     assert code == 1
     assert text.startswith("shared-rpc: --hook os:environ: ") and text.count("\n") == 1
 
@@ -228,7 +228,7 @@ def test_hooks_of_the_app_see_builds_in_a_worker(broker_app: BrokerApp, tmp_path
     of_worker, of_broker = tmp_path / "worker.txt", tmp_path / "broker.txt"
     broker_app.write(NOTES.replace("PATH", repr(str(of_worker))), "\ni.add_hook(note)\n")
     (tmp_path / "my_hooks.py").write_text(NOTES.replace("PATH", repr(str(of_broker))))
-    client = broker_app.serve(options=("--hook", "my_hooks:note"))
+    client = broker_app.serve(options={"hooks": ("my_hooks:note",)})
     client.call("model"), client.call("model")
     with pytest.raises(RuntimeError, match="negative dimension"):
         client.call("model", -1)
@@ -341,11 +341,11 @@ LOGS = """
 
 @pytest.fixture
 def logged(broker_app: BrokerApp) -> Callable[..., list[str]]:
-    """``logged(*options)`` returns the lines that a broker writes during a failing call, up to its end."""
+    """``logged(**options)`` returns the lines that a broker writes during a failing call, up to its end."""
 
-    def run(*options: str) -> list[str]:
+    def run(**options: Any) -> list[str]:
         broker_app.write(LOGS)
-        child: Child = broker_app.start(*options)
+        child: Child = broker_app.start(**options)
         with pytest.raises(ValueError, match="word") as raised:
             broker_app.connect().call("says", "word")
         own: Any = raised.value
@@ -359,7 +359,7 @@ def logged(broker_app: BrokerApp) -> Callable[..., list[str]]:
 
 def test_brokers_log_json(logged: Callable[..., list[str]]) -> None:
     """Their own events, and log records of endpoints in workers; printed output is unchanged."""
-    written = logged("--log-format", "json")
+    written = logged(log_format="json")
     assert written.count("plain word") == 1
     found = [json.loads(line) for line in written if line != "plain word"]
     mine = [line for line in found if line["request_id"] == logged.request_id]
@@ -371,7 +371,7 @@ def test_brokers_log_json(logged: Callable[..., list[str]]) -> None:
 
 def test_crashed_workers_are_logged_as_errors(broker_app: BrokerApp) -> None:
     """It is the only event at level ``error``."""
-    child = broker_app.start("--log-format", "json", "--log-level", "error")
+    child = broker_app.start(log_format="json", log_level="error")
     with pytest.raises(errors.WorkerCrashed):
         broker_app.connect().call("end", "kill")
     child.process.terminate()

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from shared_rpc import Client
-from tests.kit.brokers import is_running
-from tests.kit.commands import MODULE
+from tests.kit.brokers import ROLE, broker_words, is_running
 from tests.kit.deep import deep
 from tests.kit.processes import Child, eventually
 from tests.kit.world import World
@@ -153,10 +152,9 @@ class Served:
         file = folder / "app.py"
         file.write_text(APP + more)
         path = str(folder / "s")
-        role = "server" if host == "script" else ""
-        environ = {"SHARED_TENSOR_BASE_PATH": path, "SHARED_TENSOR_ENABLED": "", "SHARED_TENSOR_ROLE": role}
-        command = [] if host == "script" else [*MODULE, "serve"]
-        self.child = Child(*command, str(file), environ=environ, cwd=folder, fresh=fresh, has_workers=True)
+        environ = {"SHARED_TENSOR_BASE_PATH": path, "SHARED_TENSOR_ENABLED": "", **ROLE}
+        command = [str(file)] if host == "script" else broker_words(file)
+        self.child = Child(*command, environ=environ, cwd=folder, fresh=fresh)
         self.client = Client(path, device="cpu", timeout=150.0, connect_timeout=60.0)
 
     def ask(self, endpoint: str, *arguments: Any) -> list[Any]:

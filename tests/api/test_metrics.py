@@ -56,7 +56,7 @@ def url(world: World) -> str:
 
 def metrics_of(app: BrokerApp) -> str:
     """Start a broker; return the URL of its metrics."""
-    return app.start("--metrics-port", "0").expect("metrics at").removeprefix("metrics at ")
+    return app.start(metrics_port=0).expect("metrics at").removeprefix("metrics at ")
 
 
 def fresh(url: str, condition: Callable[[Any], bool]) -> Any:

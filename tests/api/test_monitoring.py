@@ -95,7 +95,7 @@ def test_other_objects_are_not_invalidated(client: Client) -> None:
 
 def test_workers_have_a_device_and_restarts(broker_app: BrokerApp) -> None:
     """A crash of one does not count for another."""
-    client = broker_app.serve(options=("--device", "cpu", "--workers", "2"))
+    client = broker_app.serve(options={"devices": ("cpu",), "workers": 2})
     before = client.get_server_info()["workers"]
     assert [(one["number"], one["device"], one["restarts"]) for one in before] == [(0, "cpu", 0), (1, "cpu", 0)]
     os.kill(before[1]["pid"], signal.SIGKILL)

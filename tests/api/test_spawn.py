@@ -18,7 +18,7 @@ import pytest
 
 from shared_rpc import Client, Provider
 from shared_rpc.errors import ConfigurationError, ConnectError
-from tests.kit.brokers import is_running
+from tests.kit.brokers import broker_words, is_running
 from tests.kit.processes import Child, eventually, links_of
 from tests.kit.world import World
 
@@ -76,7 +76,7 @@ class Scripts:
     ) -> Child:
         """Start a process in that role."""
         environ = {**({"SHARED_TENSOR_ROLE": role} if role else {}), **variables}
-        options: dict[str, Any] = {"cwd": cwd or self.directory, "fresh": fresh, "has_workers": True}
+        options: dict[str, Any] = {"cwd": cwd or self.directory, "fresh": fresh}
         return self.world.start(*(words or ("app.py",)), environ=environ, **options)
 
     def attached(self, *words: str, role: str | None = "spawn") -> int:
@@ -354,7 +354,7 @@ def test_changed_base_path_and_device_apply_to_the_server(scripts: Scripts, tmp_
 def test_a_server_started_by_hand_is_found(scripts: Scripts) -> None:
     """Its worker is the server too, whatever the source says; no other one is started."""
     scripts.write(ATTACH, app=APP.replace('device="cpu"', 'device="cpu", execution_mode="spawn"'))
-    serving = scripts.run("-m", "shared_rpc.cli", "serve", "app.py", role=None)
+    serving = scripts.run(*broker_words("app.py"), role="server")
     serving.expect("serving")
     assert scripts.attached(role=None) == serving.pid
     assert [line.split()[1] for line in scripts.loads] == ["server"]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.kit.brokers import ROLE, broker_words
 from tests.kit.family import settle
 from tests.kit.models import Tied
 from tests.kit.world import World
@@ -300,7 +301,7 @@ def test_children_pass_the_memory_to_the_server_by_name(device: str, world: Worl
 def test_endpoints_can_send_published_objects_to_children(device: str, tmp_path: Path, world: World) -> None:
     """The server's object stays in place, and writes of the server's child are visible to all."""
     (tmp_path / "app.py").write_text(APP)
-    server = world.start("-m", "shared_rpc.cli", "serve", str(tmp_path / "app.py"), environ={"DEVICE": device})
+    server = world.start(*broker_words(tmp_path / "app.py"), environ={"DEVICE": device, **ROLE})
     server.expect("serving")
     answer = run(
         world,

@@ -10,7 +10,6 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -115,19 +114,9 @@ ERRORS = {
 }
 
 
-@pytest.fixture(scope="module")
-def forked_sockets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """One directory for zygotes that begin as forks, and whose scripts skip torch's teardown."""
-    path = tmp_path_factory.mktemp("f")
-    path.chmod(0o700)
-    yield path
-    Place(path, path).close()
-
-
 @pytest.mark.parametrize("name", ENDS)
-def test_a_script_ends_the_same(tmp_path: Path, forked_sockets: Path, name: str) -> None:
+def test_a_script_ends_the_same(place: Place, name: str) -> None:
     """With the same code or signal, and output."""
-    place = Place(tmp_path, forked_sockets, forks=True)
     plain, forked = place.both(place.write(ENDS[name]))
     assert forked == plain
 

@@ -36,14 +36,14 @@ NESTED = (100_000).to_bytes(4, "big") + b"[" * 100_000
 @pytest.fixture
 def place(tmp_path: Path, sockets: Path) -> Place:
     """A separate directory for the scripts of a test."""
-    return Place(tmp_path, sockets, forks=True)
+    return Place(tmp_path, sockets)
 
 
 @pytest.fixture
 def alone(place: Place, tmp_path: Path) -> Iterator[Place]:
     """The same directory of scripts, with separate zygotes."""
     tmp_path.chmod(0o700)
-    alone = Place(place.folder, tmp_path, forks=True)
+    alone = Place(place.folder, tmp_path)
     yield alone
     alone.close()
 
@@ -276,7 +276,7 @@ def test_a_directory_that_others_can_write_to_is_not_used(place: Place, tmp_path
     open_to_all = tmp_path / "open"
     open_to_all.mkdir()
     open_to_all.chmod(0o777)
-    errors = has_torch(Place(place.folder, open_to_all, forks=True), forked=False)
+    errors = has_torch(Place(place.folder, open_to_all), forked=False)
     assert "other users can write to it" in errors
 
 

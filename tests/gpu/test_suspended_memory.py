@@ -92,7 +92,7 @@ def app(broker_app: BrokerApp, tmp_path: Path) -> BrokerApp:
             return torch.arange(64 << 20, device="cuda", dtype=torch.int32)
         """
     )
-    broker_app.start("--spill-dir", str(tmp_path))
+    broker_app.start(spill_dir=str(tmp_path))
     return broker_app
 
 

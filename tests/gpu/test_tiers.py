@@ -42,7 +42,7 @@ def client(request: pytest.FixtureRequest, broker_app: BrokerApp, world: World, 
     """A client on the GPU, of a broker or of a server that runs its endpoints itself."""
     broker_app.write(ON_GPU)
     if request.param == "broker":
-        broker_app.start("--spill-dir", str(tmp_path))
+        broker_app.start(spill_dir=str(tmp_path))
     else:
         serves = (
             f"import app, shared_rpc; shared_rpc.Server(app.provider, spill_dir={str(tmp_path)!r}).start(); print('serving')"

@@ -52,7 +52,7 @@ def run(tmp_path: Path, base_path: str, world: World) -> Iterator[Run]:
             **{"SHARED_TENSOR_ROLE": "spawn", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
             **{"CUDA_VISIBLE_DEVICES": "", "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
         }
-        return world.start(str(script), checkpoint, environ=environ, has_workers=True)
+        return world.start(str(script), checkpoint, environ=environ)
 
     yield start
     for child in world.children:

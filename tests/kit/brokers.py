@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ import pytest
 
 from shared_rpc import Client
 from shared_rpc.protocol.options import ServeOptions
+from shared_rpc.settings import program
 from tests.kit.processes import Child, eventually, links_of
 from tests.kit.world import World
 
@@ -73,6 +74,13 @@ _RUN = """
 import runpy
 runpy.run_module("shared_rpc.broker", run_name="__main__", alter_sys=True)
 """
+#: The role in which ``shared-rpc serve`` starts a broker.
+ROLE = {"SHARED_TENSOR_ROLE": "server"}
+
+
+def broker_words(target: object, **options: Any) -> list[str]:
+    """Return the command line that ``shared-rpc serve`` becomes; the options are those of :class:`ServeOptions`."""
+    return program("shared_rpc.broker", str(target), *ServeOptions(**options).words)[1:]
 
 
 class BrokerProgram(NamedTuple):
@@ -99,19 +107,19 @@ class BrokerApp:
             # Python would reuse the bytecode of the previous app if both have the same size and were written within a second.
             os.utime(self.file, (before + 2, before + 2))
 
-    def start(self, *options: str, fresh: bool = False) -> Child:
-        """Start a broker of the app, and wait until it serves.
+    def start(self, *, fresh: bool = False, **options: Any) -> Child:
+        """Start a broker of the app, and wait until it serves; the options are those of :class:`ServeOptions`.
 
         :param fresh: for tests of a broker's imports, or of the start of its workers.
         """
-        child = self.begin(*options, fresh=fresh)
+        child = self.begin(fresh=fresh, **options)
         child.expect("serving")
         return child
 
-    def begin(self, *options: str, fresh: bool = False, cwd: Path | None = None) -> Child:
+    def begin(self, *, fresh: bool = False, cwd: Path | None = None, **options: Any) -> Child:
         """Start a broker of the app, without waiting for it."""
-        words = ("-m", "shared_rpc.cli", "serve", str(self.file), *options)
-        return self.world.start(*words, cwd=cwd or self.file.parent, fresh=fresh)
+        words = broker_words(self.file, **options)
+        return self.world.start(*words, environ=ROLE, cwd=cwd or self.file.parent, fresh=fresh)
 
     def start_script(self) -> Child:
         """Run the app in the server role, in which one process is the server and runs the endpoints; wait until it serves."""
@@ -119,20 +127,20 @@ class BrokerApp:
         child.expect_error("serving")
         return child
 
-    def serve(self, *pieces: str, options: Sequence[str] = (), **connection: Any) -> Client:
+    def serve(self, *pieces: str, options: Mapping[str, Any] | None = None, **connection: Any) -> Client:
         """Start a broker of the app, with other code appended if given; return a client of it."""
         if pieces:
             self.write(*pieces)
-        self.start(*options)
+        self.start(**options or {})
         return self.connect(**connection)
 
     def program(self, code: str, **options: Any) -> BrokerProgram:
         """Return a broker of the app that runs custom code first; the options are those of :class:`ServeOptions`."""
-        return BrokerProgram(code + _RUN, [str(self.file), *ServeOptions(base_path=self.base_path, **options).words])
+        return BrokerProgram(code + _RUN, [str(self.file), *ServeOptions(**options).words])
 
     def start_program(self, program: BrokerProgram, **options: Any) -> Child:
         """Start such a broker, and wait until it serves the app; the options are those of :class:`Child`."""
-        child = self.world.start("-c", program.code, *program.words, cwd=self.file.parent, has_workers=True, **options)
+        child = self.world.start("-c", program.code, *program.words, cwd=self.file.parent, is_broker=True, **options)
         child.expect("serving")
         return child
 
@@ -153,7 +161,7 @@ class BrokerApp:
 
 
 @contextmanager
-def module_broker(directory: Path, app: str, *options: str) -> Iterator[BrokerApp]:
+def module_broker(directory: Path, app: str, **options: Any) -> Iterator[BrokerApp]:
     """Serve an app to all tests of a module, each of which calls :meth:`BrokerApp.empty` at its end."""
     directory.chmod(0o700)
     world = World(str(directory / "s"))
@@ -161,7 +169,7 @@ def module_broker(directory: Path, app: str, *options: str) -> Iterator[BrokerAp
     served.write(app)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SHARED_TENSOR_BASE_PATH", served.base_path)
-        served.start(*options)
+        served.start(**options)
     yield served
     world.close()
 

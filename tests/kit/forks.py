@@ -1,11 +1,12 @@
 """Python processes that begin as forks of one that has imported torch: an import takes 2 seconds of a core, a fork 30 ms.
 
-:class:`Popen` and :func:`run` are those of :mod:`subprocess`, but for how the process begins; tests call them by name, and
-nothing of the interpreter is replaced in the process of the tests. Only in forks requested with ``has_workers``, those of
-brokers and of programs that start one, the product's own starts become forks too: see :func:`_nest`, and ``fresh`` for tests
-of real starts. :mod:`shared_rpc.zygote.child`, which has tests of its own, makes a fork equal to a new process.
+:func:`start` and :func:`run` are :class:`subprocess.Popen` and :func:`subprocess.run`, except for how the process begins.
+Nothing of the interpreter is replaced. Of the product, one function is, in forks that are brokers: the one by which a broker
+starts its workers, see :func:`_nest`. :mod:`shared_rpc.zygote.child`, which has tests of its own, makes a fork equal to a new
+process.
 
-With ``SHARED_RPC_TESTS=fresh`` in the environment, as in ``nox -s deep``, every process is a new one.
+``fresh=True`` is for tests of real starts; with ``SHARED_RPC_TESTS=fresh`` in the environment, as in ``nox -s deep``, every
+process is a new one.
 """
 
 from __future__ import annotations
@@ -16,22 +17,26 @@ import fcntl
 import gc
 import importlib
 import io
+import math
 import os
-import runpy
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, TYPE_CHECKING, Any, NoReturn
 
-from shared_rpc.zygote.child import become, close_all_but, finish, new_main, own_path, set_title
+from shared_rpc.zygote.child import become, close_all_but, finish, new_main, own_path, run_program, set_title
 from shared_rpc.zygote.process import die_with_parent, fork, is_readable
 from shared_rpc.zygote.wire import PADDING, Lost, framed, receive, send
+
+if TYPE_CHECKING:
+    from shared_rpc.broker.worker import Begun
 
 ROOT = Path(__file__).parent.parent.parent
 #: A variable that makes workers use the driver made of host memory, including those without an app that would install it.
@@ -72,31 +77,25 @@ class _Zygote:
         self._owner = os.getpid()
         self._early = {name: value for name, value in variables.items() if _is_early(name)}
 
-    @property
-    def usable(self) -> bool:
-        """True in the process that started it: a fork of that has no zygote."""
-        return self._owner == os.getpid()
-
     def close(self) -> None:
         """End it."""
         self._socket.close()
 
-    def fork(
-        self, args: Sequence[str], variables: Mapping[str, str], fds: Mapping[int, int], cwd: Any = None, **options: Any
-    ) -> int:
-        """Begin a process; return its id, or 0 if only a new process is equal to the requested one.
+    def can(self, args: Sequence[str], variables: Mapping[str, str]) -> bool:
+        """Return False if only a new process is equal to the requested one, or in a fork of the process that started this."""
+        program, *words = args
+        _, words = _switches(words)
+        known = words and (words[0] == "-c" or not words[0].startswith("-") or words[1].startswith(("shared_rpc", "tests.")))
+        early = {name: value for name, value in variables.items() if _is_early(name)}
+        return self._owner == os.getpid() and program == sys.executable and bool(known) and early.items() <= self._early.items()
+
+    def fork(self, args: Sequence[str], variables: Mapping[str, str], fds: Mapping[int, int], cwd: Any, **options: Any) -> int:
+        """Begin a process; return its id.
 
         :param fds: its descriptors, by their numbers there.
         :param options: those of :func:`_begin`.
         """
-        program, *words = args
-        switches = []
-        while words and words[0] in ("-B", "-u", "-P"):
-            switches.append(words.pop(0))
-        known = words and (words[0] == "-c" or not words[0].startswith("-") or words[1].startswith(("shared_rpc", "tests.")))
-        early = {name: value for name, value in variables.items() if _is_early(name)}
-        if not self.usable or program != sys.executable or not known or early.items() - self._early.items():
-            return 0
+        switches, words = _switches(args[1:])
         request = {"type": "Fork", "switches": switches, "words": words, "variables": dict(variables), "fds": list(fds)}
         folder = os.open(cwd or ".", os.O_PATH | os.O_CLOEXEC)
         try:
@@ -108,6 +107,12 @@ class _Zygote:
             raise
         finally:
             os.close(folder)
+
+
+def _switches(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split a command line after the interpreter into its switches and the program."""
+    number = next((number for number, word in enumerate(words) if word not in ("-B", "-u", "-P")), len(words))
+    return [*words[:number]], [*words[number:]]
 
 
 def _is_early(name: str) -> bool:
@@ -147,48 +152,124 @@ def stop_zygote() -> None:
     _zygote = _process = None
 
 
-class Popen(subprocess.Popen[Any]):
-    """:class:`subprocess.Popen`, whose process begins as a fork if that is equivalent.
+class Process:
+    """A child of this process that began as a fork, with the part of :class:`subprocess.Popen` that tests and brokers use."""
+
+    def __init__(self, pid: int, stdin: IO[Any] | None, stdout: IO[Any] | None, stderr: IO[Any] | None) -> None:
+        self.pid, self.stdin, self.stdout, self.stderr = pid, stdin, stdout, stderr
+        self.returncode: Any = None
+
+    def poll(self) -> Any:
+        """Return the exit code, None while it runs."""
+        return self._reap(os.WNOHANG)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end; raise subprocess.TimeoutExpired after ``timeout`` seconds."""
+        if self.returncode is None and timeout is not None:
+            pidfd = os.pidfd_open(self.pid)
+            try:
+                if not is_readable(pidfd, timeout):
+                    raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+            finally:
+                os.close(pidfd)
+        return int(self._reap(0))
+
+    def _reap(self, options: int) -> Any:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, options)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def communicate(self, input: Any = None, timeout: float | None = None) -> tuple[Any, Any]:
+        """Write the input, read both outputs to their ends, and wait for the end."""
+        found: dict[IO[Any] | None, Any] = {}
+
+        def read(stream: IO[Any]) -> None:
+            with stream:
+                found[stream] = stream.read()
+
+        streams = (self.stdout, self.stderr)
+        readers = [threading.Thread(target=read, args=(one,), daemon=True) for one in streams if one and not one.closed]
+        for reader in readers:
+            reader.start()
+        if self.stdin is not None and not self.stdin.closed:
+            with suppress(BrokenPipeError), self.stdin:
+                if input:
+                    self.stdin.write(input)
+        until = time.monotonic() + timeout if timeout is not None else math.inf
+        self.wait(timeout)
+        for reader in readers:
+            reader.join(None if timeout is None else max(until - time.monotonic(), 0.0))
+        return found.get(self.stdout), found.get(self.stderr)
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless the process was reaped: until then no other process has its id."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+
+def start(
+    args: Sequence[str],
+    *,
+    fresh: bool = False,
+    is_broker: bool = False,
+    stdin: Any = None,
+    stdout: Any = None,
+    stderr: Any = None,
+    text: bool = False,
+    cwd: Any = None,
+    env: Mapping[str, str] | None = None,
+    pass_fds: Sequence[int] = (),
+    **group: Any,
+) -> subprocess.Popen[Any] | Process:
+    """Start a process like :class:`subprocess.Popen`, as a fork if that is equivalent.
 
     :param fresh: True for a new process, whose children are new ones too.
-    :param has_workers: True if its own children begin as forks too, although its command line does not show it: a broker.
+    :param is_broker: True if it is a broker, although its command line does not show it.
+    :param group: ``start_new_session`` or ``process_group``.
     """
+    variables = os.environ if env is None else env
+    if fresh or _zygote is None or not _zygote.can(args, variables):
+        options: dict[str, Any] = {"cwd": cwd, "env": env, "pass_fds": pass_fds, "text": text, **group}
+        return subprocess.Popen(args, stdin=stdin, stdout=stdout, stderr=stderr, **options)
+    ours: list[IO[Any] | None] = [None, None, None]
+    with ExitStack() as theirs:
 
-    def __init__(self, args: Any, *rest: Any, fresh: bool = False, has_workers: bool = False, **options: Any) -> None:
-        self._fresh, self._has_workers = fresh, has_workers
-        super().__init__(args, *rest, **options)
+        def end_of(number: int, stream: Any) -> int:
+            if stream == subprocess.PIPE:
+                reading, writing = os.pipe()
+                end, other = (writing, reading) if number else (reading, writing)
+                ours[number] = open(other, ("r" if number else "w") + ("" if text else "b"), -1 if text else 0)  # noqa: SIM115
+            elif stream == subprocess.DEVNULL:
+                end = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+            else:
+                return number if stream is None else stream if isinstance(stream, int) else int(stream.fileno())
+            theirs.callback(os.close, end)
+            return end
 
-    def _execute_child(self, *given: Any) -> None:
-        # Private, and the same from 3.11 to 3.14: the one place that makes a process, with its pipes before and after it.
-        args, _, preexec_fn, _, pass_fds, cwd, env, _, _, shell, *rest = given
-        p2cread, _, _, c2pwrite, _, errwrite, _, _, _, _, _, new_session, group = rest
-        variables = os.environ if env is None else env
-        pid = 0
-        if _zygote is not None and not self._fresh and isinstance(args, list) and preexec_fn is None and not shell:
-            streams = {number: number if fd < 0 else fd for number, fd in enumerate((p2cread, c2pwrite, errwrite))}
-            nested = self._has_workers or _has_workers(args, variables)
-            options = {"session": new_session, "group": group, "nested": nested}
-            pid = _zygote.fork(args, variables, streams | {fd: fd for fd in pass_fds}, cwd, **options)
-        if not pid:
-            super()._execute_child(*given)
-            return
-        self.pid, self._child_created = pid, True
-        self._close_pipe_fds(*rest[:6])
-
-
-def _has_workers(args: Sequence[str], variables: Mapping[str, str]) -> bool:
-    served = "shared_rpc.broker" in args or ("shared_rpc.cli" in args and "serve" in args)
-    return variables.get("SHARED_TENSOR_ROLE") == "spawn" or served
+        fds = {number: end_of(number, stream) for number, stream in enumerate((stdin, stdout, stderr))}
+        nested = is_broker or "shared_rpc.broker" in args
+        pid = _zygote.fork(args, variables, fds | {fd: fd for fd in pass_fds}, cwd, nested=nested, **group)
+    return Process(pid, *ours)
 
 
 def run(args: Sequence[str], *, input: Any = None, timeout: float | None = None, **options: Any) -> Any:
     """Run such a process like :func:`subprocess.run`, by default with pipes."""
-    with Popen(args, **{**dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE), **options}) as process:
-        try:
-            output, errors = process.communicate(input, timeout)
-        except BaseException:
-            process.kill()
-            raise
+    process = start(args, **{**dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE), **options})
+    try:
+        output, errors = process.communicate(input, timeout)
+    except BaseException:
+        process.kill()
+        raise
     return subprocess.CompletedProcess(args, process.returncode, output, errors)
 
 
@@ -211,6 +292,7 @@ _path: list[str] = []
 
 def main(fd: int, parent: int) -> NoReturn:
     """Run the zygote, and in each fork the requested program."""
+    atexit.register(_leave)  # before the callbacks of imports, which run first then
     die_with_parent(parent)
     own = {os.getcwd(), "", *os.environ["PYTHONPATH"].split(os.pathsep)}
     _path.extend(entry for entry in sys.path if entry not in own)
@@ -229,7 +311,8 @@ def main(fd: int, parent: int) -> NoReturn:
     sys.warnoptions.remove(NO_FORK_WARNING)
     gc.collect()
     gc.freeze()
-    # Finalizers of torch remove 134 libraries of operators from its dispatcher, and touch 27 MB. Private: 3.4 to 3.14 have it.
+    # Finalizers of torch remove 134 libraries of operators from its dispatcher, and touch 27 MB: two thirds of the time of a
+    # short fork. Private: 3.4 to 3.14 have it.
     for info in weakref.finalize._registry.values():  # type: ignore[attr-defined]
         info.atexit = False
     _use_large_pages()
@@ -289,14 +372,14 @@ def _begin(request: dict[str, Any], fds: list[int]) -> NoReturn:
     """Become the requested process, and run its program.
 
     A request has ``words``, the command line after the interpreter and its ``switches``; ``variables``; and ``fds``, the
-    numbers of the descriptors that come with it, which that of the working directory follows. ``session`` and ``group`` are
-    those of :class:`subprocess.Popen`; ``nested`` is True for a zygote of its own.
+    numbers of the descriptors that come with it, which that of the working directory follows. ``start_new_session`` and
+    ``process_group`` are those of :class:`subprocess.Popen`; ``nested`` is True for a zygote of its own.
     """
     words, variables = request["words"], request["variables"]
-    if request.get("session"):
+    if request.get("start_new_session"):
         os.setsid()
-    elif request.get("group", -1) >= 0:
-        os.setpgid(0, request["group"])
+    elif request.get("process_group") is not None:
+        os.setpgid(0, request["process_group"])
     os.fchdir(fds.pop())
     unbuffered = "-u" in request["switches"] or bool(variables.get("PYTHONUNBUFFERED"))
     sys.stdin, sys.stdout, sys.stderr = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=unbuffered) for _ in range(3))
@@ -316,7 +399,10 @@ def _begin(request: dict[str, Any], fds: list[int]) -> NoReturn:
 
 
 def _nest(variables: Mapping[str, str]) -> int:
-    """Fork a zygote for the children of this process, started by any of three functions; return its descriptor's number."""
+    """Fork a zygote for the workers of this process, a broker, and start them from it; return its descriptor's number.
+
+    Every worker imports torch: without this, two thirds of the processor time of all tests would be that.
+    """
     global _zygote
     ours, theirs = socket.socketpair()
     parent = os.getpid()
@@ -333,72 +419,56 @@ def _nest(variables: Mapping[str, str]) -> int:
     number = fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, 900)
     ours.close()
     _zygote = _Zygote(socket.socket(fileno=number), variables)
-    subprocess.Popen, os.execv, os.posix_spawn = Popen, _exec, _spawn_detached  # type: ignore[misc, assignment]
+    from shared_rpc.broker import worker, zygote
+
+    worker.start_linked = zygote.start_linked = _start_linked
     return number
 
 
-_posix_spawn, _execv = os.posix_spawn, os.execv
-
-
-def _spawn_detached(path: str, argv: list[str], env: Mapping[str, str], **options: Any) -> int:
-    """Start a detached process: a broker, or a zygote of ``shared-rpc run``."""
-    fds = {numbers[0]: fd for _, fd, *numbers in options["file_actions"] if numbers}
-    pid = _zygote.fork(argv, env, fds, group=options["setpgroup"]) if _zygote else 0
-    return pid or _posix_spawn(path, argv, env, **options)
-
-
-def _exec(program: str, args: list[str]) -> NoReturn:
-    """Run the broker that ``serve`` becomes; this process keeps its imports, and its zygote."""
-    words = list(args[1:])
-    if words[0] == "-P":
-        words = words[1:]
-        del sys.path[:1]
-    if words[0] != "-m" or not words[1].startswith("shared_rpc."):
-        _execv(program, args)
-    sys.argv[:] = ["-m", *words[2:]]
-    sys.orig_argv[1:] = words
-    set_title([sys.executable, *words])
-    _run(words)
+def _start_linked(words: Callable[[int], Sequence[str]], stdout: int | None = None) -> Begun:
+    """Start a worker, or a broker's zygote: :func:`shared_rpc.broker.worker.start_linked`, with a fork."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        fd, pipe, null = theirs.fileno(), subprocess.PIPE, subprocess.DEVNULL
+        process = start(words(fd), pass_fds=(fd,), stdin=null, stdout=stdout, stderr=pipe, process_group=0)
+    return process, process.stderr, ours
 
 
 def _run(words: Sequence[str]) -> NoReturn:
-    """Run a program, and end this process as the interpreter does, except that only the main module is cleared.
+    """Run a program. See :func:`_leave` for its end."""
+    global _code
+    try:
+        if words[0] == "-c":
+            new_main()
+            finish(lambda: exec(compile(words[1], "<string>", "exec"), vars(sys.modules["__main__"])))
+            raise SystemExit(0)
+        if words[:2] == ["-m", "shared_rpc.worker"] and DRIVER in os.environ:
+            importlib.import_module("tests.kit.fake_driver").install()
+        run_program(words)
+    except SystemExit as end:
+        _code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        raise
+    except KeyboardInterrupt:  # the interpreter ends by the signal
+        raise
+    except BaseException:
+        _code = 1
+        raise
+
+
+#: The exit code of this fork, once its program has ended.
+_code: int | None = None
+
+
+def _leave() -> None:
+    """End a fork, as its last exit callback, as the interpreter does, except that only the main module is cleared.
 
     The interpreter clears all modules, which touches every object in memory: a fork would copy 150 MB, in 0.1 s.
     """
-    new_main()
-    main = vars(sys.modules["__main__"])
-    code: Any = 0
-    try:
-        finish(lambda: _run_main(words, main))
-    except SystemExit as end:
-        code = end.code or 0
-        if not isinstance(code, int):
-            print(code, file=sys.stderr)
-            code = 1
-    except KeyboardInterrupt:  # it ends by the signal
-        raise
-    except BaseException as error:
-        code, sys.last_value = 1, error
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    main.clear()
+    if _code is None:
+        return
+    vars(sys.modules["__main__"]).clear()
     gc.collect()
-    try:
+    with suppress(OSError, ValueError, AttributeError):  # the interpreter has a message and an exit code for that
         sys.stdout.flush()
         sys.stderr.flush()
-    except (OSError, ValueError, AttributeError):
-        raise SystemExit(code) from None  # the interpreter has a message and an exit code for that
-    os._exit(code & 0xFF)
-
-
-def _run_main(words: Sequence[str], main: dict[str, Any]) -> None:
-    if words[0] == "-m":
-        if words[1] == "shared_rpc.worker" and DRIVER in os.environ:
-            importlib.import_module("tests.kit.fake_driver").install()
-        runpy._run_module_as_main(words[1], True)  # type: ignore[attr-defined]
-    elif words[0] == "-c":
-        exec(compile(words[1], "<string>", "exec"), main)
-    else:
-        path = main["__file__"] = os.path.abspath(words[0])
-        exec(compile(Path(words[0]).read_bytes(), path, "exec"), main)
+        os._exit(_code & 0xFF)

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from tests.kit.forks import NO_FORK_WARNING, PYTHONPATH, ROOT, Popen
+from tests.kit.forks import NO_FORK_WARNING, PYTHONPATH, ROOT, start
 
 __all__ = ["PYTHONPATH", "ROOT", "Child", "eventually", "links_of", "open_fds", "python", "rights"]
 
@@ -23,7 +23,7 @@ class Child:
 
     :param options: of the interpreter.
     :param before: a command line that starts the interpreter, such as ``unshare``.
-    :param fresh: True for a new process rather than a fork; :class:`tests.kit.forks.Popen` explains this and the next one.
+    :param fresh: True for a new process rather than a fork; :func:`tests.kit.forks.start` explains this and the next one.
     """
 
     def __init__(
@@ -34,13 +34,13 @@ class Child:
         pass_fds: Sequence[int] = (),
         options: Sequence[str] = ("-u",),
         fresh: bool = False,
-        has_workers: bool = False,
+        is_broker: bool = False,
         before: Sequence[str] = (),
     ) -> None:
-        self.process = Popen(
+        self.process = start(
             [*before, sys.executable, *options, *arguments],
             fresh=fresh,
-            has_workers=has_workers,
+            is_broker=is_broker,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

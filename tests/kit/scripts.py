@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shared_rpc.scripts.listing import live_zygotes, stop_zygotes
-from tests.kit import forks
 from tests.kit.processes import PYTHONPATH, Child
 
 #: The command line of ``shared-rpc run``, after the interpreter.
@@ -45,15 +44,10 @@ class Outcome(NamedTuple):
 
 
 class Place:
-    """A directory for scripts, and for the zygotes of their commands.
+    """A directory for scripts, and for the zygotes of their commands."""
 
-    :param forks: True if commands, and the zygotes that they start, may begin as forks of the tests' own zygote, which has
-        imported torch: for tests of their behaviour rather than of their start.
-    """
-
-    def __init__(self, folder: Path, sockets: Path, forks: bool = False) -> None:
+    def __init__(self, folder: Path, sockets: Path) -> None:
         self.folder = folder
-        self._forks = forks
         self.base_path = str(sockets / "s")
         self.environ = {
             name: value for name, value in os.environ.items() if not name.startswith(("SHARED_TENSOR_", "COLUMNS", "LINES"))
@@ -87,7 +81,7 @@ class Place:
             cwd=self.folder,
             environ={**self.environ, **environ},
             options=(),
-            has_workers=self._forks,
+            fresh=True,
         )
 
     def _finish(
@@ -101,12 +95,9 @@ class Place:
     ) -> Outcome:
         variables = {name: value for name, value in {**self.environ, **(environ or {})}.items() if value is not None}
         options |= {"env": variables, "cwd": cwd or self.folder, "input": text.encode()}
-        if self._forks and setup is None and command[1 : 1 + len(RUN)] == [*RUN]:
-            ran = forks.run(command, timeout=_PATIENCE, has_workers=True, **options)
-        else:
-            ran = subprocess.run(
-                command, preexec_fn=setup or _begin, timeout=_PATIENCE, capture_output=True, check=False, **options
-            )
+        ran = subprocess.run(
+            command, preexec_fn=setup or _begin, timeout=_PATIENCE, capture_output=True, check=False, **options
+        )
         return Outcome(ran.returncode, ran.stdout.decode(errors="replace"), ran.stderr.decode(errors="replace"))
 
     def zygotes(self) -> list[dict[str, Any]]:

@@ -8,11 +8,12 @@ import stat
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from shared_rpc.broker.fd_store import STATE, StateFile, StoredEntry, StoredState
-from tests.kit.brokers import BrokerApp, BrokerProgram
+from tests.kit.brokers import ROLE, BrokerApp, BrokerProgram
 from tests.kit.processes import Child, eventually
 
 #: Runs in the child before its program: the descriptors must begin at 3, and LISTEN_PID must be its own.
@@ -28,8 +29,6 @@ for number, fd in enumerate(fds):
 os.environ["LISTEN_PID"] = str(os.getpid())
 del sys.argv[1]
 """
-#: The program that replaces the child.
-_BECOME = "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
 
 
 class ServiceManager:
@@ -63,10 +62,10 @@ class ServiceManager:
         """The socket path."""
         return f"{self.app.base_path}-cpu.sock"
 
-    def start(self, *options: str, wait_for: str = "serving", program: BrokerProgram | None = None) -> Child:
+    def start(self, *, wait_for: str = "serving", program: BrokerProgram | None = None, **options: Any) -> Child:
         """Start a process of the service, with the sockets first and then the stored descriptors, in no particular order.
 
-        :param program: replaces ``shared-rpc serve`` with these options.
+        :param program: replaces a broker with these options of :class:`ServeOptions`.
         """
         self._hear_all()
         with self._lock:
@@ -76,10 +75,11 @@ class ServiceManager:
                 "LISTEN_FDS": str(len(passed)),
                 "LISTEN_FDNAMES": ":".join(name for name, _ in passed),
                 "NOTIFY_SOCKET": self._notified.getsockname(),
+                **ROLE,
                 **self.environ,
             }
             fds = [fd for _, fd in passed]
-            code, words = program or (_BECOME, ["-m", "shared_rpc.cli", "serve", str(self.app.file), *options])
+            code, words = program or self.app.program("", **options)
             child = self.app.world.start(
                 "-c",
                 _LAUNCH + code,
@@ -88,7 +88,7 @@ class ServiceManager:
                 environ=environ,
                 cwd=self.app.file.parent,
                 pass_fds=fds,
-                has_workers=True,
+                is_broker=True,
             )
         if wait_for:
             child.expect(wait_for)

@@ -15,15 +15,22 @@ from typing import Any
 
 import pyte
 
-from tests.kit.forks import Popen
+from tests.kit.forks import start
 from tests.kit.processes import PYTHONPATH, eventually
 
 #: The sequences by which full-screen programs enter and leave a screen of their own.
 ALTERNATE, NORMAL = b"\x1b[?1049h", b"\x1b[?1049l"
 HIDDEN, SHOWN = b"\x1b[?25l", b"\x1b[?25h"
 
-#: Makes the terminal control this process, so that Ctrl-C there reaches it, and executes the command.
-_TAKE_TERMINAL = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+#: Makes the terminal control this process, so that Ctrl-C there reaches it, and runs the module or executes the command.
+_TAKE_TERMINAL = """
+import fcntl, os, runpy, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+if sys.argv[2] != "-m":
+    os.execv(sys.argv[1], sys.argv[1:])
+del sys.argv[:3]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
 
 
 class Tty:
@@ -46,9 +53,8 @@ class Tty:
         self.resize(columns, lines)
         self.before = termios.tcgetattr(theirs)
         inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
-        self.process = Popen(
+        self.process = start(
             [sys.executable, "-c", _TAKE_TERMINAL, sys.executable, *arguments],
-            has_workers=True,
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,

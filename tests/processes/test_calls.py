@@ -215,7 +215,7 @@ print(ran.stdout.decode(), flush=True)
 
 def test_shared_functions_of_a_script_work_in_another_interpreter(world: World) -> None:
     """They are pickled as code, with a provider that has the endpoint."""
-    child = world.start("-c", MODULE + SENDER, has_workers=True)
+    child = world.start("-c", MODULE + SENDER)
     assert child.expect("sum:") == "sum: 3.0 __main__"
 
 

@@ -106,7 +106,7 @@ def test_an_ended_process_is_not_trusted(tmp_path: Path) -> None:
 
 def test_brokers_accept_no_code(broker_app: BrokerApp) -> None:
     """On behalf of their workers."""
-    broker_app.start("--client-code", "none")
+    broker_app.start(client_code="none")
     with pytest.raises(CapabilityError, match="client_code='none'"):
         broker_app.connect().call("echo", torch.nn.Linear(1, 1))
     assert broker_app.connect().call("echo", torch.ones(1)).tolist() == [1.0]

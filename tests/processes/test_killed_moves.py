@@ -25,8 +25,6 @@ from tests.kit.service_manager import ServiceManager
 from tests.kit.world import World
 
 MakeManager = Callable[..., ServiceManager]
-#: What brokers are started with here: no zygote, which would come while some moves are made and not while others are.
-WITHOUT_ZYGOTE = "--no-preload"
 #: Bytes of an object, and of one whose file has two parts.
 SMALL, LARGE = 64 << 10, (64 << 20) + (64 << 10)
 
@@ -132,7 +130,7 @@ for line in sys.stdin:
 def client(broker_app: BrokerApp, spill: Path) -> Client:
     """A client of a broker."""
     broker_app.write(MODEL)
-    broker_app.start("--spill-dir", str(spill), WITHOUT_ZYGOTE)
+    broker_app.start(spill_dir=str(spill), preload=False)  # a zygote would start during some of the moves
     return broker_app.connect()
 
 
@@ -238,7 +236,7 @@ def test_killed_workers_are_replaced_in_a_move(
         pytest.skip("a worker without the app has no other driver")
     monkeypatch.setenv(DRIVER, "1")
     broker_app.file.write_text(APP.format(watching=killing.code(OF_WORKERS)))
-    broker_app.start("--spill-dir", str(spill), WITHOUT_ZYGOTE)
+    broker_app.start(spill_dir=str(spill), preload=False)  # a zygote would start during some of the moves
     subject = MovedBuffer(broker_app, GPUS[0], nbytes_for(step))
     [worker] = subject.workers()
     subject.prepare(move)
@@ -322,7 +320,7 @@ def test_killed_brokers_of_a_service_manager_keep_the_object(
     with subject.move(move):
         assert died(killing, step) == broker.pid
     eventually(lambda: not any(map(is_running, workers)), 60.0, "the end of the workers")
-    manager.start("--spill-dir", str(spill), WITHOUT_ZYGOTE)
+    manager.start(spill_dir=str(spill), preload=False)
     assert subject.tier in ("device", to_of(move))
     eventually(lambda: subject.workers() != [], 60.0, "a worker")
     check_subject(subject, move)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,13 +49,13 @@ def forks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     stop_zygote()
 
 
-def begin(kind: str, app: BrokerApp, *options: str) -> Child:
+def begin(kind: str, app: BrokerApp, **options: Any) -> Child:
     """Start a process that serves, or is about to."""
     if kind == "server role":
         return app.start_script()
     if kind != "broker that loads":
-        return app.start(*options)
-    broker = app.world.start("-m", "shared_rpc.cli", "serve", str(app.file), cwd=app.file.parent)
+        return app.start(**options)
+    broker = app.begin()
     eventually(begun(app.file.parent / "never"), 40.0)
     return broker
 
@@ -107,7 +108,7 @@ def test_signals_taken_by_a_brokers_loop_thread_are_handled(app: BrokerApp, tmp_
         "    if isinstance(event, CallStarted):\n"
         "        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)\n"
     )
-    broker = app.start("--hook", "hooks:hook")
+    broker = app.start(hooks=("hooks:hook",))
     with suppress(errors.ConnectionClosed, errors.WorkerCrashed):
         app.connect().call("plain")
     assert broker.close()[0] == 0
@@ -134,13 +135,13 @@ def test_a_blocked_exit_is_forced(kind: str, app: BrokerApp) -> None:
     """After a grace period, with a line that names what blocks it: a thread, or an exit callback."""
     leaves, named = LEFT[kind]
     code = f"{BLOCKS}{leaves}\n"
-    options: list[str] = []
+    options: dict[str, Any] = {}
     if kind == "broker":
         (app.file.parent / "hooks.py").write_text(f"{code}def hook(event):\n    pass\n")
-        options = ["--hook", "hooks:hook"]
+        options = {"hooks": ("hooks:hook",)}
     else:
         app.write(code)
-    server = begin(kind, app, *options)
+    server = begin(kind, app, **options)
     server.process.send_signal(signal.SIGTERM)
     status, said = server.close()
     assert status == 0 and named in said.splitlines()[-1] and "Traceback" not in said

@@ -87,7 +87,7 @@ def anonymous(pid: int) -> int:
 
 def test_cancelled_calls_leave_nothing(app: BrokerApp, stop: Callable[[], int]) -> None:
     """Neither their descriptors nor their bytes stay in the broker; when the worker continues, calls are answered."""
-    broker = app.start("--no-preload")  # a zygote is started late, and has descriptors
+    broker = app.start(preload=False)  # a zygote is started late, and has descriptors
     client = app.connect()
     pid = stop()
     fds, memory = fds_of(broker.pid), anonymous(broker.pid)
@@ -118,7 +118,7 @@ def test_calls_go_to_a_worker_that_reads(
     app: BrokerApp, stop: Callable[[], int], threads: concurrent.futures.ThreadPoolExecutor, tmp_path: Path
 ) -> None:
     """One of two is stopped: once its socket is full it gets no calls, although the other one has more to do."""
-    client = app.serve(options=["--workers", "2"])
+    client = app.serve(options={"workers": 2})
     eventually(lambda: all(worker["state"] == "ready" for worker in client.get_server_info()["workers"]))
     pid = stop()
     slow = [threads.submit(client.call, "slow", str(tmp_path / "go"), key) for key in range(3)]

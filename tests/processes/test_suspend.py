@@ -59,8 +59,8 @@ def load(world: World, role: str) -> Callable[[], Handle[torch.Tensor]]:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrokerApp]:
     """A server of another process, with capacity for two objects, which evicts to files on request."""
-    options = ("--spill-dir", str(directory := tmp_path_factory.mktemp("served")), "--quota", f"cpu={2 * CAPACITY}")
-    with module_broker(directory, APP, *options) as served:
+    directory = tmp_path_factory.mktemp("served")
+    with module_broker(directory, APP, spill_dir=str(directory), quotas={"cpu": 2 * CAPACITY}) as served:
         yield served
 
 

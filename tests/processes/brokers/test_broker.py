@@ -47,7 +47,7 @@ def test_endpoints_lend_their_thread_while_they_wait(app: BrokerApp) -> None:
         def outer():
             return provider.wait_for_task(inner.submit()) + 1
     """,
-        options=["--threads", "1"],
+        options={"threads": 1},
     )
     assert (client.call("deep", 5), client.call("outer")) == (5, 2)
 

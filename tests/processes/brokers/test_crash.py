@@ -20,9 +20,6 @@ from tests.kit.brokers import BrokerApp, another_worker, begun, fds_of, is_runni
 from tests.kit.deep import deep
 from tests.kit.processes import eventually, sigstop
 
-#: A broker that closes all descriptors it opens: a zygote is started late, and has some.
-WITHOUT_ZYGOTE = "--no-preload"
-
 
 def crash(client: Client) -> None:
     """Kill the worker in a call."""
@@ -64,7 +61,7 @@ def test_objects_survive_their_worker(app: BrokerApp) -> None:
 
 def test_all_callers_get_the_crash(app: BrokerApp, threads: concurrent.futures.ThreadPoolExecutor, tmp_path: Path) -> None:
     """Of three runs, the followers of one of them, and tasks."""
-    client = app.serve(options=["--threads", "8"])
+    client = app.serve(options={"threads": 8})
     pid = worker_pids(client)[0]
     calls = [threads.submit(client.call, "slow", str(tmp_path / "go"), key) for key in (0, 0, 0, 1, 2)]
     task = client.submit("slow", str(tmp_path / "go"), key=3)
@@ -84,7 +81,7 @@ def test_runs_that_have_not_begun_are_retried(
     app: BrokerApp, threads: concurrent.futures.ThreadPoolExecutor, tmp_path: Path
 ) -> None:
     """Calls behind the only thread of the worker, with memory in their arguments, do not notice the crash."""
-    client = app.serve(options=["--threads", "1"])
+    client = app.serve(options={"threads": 1})
     pid = worker_pids(client)[0]
     running = threads.submit(client.call, "slow", str(tmp_path / "go"))
     eventually(begun(tmp_path / "go"))
@@ -99,7 +96,7 @@ def test_runs_that_have_not_begun_are_retried(
 
 def test_runs_are_retried_once(app: BrokerApp, threads: concurrent.futures.ThreadPoolExecutor, tmp_path: Path) -> None:
     """A run fails if its second worker ends before it begins: it may be the cause."""
-    client = app.serve(options=["--threads", "1"])
+    client = app.serve(options={"threads": 1})
     blockers, first = [], worker_pids(client)[0]
     blockers.append(threads.submit(client.call, "slow", str(tmp_path / "one")))
     eventually(begun(tmp_path / "one"))
@@ -117,7 +114,7 @@ def test_runs_are_retried_once(app: BrokerApp, threads: concurrent.futures.Threa
 
 def test_build_timeouts_kill_the_worker(app: BrokerApp, tmp_path: Path) -> None:
     """``--build-timeout`` is named in the error; short calls are unaffected."""
-    client = app.serve(options=["--build-timeout", "0.5"])
+    client = app.serve(options={"build_timeout": 0.5})
     client.call("echo", torch.ones(1))
     with pytest.raises(errors.WorkerCrashed, match="build timeout"):
         client.call("slow", str(tmp_path / "never"))
@@ -155,7 +152,7 @@ def test_memory_of_a_worker_killed_before_the_reply_is_freed(app: BrokerApp, tmp
         ended = WorkerHost.ended
         WorkerHost.ended = lambda *args: os.kill(os.getpid(), 9) if os.path.exists({str(trigger)!r}) else ended(*args)
     """)
-    broker = app.start(WITHOUT_ZYGOTE)
+    broker = app.start(preload=False)  # a zygote is started late, and has descriptors
     client = app.connect()
     client.call("model")
     client.ping()  # descriptors that the last answer left open for a moment are closed

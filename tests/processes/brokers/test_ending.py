@@ -14,7 +14,7 @@ from tests.kit.brokers import BrokerApp, begun, is_running, worker_pids
 from tests.kit.processes import Child, eventually
 
 #: The idle timeout of servers, in seconds.
-IDLE = "0.4"
+IDLE = 0.4
 
 
 def goes_on(broker: Child, seconds: float = 1.0) -> bool:
@@ -28,7 +28,7 @@ def goes_on(broker: Child, seconds: float = 1.0) -> bool:
 
 def test_an_unused_broker_ends(app: BrokerApp) -> None:
     """With its worker and its socket; it reports the reason. An idle connected client counts as use."""
-    broker = app.start("--idle-exit", IDLE)
+    broker = app.start(idle_exit=IDLE)
     with app.connect() as client:
         (worker,) = worker_pids(client)
         assert goes_on(broker)
@@ -40,7 +40,7 @@ def test_an_unused_broker_ends(app: BrokerApp) -> None:
 
 def test_tasks_keep_a_broker_running(app: BrokerApp, tmp_path: Path) -> None:
     """Even after the submitter's end; and so does an unfetched result."""
-    broker = app.start("--idle-exit", IDLE, "--result-ttl", "3")
+    broker = app.start(idle_exit=IDLE, result_ttl=3.0)
     with app.connect() as client:
         task = client.submit("slow", str(tmp_path / "go"))
         eventually(begun(tmp_path / "go"))
@@ -59,7 +59,7 @@ def test_tasks_keep_a_broker_running(app: BrokerApp, tmp_path: Path) -> None:
 def test_its_own_workers_do_not_keep_a_broker_running(app: BrokerApp) -> None:
     """Neither their connections nor their leases."""
     app.write("mine = held()\n")
-    broker = app.start("--idle-exit", IDLE)
+    broker = app.start(idle_exit=IDLE)
     with app.connect() as client:
         info = client.get_server_info()
     assert (info["sessions"], info["clients"], info["leases"]) == (2, 0, 1)
@@ -105,7 +105,7 @@ def test_stop_if_idle_refuses_a_used_broker(app: BrokerApp) -> None:
 def test_stop_all_ends_every_server(app: BrokerApp, base_path: str) -> None:
     """Of the directory. A server within another program is left and reported; the exit code shows that."""
     broker = app.start()
-    other = app.start("--socket", f"{base_path}-other.sock")
+    other = app.start(socket=f"{base_path}-other.sock")
     with Server(Provider(f"{base_path}-mine", device="cpu")) as mine:
         child = stopped(app, "--all", "--json")
         assert child.process.returncode == 1

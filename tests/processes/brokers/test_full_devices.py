@@ -64,7 +64,7 @@ with Client(device="cpu", timeout=120.0) as client, HoldingSession(client.socket
 def one_of_two(broker_app: BrokerApp, tmp_path: Path) -> Client:
     """A client of a broker with capacity for one model, and a directory for the others."""
     broker_app.write(MODELS)
-    broker_app.start("--quota", "cpu=1MiB", "--when-full", "evict", "--spill-dir", str(tmp_path))
+    broker_app.start(quotas={"cpu": 1 << 20}, when_full="evict", spill_dir=str(tmp_path))
     return broker_app.connect()
 
 

@@ -15,7 +15,7 @@ from shared_rpc.errors import ConfigurationError
 from shared_rpc.server.joiner import check_cluster
 from tests.kit.brokers import BrokerApp, is_running
 from tests.kit.joiners import FAITHLESS, PROGRAM, command_of, source_of
-from tests.kit.processes import Child, eventually, links_of
+from tests.kit.processes import eventually, links_of
 from tests.kit.world import World
 
 
@@ -33,7 +33,7 @@ def attached(client: Client) -> int:
 
 def test_a_joiner_ends_with_its_broker(app: BrokerApp, tmp_path: Path) -> None:
     """The kernel enforces it."""
-    broker = app.start("--cluster", command_of(tmp_path, FAITHLESS))
+    broker = app.start(cluster=command_of(tmp_path, FAITHLESS))
     pid = attached(app.connect())
     broker.kill()
     eventually(lambda: not is_running(pid))
@@ -41,7 +41,7 @@ def test_a_joiner_ends_with_its_broker(app: BrokerApp, tmp_path: Path) -> None:
 
 def test_an_ended_joiner_is_restarted(app: BrokerApp, joiner: str) -> None:
     """The broker reports its exit status; calls in between wait for the next one."""
-    broker = app.start("--cluster", joiner, "--source-grace", "600")
+    broker = app.start(cluster=joiner, source_grace=600.0)
     client = app.connect()
     first = attached(client)
     os.kill(first, signal.SIGKILL)
@@ -56,20 +56,19 @@ def test_an_ended_joiner_is_restarted(app: BrokerApp, joiner: str) -> None:
 
 def test_a_joiner_does_not_keep_its_broker_running(app: BrokerApp, joiner: str) -> None:
     """The source of records does not count as a user."""
-    broker = app.start("--cluster", joiner, "--idle-exit", "1")
+    broker = app.start(cluster=joiner, idle_exit=1.0)
     assert broker.close()[0] == 0
 
 
 def test_the_app_or_the_environment_can_name_the_cluster(app: BrokerApp, joiner: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The option takes precedence over Provider(cluster=...), and that over SHARED_TENSOR_CLUSTER."""
     monkeypatch.setenv("SHARED_TENSOR_CLUSTER", "./rya")
-    child = Child("-m", "shared_rpc.cli", "serve", str(app.file), cwd=app.file.parent)
-    code, said = child.close()
+    code, said = app.begin().close()
     assert code == 1 and "cluster='./rya': use a cluster's name, or the command line of a program" in said
     source = app.file.read_text()
     app.file.write_text(source.replace('Provider(device="cpu")', f'Provider(device="cpu", cluster={joiner!r})'))
     app.start().kill()
-    app.start("--cluster", "")
+    app.start(cluster="")
     assert app.connect().get_server_info()["source"] is None
 
 

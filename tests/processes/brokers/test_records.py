@@ -46,7 +46,7 @@ class Place:
         self.folder = folder
         self.app = BrokerApp(World(str(folder / "s")))
         self.app.write(MODEL)
-        self.broker = self.app.start("--base-path", self.app.base_path, "--no-preload")
+        self.broker = self.app.start(base_path=self.app.base_path, preload=False)
         self.client = self.app.connect()
 
     @property
@@ -110,7 +110,7 @@ def test_an_allocation_survives_its_broker(places: list[Place]) -> None:
         for source, target in zip(record.segments, allocated.segments, strict=True):
             source.copy_to(target)
         there.broker.kill()
-        there.app.start("--base-path", there.app.base_path)
+        there.app.start(base_path=there.app.base_path)
         there.client.ping()
         assert there.client.adopt(allocated).generation == 1
     assert there.client.call("net", 100).value.layer.weight.shape == (100, 100)

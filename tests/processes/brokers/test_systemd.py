@@ -66,12 +66,12 @@ def client(app: BrokerApp, broker: Child) -> Client:
     return app.connect(connect_timeout=20)
 
 
-def restart(broker: Child, manager: ServiceManager, objects: int | None = None, *options: str) -> Child:
+def restart(broker: Child, manager: ServiceManager, objects: int | None = None, **options: Any) -> Child:
     """Kill a broker when this many objects are in the store, and start the next one."""
     if objects is not None:
         manager.expect(lambda: len(manager.objects()) == objects)
     broker.kill()
-    return manager.start(*options)
+    return manager.start(**options)
 
 
 def loaded(client: Any) -> bool:
@@ -126,7 +126,7 @@ async def test_handles_and_leases_survive_a_restart(
 
 def test_dropped_objects_leave_the_store(app: BrokerApp, manager: ServiceManager) -> None:
     """By invalidation, and for the budget; exactly the others exist after a restart."""
-    broker = manager.start("--max-bytes", "12K")
+    broker = manager.start(max_bytes=12 << 10)
     client = app.connect(connect_timeout=20)
     for size in (2, 3):
         client.call("model", size)
@@ -137,7 +137,7 @@ def test_dropped_objects_leave_the_store(app: BrokerApp, manager: ServiceManager
         client.call("model", size)
     manager.expect(lambda: len(manager.objects()) == len(manager.names("segment-")) == 3)
     kept = ids(client)
-    restart(broker, manager, 3, "--max-bytes", "12K")
+    restart(broker, manager, 3, max_bytes=12 << 10)
     assert ids(client) == kept
 
 
@@ -368,7 +368,7 @@ def test_removed_providers_are_not_recovered(app: BrokerApp, manager: ServiceMan
 
 def test_a_socket_without_a_provider_is_an_error(app: BrokerApp, manager: ServiceManager) -> None:
     """Its clients would wait without end, so the error names both."""
-    broker = manager.start("--base-path", f"{app.base_path}-other", wait_for="")
+    broker = manager.start(base_path=f"{app.base_path}-other", wait_for="")
     code, stderr = broker.close()
     assert code == 1
     assert f"the service manager listens at {manager.path}, but the app serves at {app.base_path}-other-cpu.sock" in stderr
