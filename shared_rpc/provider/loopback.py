@@ -12,7 +12,7 @@ import math
 import os
 import queue
 import time
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, TypeVar
 
@@ -217,17 +217,21 @@ class _LocalCaller:
 
 
 class LocalLink:
-    """The session of this process's own requests, in place of a connection."""
+    """The session of this process's own requests, in place of a connection.
+
+    :param values: those of this process's client, by object id.
+    """
 
     transfer = None
     ready = True
     ended = False
 
-    def __init__(self, engine: Engine, device: str) -> None:
+    def __init__(self, engine: Engine, device: str, values: MutableMapping[str, Any]) -> None:
         self.server_id = engine.core.server_id
         self.device = device
         self.pid = os.getpid()
         self._engine = engine
+        self._values = values
 
     def post(self, message: m.Message) -> None:
         """Pass on a message whose answer is not needed.
@@ -244,7 +248,8 @@ class LocalLink:
         """Pass on a request, and wait for its reply until ``deadline`` (time.monotonic())."""
         caller = _LocalCaller(self._engine.core, request)
         try:
-            return self._answer(caller, deadline)
+            reply = self._answer(caller, deadline)
+            return reply if type(reply.value) is not _Foreign else self._attached(reply, reply.value)
         except BaseException:
             self._withdraw(caller)
             raise
@@ -254,10 +259,33 @@ class LocalLink:
         caller = _LocalCaller(self._engine.core, request)
         try:
             self._engine.post(caller.ask)
-            return await (asyncio.wrap_future(caller.answered) if self._engine.here() else _waited_for(caller.answered))
+            reply = await (asyncio.wrap_future(caller.answered) if self._engine.here() else _waited_for(caller.answered))
+            if type(reply.value) is _Foreign:
+                reply = await anyio.to_thread.run_sync(self._attached, reply, reply.value)
+            return reply
         except BaseException:
             self._withdraw(caller)
             raise
+
+    def _attached(self, reply: Reply, foreign: _Foreign) -> Reply:
+        """Return a reply with the value over memory mapped here as in any other process."""
+        from shared_rpc.codec.results import decode_result
+
+        value = self._values.get(foreign.object_id)
+        if value is None:
+            segments = [Segment(info, descriptor) for info, descriptor in foreign.memory]
+            try:
+                # Kept, so that an endpoint of this process can return the memory itself.
+                with MAPPINGS.attach(segments, keep=True, owner=self.server_id):
+                    value = decode_result(
+                        foreign.skeleton, foreign.table, segments, self.server_id, object_id=foreign.object_id
+                    )
+            finally:
+                for segment in segments:
+                    segment.close()
+            with suppress(TypeError):  # lists, tuples and dicts have no weak references: each result is a new one
+                value = self._values.setdefault(foreign.object_id, value)
+        return Reply(reply.message, reply.frame, live=True, value=value)
 
     def _withdraw(self, caller: _LocalCaller) -> None:
         if not (caller.answered.done() and caller.answered.exception() is not None):
@@ -327,7 +355,7 @@ class LoopbackRuntime(BlockingDriver, BlockingOperations):
 
     def _disconnected(self) -> None:
         super()._disconnected()
-        self._link = LocalLink(self._engine, self._device)
+        self._link = LocalLink(self._engine, self._device, self._values)
 
     def _sent(
         self, kind: type[m.Call], endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], what: str, *, pooled: bool = False
@@ -347,12 +375,6 @@ class LoopbackRuntime(BlockingDriver, BlockingOperations):
         if self._engine.here():
             raise ConfigurationError(on_the_loop(request))
 
-    def _exchange(self, request: Request, state: OperationState) -> Reply:
-        reply = super()._exchange(request, state)
-        if type(reply.value) is _Foreign:
-            reply.value = self._attached(reply.value)
-        return reply
-
     def _repeats(self, request: Request, link: Link, error: SharedRPCError) -> bool:
         return False  # there is no next server
 
@@ -363,33 +385,10 @@ class LoopbackRuntime(BlockingDriver, BlockingOperations):
         try:
             state.reply = reply = await self._link.exchange_async(request)
             assert isinstance(reply.message, m.Result), "a call is answered with a Result"
-            value = reply.value
-            if type(value) is _Foreign:
-                value = await anyio.to_thread.run_sync(self._attached, value)
-            return self._lend(Lend(reply.message, value), state) if reply.message.managed else value
+            return self._lend(Lend(reply.message, reply.value), state) if reply.message.managed else reply.value
         except BaseException:
             self._undo(state)
             raise
-
-    def _attached(self, foreign: _Foreign) -> Any:
-        """Return a value over memory mapped here as in any other process."""
-        from shared_rpc.codec.results import decode_result
-
-        value = self._values.get(foreign.object_id)
-        if value is None:
-            segments = [Segment(info, descriptor) for info, descriptor in foreign.memory]
-            try:
-                # Kept, so that an endpoint of this process can return the memory itself.
-                with MAPPINGS.attach(segments, keep=True, owner=self._link.server_id):
-                    value = decode_result(
-                        foreign.skeleton, foreign.table, segments, self._link.server_id, object_id=foreign.object_id
-                    )
-            finally:
-                for segment in segments:
-                    segment.close()
-            with suppress(TypeError):  # lists, tuples and dicts have no weak references: each result is a new one
-                value = self._values.setdefault(foreign.object_id, value)
-        return value
 
     def _end_lease(self, object_id: str, session: object) -> Operation[None]:
         if session is self._link:  # else of the parent process
