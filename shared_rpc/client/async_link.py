@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 import socket
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Self
 
@@ -21,19 +20,10 @@ from shared_rpc.errors import ConnectionClosed, ProtocolError, SharedRPCError
 _AT_ONCE = 64
 
 
-class _Rest:
-    """The wait of a coroutine that does not read."""
-
-    __slots__ = ("event",)
-
-    def prepare(self) -> Callable[[], object]:
-        """Begin the wait; return the function that ends it."""
-        self.event = anyio.Event()
-        return self.event.set
-
-
 class AsyncLink(Link):
     """A link for coroutines on asyncio and on trio, on a non-blocking socket, made with :meth:`open`."""
+
+    _WAIT = anyio.Event
 
     def __init__(self, path: str, sock: socket.socket) -> None:
         super().__init__(path, sock)
@@ -107,14 +97,13 @@ class AsyncLink(Link):
                 await anyio.lowlevel.checkpoint()
             if exchange.answer is not None:
                 return
-            rest = _Rest()
             try:
-                reads = self._take_turn(exchange, rest.prepare)
-                if reads:
+                wait = self._take_turn(exchange)
+                if wait is True:
                     await self._read_for_all(exchange)
                     self._leave(exchange)
-                elif reads is not None:
-                    await rest.event.wait()
+                elif wait is not None:
+                    await wait.wait()
             except BaseException:
                 self._leave(exchange)
                 raise

@@ -15,9 +15,8 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
-from typing import Self
+from typing import Any, ClassVar, Self
 
 from shared_rpc.client.exchange import BRIEFLY, PROMPT, Exchange, Exchanges, TooLate
 from shared_rpc.client.steps import Reply, Request
@@ -117,6 +116,8 @@ class Link:
     reader, and only without a reader by :meth:`catch_up` or :meth:`close`.
     """
 
+    #: The class of a wait: ``set()`` ends it, once.
+    _WAIT: ClassVar[type[Any]]
     #: The ids of the server and of its device, and its process, 0 for one in another pid namespace: available after the
     #: handshake.
     server_id: str = ""
@@ -137,8 +138,8 @@ class Link:
         #: The exchange whose caller reads for all, and that caller's thread; 0 for a coroutine.
         self._reader: Exchange | None = None
         self._thread = 0
-        #: Functions that wake the callers that wait for the reader. There are none without a reader.
-        self._waiting: dict[Exchange, Callable[[], object]] = {}
+        #: The waits of callers for the reader. There are none without a reader.
+        self._waiting: dict[Exchange, Any] = {}
         self._attended = False
         # Open copies in the child would keep the parent's session from ending, and closing them does not end it. Also for a
         # connection that another thread is just opening.
@@ -225,10 +226,9 @@ class Link:
 
     # One reads for all.
 
-    def _take_turn(self, exchange: Exchange, sleep: Callable[[], Callable[[], object]], thread: int = 0) -> bool | None:
-        """Return True if the caller becomes the reader.
-
-        Otherwise, the function returned by ``sleep`` is called when there is news for the caller, or when it must read.
+    def _take_turn(self, exchange: Exchange, thread: int = 0) -> Any:
+        """Return True if the caller becomes the reader; otherwise a wait, which ends when there is news for the caller, or when
+        it must read.
 
         A caller also becomes the reader in a signal handler of the reader's thread, which continues afterwards.
 
@@ -246,8 +246,8 @@ class Link:
                     exchange.below, self._reader = reader, exchange
                 self._thread = thread
                 return True
-            self._waiting[exchange] = sleep()
-            return False
+            wait = self._waiting[exchange] = self._WAIT()
+            return wait
 
     def _leave(self, exchange: Exchange) -> None:
         """End a turn; a reader hands over the reading."""
@@ -269,9 +269,9 @@ class Link:
             self._wake(following)
 
     def _wake(self, exchange: Exchange) -> None:
-        wake = self._waiting.pop(exchange, None)
-        if wake is not None:
-            wake()
+        wait = self._waiting.pop(exchange, None)
+        if wait is not None:
+            wait.set()
 
     def _wake_all(self) -> None:
         for exchange in tuple(self._waiting):
@@ -399,12 +399,29 @@ def _seconds_until(deadline: float) -> float:
     return left
 
 
+class _Sleep:
+    """The wait of a thread that does not read."""
+
+    __slots__ = ("_lock", "set")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire(blocking=False)
+        self.set = self._lock.release
+
+    def sleep(self, seconds: float) -> None:
+        """Wait for ``seconds`` at most."""
+        self._lock.acquire(timeout=seconds)
+
+
 class BlockingLink(Link):
     """A link for threads, made with :meth:`open`.
 
     A signal handler may raise within :meth:`exchange`: in its wait, or in its callback, the request is withdrawn, and elsewhere
     the connection ends.
     """
+
+    _WAIT = _Sleep
 
     @classmethod
     def open(cls, path: str, timeout: float) -> Self:
@@ -474,10 +491,9 @@ class BlockingLink(Link):
                 if self._reader is exchange:
                     self._read_for_all(exchange, deadline)
                     continue
-                sleep = _Sleep()
-                reads = self._take_turn(exchange, sleep.prepare, threading.get_ident())
-                if reads is False:
-                    self._sleep(exchange, deadline, sleep)
+                wait = self._take_turn(exchange, threading.get_ident())
+                if wait is not None and wait is not True:
+                    self._sleep(exchange, deadline, wait)
             except BaseException:
                 self._leave(exchange)
                 raise
@@ -514,7 +530,7 @@ class BlockingLink(Link):
         poll.register(self._socket.fileno(), select.POLLIN | (select.POLLOUT if self._socket.unsent else 0))
         poll.poll(min(left, _LONG) * 1000)
 
-    def _sleep(self, exchange: Exchange, deadline: float, sleep: _Sleep) -> None:
+    def _sleep(self, exchange: Exchange, deadline: float, wait: _Sleep) -> None:
         """Wait until there is news for an exchange, or it becomes the reader.
 
         :raises TooLate: if the deadline comes first.
@@ -522,7 +538,7 @@ class BlockingLink(Link):
         left = _seconds_until(deadline)
         exchange.waits = True
         if self._socket.written >= exchange.end:
-            sleep.sleep(min(left, _LONG))
+            wait.sleep(min(left, _LONG))
             exchange.waits = False
         else:
             poll = select.poll()
@@ -531,26 +547,3 @@ class BlockingLink(Link):
             exchange.waits = False
             with self._lock:
                 self._flush()
-
-
-class _Sleep:
-    """The wait of a thread that does not read."""
-
-    __slots__ = ("_lock", "_woken")
-
-    def prepare(self) -> Callable[[], object]:
-        """Begin the wait; return the function that ends it."""
-        self._woken = False
-        self._lock = threading.Lock()
-        self._lock.acquire(blocking=False)
-        return self.wake
-
-    def wake(self) -> None:
-        """End the wait, once, from another thread."""
-        if not self._woken:
-            self._woken = True
-            self._lock.release()
-
-    def sleep(self, seconds: float) -> None:
-        """Wait for ``seconds`` at most."""
-        self._lock.acquire(timeout=seconds)
