@@ -23,7 +23,6 @@ import msgspec
 from shared_rpc.client.base import BaseClient, OperationState
 from shared_rpc.client.blocking import BlockingDriver
 from shared_rpc.client.exchange import release_for
-from shared_rpc.client.link import Link
 from shared_rpc.client.replies import too_late
 from shared_rpc.client.steps import Lend, Operation, Reply, Request
 from shared_rpc.client.suspension import lease_ended
@@ -223,7 +222,6 @@ class LocalLink:
     """
 
     transfer = None
-    ready = True
     ended = False
 
     def __init__(self, engine: Engine, device: str, values: MutableMapping[str, Any]) -> None:
@@ -244,15 +242,17 @@ class LocalLink:
         else:
             self._engine.post(_LocalCaller(core, Request(message, "a message")).ask)
 
-    def exchange(self, request: Request, deadline: float) -> Reply:
-        """Pass on a request, and wait for its reply until ``deadline`` (time.monotonic())."""
+    def exchange(self, request: Request, state: OperationState) -> Reply:
+        """Pass on a request of an operation, which owns the reply; wait for it until the deadline."""
         caller = _LocalCaller(self._engine.core, request)
         try:
-            reply = self._answer(caller, deadline)
-            return reply if type(reply.value) is not _Foreign else self._attached(reply, reply.value)
+            # By one expression: no session ends in this process, and releases what an interrupted operation did not get.
+            state.reply = reply = self._answer(caller, state.deadline)
         except BaseException:
-            self._withdraw(caller)
+            if state.reply is None:
+                self._withdraw(caller)
             raise
+        return reply if type(reply.value) is not _Foreign else self._attached(reply, reply.value)
 
     async def exchange_async(self, request: Request) -> Reply:
         """Behave like :meth:`exchange` without blocking an event loop, even if that is the engine's own."""
@@ -375,8 +375,11 @@ class LoopbackRuntime(BlockingDriver, BlockingOperations):
         if self._engine.here():
             raise ConfigurationError(on_the_loop(request))
 
-    def _repeats(self, request: Request, link: Link, error: SharedRPCError) -> bool:
-        return False  # there is no next server
+    def _exchange(self, request: Request, state: OperationState) -> Reply:
+        self._begin(request, state)
+        self._address(request, state, self._link)
+        reply: Reply = self._link.exchange(request, state)
+        return reply
 
     async def acall(self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call an endpoint for a coroutine, without blocking its event loop, even if that is the endpoints' loop."""
