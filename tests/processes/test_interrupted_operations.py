@@ -10,7 +10,6 @@ import itertools
 import os
 import random
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -303,26 +302,18 @@ def test_a_result_after_an_interrupted_wait_is_released(client: Client, watcher:
 
 
 def test_interrupted_waits_do_not_affect_other_threads(client: Client, watcher: Client) -> None:
-    """Their operations complete."""
-    ended = threading.Event()
-
-    def use() -> None:
-        while not ended.is_set():
-            with client.call("own") as handle:
-                assert handle.value["a"].sum() == 4
-                assert not handle.is_stale()
-            assert client.call("doubled", ARGUMENT).sum() == 999000
-
-    with ThreadPoolExecutor(3) as pool:
-        used = [pool.submit(use) for _ in range(3)]
-        for _ in range(10):
+    """Their waits go on, whichever thread was reading."""
+    with ThreadPoolExecutor(3) as pool, client.call("kept"):
+        others = [client.refreshes() for _ in range(3)]
+        for other in others:
+            other.__enter__()
+        news = [pool.submit(next, other) for other in others]
+        for _ in range(5):
             with alarm(KeyboardInterrupt):
                 next(client.refreshes())
-        ended.set()
-        for each in used:
-            each.result(30)
-    client.close()
-    eventually(lambda: watcher.get_server_info()["leases"] == 0)
+        generation = client.refresh("kept")
+        assert [each.result(30) for each in news] == [generation] * 3
+    assert watcher.get_server_info()["connections"] == 2
 
 
 @pytest.mark.parametrize(
