@@ -5,12 +5,16 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 
-__all__ = ["LOAD_FORMAT", "__version__", "register"]
+__all__ = ["LOAD_FORMAT", "NotShareable", "__version__", "register"]
 
 __version__ = "0.1.0"
 
 #: The value of ``--load-format``.
 LOAD_FORMAT = "shared_rpc"
+
+
+class NotShareable(RuntimeError):
+    """The weights cannot be shared because of a model or an option of an engine, which the message names."""
 
 
 def register() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from shared_rpc import Provider
 from shared_rpc.memory.devices import torch_device
-from shared_rpc_vllm.errors import NotShareable
+from shared_rpc_vllm import NotShareable
 from shared_rpc_vllm.options import base_path
 from shared_rpc_vllm.request import label as label_of
 

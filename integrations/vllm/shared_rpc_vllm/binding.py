@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from shared_rpc_vllm.errors import NotShareable
+from shared_rpc_vllm import NotShareable
 
 
 class WithoutWeights(TorchFunctionMode):

@@ -15,8 +15,8 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from shared_rpc.integrations.keys import Checkpoint, CheckpointChanged
+from shared_rpc_vllm import NotShareable
 from shared_rpc_vllm.binding import tensors_of
-from shared_rpc_vllm.errors import NotShareable
 from shared_rpc_vllm.layout import seated
 from shared_rpc_vllm.model import process, refuse_methods, warn_of_version
 from shared_rpc_vllm.request import deciding_variables, same_release

@@ -21,9 +21,8 @@ from shared_rpc import Handle
 from shared_rpc.errors import ConfigurationError, EndpointNotFound
 from shared_rpc.memory.devices import device_id
 from shared_rpc.provider.provider import SharedFunction
-from shared_rpc_vllm import LOAD_FORMAT
+from shared_rpc_vllm import LOAD_FORMAT, NotShareable
 from shared_rpc_vllm.binding import WithoutWeights, bind, refuse_meta
-from shared_rpc_vllm.errors import NotShareable
 from shared_rpc_vllm.layout import layout_of_this_process
 from shared_rpc_vllm.model import choose_sleep_mode, process, refuse_engine, warn_of_version
 from shared_rpc_vllm.options import LoaderOptions

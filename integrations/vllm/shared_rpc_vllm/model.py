@@ -17,8 +17,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.platforms import current_platform
 
-from shared_rpc_vllm import LOAD_FORMAT
-from shared_rpc_vllm.errors import NotShareable
+from shared_rpc_vllm import LOAD_FORMAT, NotShareable
 
 _log = init_logger(f"vllm.{__name__}")
 

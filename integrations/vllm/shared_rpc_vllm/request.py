@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from shared_rpc.integrations.keys import Checkpoint, Unshareable, source_of
-from shared_rpc_vllm import __version__
-from shared_rpc_vllm.errors import NotShareable
+from shared_rpc_vllm import NotShareable, __version__
 
 #: Fields of ``ModelConfig`` that do not affect weights. All others are part of the request, including fields of later releases
 #: of vLLM: at worst two engines have separate copies.

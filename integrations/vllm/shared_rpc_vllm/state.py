@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
-from shared_rpc_vllm.errors import NotShareable
+from shared_rpc_vllm import NotShareable
 
 #: By part and attribute, the value before and after the processing, each in a tuple, which is empty without a value or if the
 #: value cannot be passed to another process.

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from shared_rpc_vllm import NotShareable
 from shared_rpc_vllm.app import weights
 from shared_rpc_vllm.binding import WithoutWeights, bind, refuse_meta, tensors_of
-from shared_rpc_vllm.errors import NotShareable
 from shared_rpc_vllm.request import label
 
 

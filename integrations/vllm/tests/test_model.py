@@ -25,8 +25,7 @@ from vllm.plugins import load_general_plugins
 import shared_rpc_vllm
 from shared_rpc import Provider
 from shared_rpc.errors import ConfigurationError
-from shared_rpc_vllm import app, layout, loader, model, state
-from shared_rpc_vllm.errors import NotShareable
+from shared_rpc_vllm import NotShareable, app, layout, loader, model, state
 from shared_rpc_vllm.request import plain, same_release
 
 

@@ -13,8 +13,7 @@ from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
 
 import shared_rpc_vllm.app
 from shared_rpc import Client, Handle, Provider, Server
-from shared_rpc_vllm import LOAD_FORMAT, loader, register
-from shared_rpc_vllm.errors import NotShareable
+from shared_rpc_vllm import LOAD_FORMAT, NotShareable, loader, register
 from shared_rpc_vllm.model import choose_sleep_mode, refuse_engine
 from shared_rpc_vllm.sleeping import SharedRpcSleepMode
 
