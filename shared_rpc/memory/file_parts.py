@@ -35,9 +35,9 @@ DIGEST = 16
 #: Bytes after which a thread waits until its parts are in their places, and reports them: waiting for each small one would end
 #: the overlap of reading and copying.
 _FINISHED = 16 << 20
-#: Default number of threads: reading with digests is limited by the cores, waiting for a disk is not, and more than 12 threads
+#: Number of threads: reading with digests is limited by the cores, waiting for a disk is not, and more than 12 threads
 #: wait for the interpreter's lock (measured with 16 cores and a GPU).
-THREADS = min(max(8, len(os.sched_getaffinity(0))), 12)
+_THREADS = min(max(8, len(os.sched_getaffinity(0))), 12)
 
 
 class Part(NamedTuple):
@@ -147,7 +147,6 @@ def read_parts(
     parts: Sequence[Part],
     carrier: Callable[[], AbstractContextManager[Carrier]],
     done: Callable[[Part], None],
-    threads: int = THREADS,
 ) -> None:
     """Read parts of files into memory.
 
@@ -159,21 +158,20 @@ def read_parts(
     :raises PartError: if a part cannot be read, or is damaged.
     :raises OSError: if host memory cannot be written to, because there is too little.
     """
-    _carry(parts, carrier, _read, lambda part, _: done(part), threads)
+    _carry(parts, carrier, _read, lambda part, _: done(part))
 
 
 def write_parts(
     parts: Sequence[Part],
     carrier: Callable[[], AbstractContextManager[Carrier]],
     done: Callable[[Part, bytes], None],
-    threads: int = THREADS,
 ) -> None:
     """Write bytes in memory to parts of files; ``digest`` of the parts is ignored. Otherwise like :func:`read_parts`.
 
     :param done: called with each written part, and the digest of its written bytes.
     :raises PartError: if a part cannot be written; :class:`SourceError` if its memory cannot be read.
     """
-    _carry(parts, carrier, _write, done, threads)
+    _carry(parts, carrier, _write, done)
 
 
 def _carry(
@@ -181,7 +179,6 @@ def _carry(
     carrier: Callable[[], AbstractContextManager[Carrier]],
     carry: Callable[[Part, Carrier, threading.Event], bytes | None],
     done: Callable[[Part, bytes], None],
-    count: int,
 ) -> None:
     """Transfer parts in several threads.
 
@@ -217,7 +214,7 @@ def _carry(
 
     threads = [
         threading.Thread(target=work, name=f"shared-rpc-carrier-{number}", daemon=True)
-        for number in range(min(count, len(parts)))
+        for number in range(min(_THREADS, len(parts)))
     ]
     started: list[threading.Thread] = []
     try:
