@@ -171,8 +171,12 @@ class FrameDecoder:
         # A view kept by an exception's traceback would prevent the buffer from growing.
         with memoryview(partial) as view:
             body, payload = bytes(view[HEADER_SIZE : end - payload_size]), bytes(view[end - payload_size : end])
-        self.frames.append(Frame(kind, request_id, body, payload, self.fds[:count]))
-        del self.fds[:count], partial[:end]
+        frame = Frame(kind, request_id, body, payload, self.fds[:count])
+        del (
+            self.fds[:count],
+            partial[:end],
+        )  # before the frame is added: a descriptor has one owner, also if this is interrupted
+        self.frames.append(frame)
         self._header = None
         return True
 

@@ -210,11 +210,12 @@ class FrameSocket(FrameBuffers):
         """
         if not self._read:
             return
-        data, ancillary, flags, _ = self._read.pop()
+        data, ancillary, flags, _ = self._read[0]
+        fds = _fds_of(ancillary) if ancillary else []
+        self.fds += fds
         self.partial += data
-        if ancillary:
-            fds = _fds_of(ancillary)
-            self.fds += fds
+        del self._read[0]
+        if fds:
             self.check_fds()
             _refuse_strange(fds, self.limits.files)
         if flags & _CTRUNC:
