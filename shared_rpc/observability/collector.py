@@ -8,7 +8,6 @@ from typing import Any
 
 import prometheus_client
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.samples import Sample
 
 from shared_rpc.observability.events import Event
 from shared_rpc.observability.metrics import EVENTS, Counted, Read, Reading
@@ -68,7 +67,7 @@ class Collector:
         """Yield every metric with its numbers."""
         for _, counted in self._counted:
             for found in counted.collect():
-                found.samples = [_named(sample) for sample in found.samples if not sample.name.endswith("_created")]
+                found.samples = [sample for sample in found.samples if not sample.name.endswith("_created")]
                 yield found
         for name, numbers in self._reading.numbers.items():
             metric = self._read[name]
@@ -94,9 +93,3 @@ def _begin(metric: Counted, counted: _Instrument, endpoints: Iterable[str]) -> N
 def _family(metric: Read[Any]) -> CounterMetricFamily | GaugeMetricFamily:
     family = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
     return family(f"{PREFIX}_{metric.name}", metric.help, labels=tuple(metric.labels))
-
-
-def _named(sample: Sample) -> Sample:
-    """Name buckets as ``le="1"`` instead of prometheus-client's ``"1.0"``: queries compare text."""
-    le = sample.labels.get("le", "")
-    return sample._replace(labels={**sample.labels, "le": le.removesuffix(".0")}) if le.endswith(".0") else sample
