@@ -12,6 +12,7 @@ import msgspec
 from shared_rpc.execution.outcomes import Completed, Failure
 from shared_rpc.execution.transfer import SessionTransfer, Transfers
 from shared_rpc.memory.records import Arguments
+from shared_rpc.observability.events import HOOKS, BuildFinished, BuildStarted
 from shared_rpc.protocol.infos import ExecutorInfo
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.tasks import Progress
@@ -70,6 +71,27 @@ class Run(msgspec.Struct, Generic[W], eq=False):
     over: bool = False
     #: Private data of the executor.
     place: Any = None
+
+    def report_start(self, server_id: str = "") -> None:
+        """Report the start of its work to hooks."""
+        if HOOKS.registered:
+            HOOKS.emit(BuildStarted(**self._facts(server_id)))
+
+    def report_end(self, seconds: float, error: str, server_id: str = "") -> None:
+        """Report the end of its work to hooks.
+
+        :param error: the code of its error, ``""`` for success.
+        """
+        if HOOKS.registered:
+            HOOKS.emit(BuildFinished(**self._facts(server_id), seconds=seconds, error=error))
+
+    def _facts(self, server_id: str) -> dict[str, Any]:
+        return {
+            "server_id": server_id,
+            "endpoint": self.spec.name,
+            "request_id": self.request_id,
+            "cached": self.cached,
+        }
 
 
 class Owner(Protocol):

@@ -13,7 +13,6 @@ from shared_rpc.execution.device_memory import frees_are_pending, until_freed
 from shared_rpc.execution.outcomes import Completed, Failure
 from shared_rpc.execution.run import CallArguments, Run
 from shared_rpc.memory.records import Arguments, Record
-from shared_rpc.observability.events import HOOKS, BuildFinished, BuildStarted
 from shared_rpc.protocol.infos import EndpointStatistics, RunInfo, ServerStatistics
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.tasks import Progress
@@ -294,15 +293,7 @@ class Runs:
     def began(self, run: Run[Waiter]) -> None:
         self.statistics.of(run.spec.name)["builds"] += 1
         run.running, run.begun_at = True, time.monotonic()
-        if HOOKS.registered:
-            HOOKS.emit(
-                BuildStarted(
-                    server_id=self._state.server_id,
-                    endpoint=run.spec.name,
-                    request_id=run.request_id,
-                    cached=run.cached,
-                )
-            )
+        run.report_start(self._state.server_id)
         self._followed(run)
 
     def progressed(self, run: Run[Waiter], progress: Progress) -> None:
@@ -317,7 +308,9 @@ class Runs:
     def ended(self, run: Run[Waiter], outcome: Completed | Failure) -> None:
         run.over = True
         if run.running:
-            self._count_build(run, outcome.code if isinstance(outcome, Failure) else "")
+            seconds = time.monotonic() - run.begun_at
+            self.statistics.of(run.spec.name)["build_seconds"] += seconds
+            run.report_end(seconds, outcome.code if isinstance(outcome, Failure) else "", self._state.server_id)
         if isinstance(outcome, Completed) and outcome.record is not None and not run.waiters:
             self._executor.transfers.release_results(run.session, outcome.record.chunks)
         if run in self.calls.runs:
@@ -325,21 +318,6 @@ class Runs:
         elif isinstance(outcome, Completed) and outcome.record is not None:
             outcome.record.close()  # the server has stopped
         self._next_turn(run)
-
-    def _count_build(self, run: Run[Waiter], error: str) -> None:
-        seconds = time.monotonic() - run.begun_at
-        self.statistics.of(run.spec.name)["build_seconds"] += seconds
-        if HOOKS.registered:
-            HOOKS.emit(
-                BuildFinished(
-                    server_id=self._state.server_id,
-                    endpoint=run.spec.name,
-                    request_id=run.request_id,
-                    cached=run.cached,
-                    seconds=seconds,
-                    error=error,
-                )
-            )
 
     def _next_turn(self, run: Run[Waiter]) -> None:
         """Start the next run of a serialized endpoint, after one ended or was dropped."""

@@ -26,7 +26,6 @@ from shared_rpc.forks import after_fork
 from shared_rpc.lifecycle.ending import end_now, end_within
 from shared_rpc.memory.devices import devices_of, facts_of, resolve_quotas
 from shared_rpc.memory.mapping import MAPPINGS
-from shared_rpc.observability.events import HOOKS, BuildFinished, BuildStarted
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.catalogue import decode_message, encode_message
 from shared_rpc.protocol.frames import Frame
@@ -239,9 +238,8 @@ class WorkerHost:
     def began(self, run: Run[None]) -> None:
         # Before the endpoint runs, which may end this process: a started run is not restarted elsewhere.
         self._stream.send(w.RunStarted(), run.number, at_once=True)
-        if HOOKS.registered:
-            run.begun_at = time.monotonic()
-            HOOKS.emit(BuildStarted(endpoint=run.spec.name, request_id=run.request_id, cached=run.cached))
+        run.begun_at = time.monotonic()
+        run.report_start()
 
     def progressed(self, run: Run[None], progress: Progress) -> None:
         self._stream.send(w.RunProgress(progress), run.number)
@@ -251,16 +249,8 @@ class WorkerHost:
         failure = outcome if isinstance(outcome, Failure) else self._hand_over(executor, run, outcome)
         if failure is not None:
             self._fail(run.number, executor, run.session, failure)
-        if run.begun_at:  # for the hooks that received its start
-            HOOKS.emit(
-                BuildFinished(
-                    endpoint=run.spec.name,
-                    request_id=run.request_id,
-                    cached=run.cached,
-                    seconds=time.monotonic() - run.begun_at,
-                    error=failure.code if failure is not None else "",
-                )
-            )
+        if run.running:
+            run.report_end(time.monotonic() - run.begun_at, failure.code if failure is not None else "")
 
     def _hand_over(self, executor: InProcessExecutor, run: Run[None], produced: Completed) -> Failure | None:
         """Send a result to the broker; return the failure if that is not possible."""
