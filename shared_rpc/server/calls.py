@@ -44,17 +44,10 @@ class Calls:
     def call(self, caller: Caller, message: m.Call) -> None:
         """Answer from the cache, join a run, or start one, perhaps before this returns."""
         waiter, lowered, arguments = _entered(caller, message)
-        endpoint, chain = message.endpoint, frozenset(message.chain)
         if message.pooled:
             self._transfers.of(caller.session)  # creates the transfer
             waiter.pooled = True
-        try:
-            spec, key = self._bound(waiter, endpoint, lowered, arguments, chain)
-        except BaseException as error:
-            close_arguments(arguments)
-            resolve(waiter, Failure.unexpected(error, f"a call of {endpoint[:100]!r} cannot begin"))
-            return
-        self._runs.enter(waiter, spec, key, arguments, chain)
+        self._begin(waiter, message, lowered, arguments)
 
     @handles(g.Refresh)
     def refresh(self, caller: Caller, message: g.Refresh) -> None:
@@ -87,20 +80,25 @@ class Calls:
                 else:
                     caller.fail(outcome.seal() if isinstance(message, x.PrepareCandidate) and message.sealed else outcome)
             except Exception as error:
-                caller.fail(Failure.unexpected(error, f"a new generation of {endpoint[:100]!r} cannot be delivered"))
+                caller.fail(Failure.unexpected(error, f"a new generation of {message.endpoint[:100]!r} cannot be delivered"))
             finally:
                 if waiter.prepares and not sent and isinstance(outcome, Delivery) and outcome.stored is not None:
                     self._state.release(caller.session, [outcome.stored.object_id])
 
         waiter.deliver = deliver
-        endpoint, chain = message.endpoint, frozenset(message.chain)
+        self._begin(waiter, message, lowered, arguments)
+
+    def _begin(self, waiter: Waiter, message: m.Call, lowered: Lowered | None, arguments: CallArguments) -> None:
+        """Answer a call from the cache, join a run, or start one; errors go to the waiter."""
+        chain = frozenset(message.chain)
         try:
-            spec, key = self._bound(waiter, endpoint, lowered, arguments, chain)
-            check_refreshable(spec, key)
-            waiter.arguments = identity_of(spec, *_read(lowered, arguments))
+            spec, key = self._bound(waiter, message.endpoint, lowered, arguments, chain)
+            if waiter.refreshes or waiter.prepares:
+                check_refreshable(spec, key)
+                waiter.arguments = identity_of(spec, *_read(lowered, arguments))
         except BaseException as error:
             close_arguments(arguments)
-            resolve(waiter, Failure.unexpected(error, f"a call of {endpoint[:100]!r} cannot begin"))
+            resolve(waiter, Failure.unexpected(error, f"a call of {message.endpoint[:100]!r} cannot begin"))
             return
         self._runs.enter(waiter, spec, key, arguments, chain)
 
