@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import os
 import resource
 import threading
@@ -190,7 +191,7 @@ class Broker:
                     if self._options.idle_exit is None:
                         await anyio.sleep_forever()
                     else:
-                        await wait_until_idle(self._options.idle_exit, self._activity)
+                        await self._wait_until_idle(self._options.idle_exit)
                         self._end(f"no client, lease or task for {self._options.idle_exit:g} s")
             finally:
                 if self._exporter is not None:
@@ -351,8 +352,20 @@ class Broker:
         usages = [service.acceptor.usage(asker) for service in self._services.values()]
         return Usage(*map(sum, zip(*usages, strict=True))) if usages else Usage(0, 0, 0, 0)
 
-    def _activity(self) -> tuple[bool, int]:
-        return any(self._usage()), sum(service.acceptor.admitted for service in self._services.values())
+    async def _wait_until_idle(self, seconds: float) -> None:
+        """Return once the server has been unused for that long: not earlier, and at most two checks later.
+
+        Nothing runs on the loop between the last check and the return.
+        """
+        pause = max(min(seconds / 10, _LONGEST), _SHORTEST)
+        since, earlier = math.inf, -1
+        while True:
+            admitted = sum(service.acceptor.admitted for service in self._services.values())
+            used = any(self._usage()) or admitted != earlier
+            since, earlier = math.inf if used else min(since, time.monotonic()), admitted
+            if time.monotonic() - since >= seconds:
+                return
+            await anyio.sleep(pause)
 
     def _end(self, why: str) -> None:
         # No client is admitted from here on: a client that was not admitted starts another server.
@@ -455,25 +468,3 @@ def _only(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     return error
-
-
-async def wait_until_idle(seconds: float, activity: Callable[[], tuple[bool, int]]) -> None:
-    """Return once the server has been unused for that long: not earlier, and at most two checks later.
-
-    It checks ten times in ``seconds``, at least every 30 s. Nothing runs on the loop between the last check and the return.
-
-    :param activity: returns True if the server is in use, and a number that changes with any use since the last check.
-    """
-    pause = max(min(seconds / 10, _LONGEST), _SHORTEST)
-    quiet_since: float | None = None
-    earlier = -1
-    while True:
-        used, count = activity()
-        now = time.monotonic()
-        if used or count != earlier:
-            quiet_since, earlier = None, count
-        elif quiet_since is None:
-            quiet_since = now
-        elif now - quiet_since >= seconds:
-            return
-        await anyio.sleep(pause)

@@ -184,7 +184,7 @@ class DeviceMemory:
         try:
             with closing_all(made.values()):
                 for order in there:
-                    made[id(order)] = Written(_as(order.source.duplicate(), order.wanted), b"")
+                    made[id(order)] = Written(Segment(order.wanted, order.source.owner), b"")
                 if here:
                     copies = await self._in_thread(copy_on_host, here, steps)
                     made.update(zip(map(id, here), copies, strict=True))
@@ -262,11 +262,6 @@ def _is_own_copy(order: CopyOrder) -> bool:
 
 def _is_of_host(order: CopyOrder) -> bool:
     return {order.source.info.mechanism, order.wanted.mechanism} <= ON_HOST
-
-
-def _as(segment: Segment, info: SegmentInfo) -> Segment:
-    segment.info = info
-    return segment
 
 
 def frees_are_pending() -> bool:

@@ -339,6 +339,3 @@ class Registry:
     def all(self) -> list[EndpointSpec]:
         """Return all specs, in the order of registration."""
         return list(self._specs.values())
-
-    def __len__(self) -> int:
-        return len(self._specs)

@@ -137,7 +137,7 @@ class Core:
             self._listeners,
             self._sweeper.wake_within,
         )
-        self.release, self.stored = state.release, state.stored
+        self.release = state.release
         self.tiers = Tiers(state, spill)
         self.buffers = Buffers(state, self.tiers)
         self.generations = Generations(state, self.tiers, self.buffers)

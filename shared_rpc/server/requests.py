@@ -22,11 +22,7 @@ Lowered = tuple[Sequence[Any], dict[str, Any]]
 
 
 class Caller(Protocol):
-    """The caller of one request, in another process or in this one. A request is answered exactly once.
-
-    ``session`` is the id of the caller's session; ``local`` is True if it is in this process, and can use a live value.
-    ``name`` identifies the request in logs and errors.
-    """
+    """The caller of one request, in another process or in this one. A request is answered exactly once."""
 
     @property
     def session(self) -> str:
@@ -34,11 +30,11 @@ class Caller(Protocol):
 
     @property
     def local(self) -> bool:
-        """True if the caller is in this process."""
+        """True if the caller is in this process, and can use a live value."""
 
     @property
     def name(self) -> str:
-        """The name that identifies the request."""
+        """The name that identifies the request in logs and errors."""
 
     @property
     def payload(self) -> bytes:

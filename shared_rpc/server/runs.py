@@ -374,9 +374,8 @@ class Runs:
             if not kept:
                 self._discard(record)
 
-    def _discard(self, record: Record | None) -> None:
-        if record is not None:
-            record.close()
+    def _discard(self, record: Record) -> None:
+        record.close()
         self._executor.reclaim()
 
     def _keep(self, run: Run[Waiter], outcome: Completed, record: Record, reservation: Reservation) -> None:
