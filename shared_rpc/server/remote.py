@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import os
 import socket
@@ -48,8 +47,6 @@ _LARGE = frozenset(
 )
 #: Characters of an error's text in events.
 _SHOWN = 500
-#: Numbers the connections of this process, in order of arrival.
-_numbers = itertools.count(1)
 
 
 class RemoteClient:
@@ -69,9 +66,6 @@ class RemoteClient:
         self.peer = peer
         self._may_send_code = core.sessions.admit_code(sock)
         self.session: Session | None = None
-        self.session_id = ""
-        #: The connection's name, unique among all servers, and the prefix of its requests' names.
-        self.name = ""
         self._intake = core.objects.descriptors.intake
         self.stream = FramedStream(
             sock,
@@ -160,7 +154,7 @@ class RemoteClient:
         if self.session is None:
             self._welcome(frame)
             return
-        caller = RemoteCaller(self.core, self.session_id, self, frame.request_id, frame)
+        caller = RemoteCaller(self.core, self.session.session_id, self, frame.request_id, frame)
         if len(frame.body) <= _LONG:
             _answer(caller, frame)
         else:
@@ -172,8 +166,6 @@ class RemoteClient:
         if not isinstance(hello, m.Hello):
             raise ProtocolError(f"the first message of the connection is {type(hello).__name__}, not Hello")
         self.session = self.core.sessions.begin(self.peer, self._may_send_code)
-        self.session_id = self.session.session_id
-        self.name = f"{self.session_id[:8]}-{next(_numbers)}"
         self.stream.limit_frames(CLIENT)
         self.send(m.Welcome(self.core.server_id, self.core.device), frame.request_id)
 
@@ -217,8 +209,8 @@ class RemoteCaller(msgspec.Struct, eq=False):
 
     @property
     def name(self) -> str:
-        """The request's name, which identifies a client's error in the server's log."""
-        return f"{self._client.name}-{self._number}"
+        """The request's name, unique among all servers, which identifies a client's error in the server's log."""
+        return f"{self.session[:8]}-{self._number}"
 
     @property
     def waiter(self) -> Waiter:
@@ -252,7 +244,7 @@ class RemoteCaller(msgspec.Struct, eq=False):
             raise ServerBusy(f"{_MAX_CALLS} calls of this connection are under way: wait for some of them to end")
         waiting[self._number] = self
         self._frame = None
-        self._waiter = Waiter(self.session, self.deliver, request_id=f"{self._client.name}-{self._number}")
+        self._waiter = Waiter(self.session, self.deliver, request_id=self.name)
         return self._waiter
 
     def leave(self) -> None:

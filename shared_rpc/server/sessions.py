@@ -11,6 +11,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from typing import get_args
 
 from shared_rpc.errors import CapabilityError, ConfigurationError
@@ -22,20 +23,17 @@ from shared_rpc.server.state.leases import Holder, LeaseTable
 from shared_rpc.server.state.objects import ObjectStore, infos_of, usage_of
 
 
+@dataclass(eq=False)
 class Session:
-    """One client.
+    """One client; for ``may_send_code`` see :meth:`Sessions.check_code`."""
 
-    :param may_send_code: see :meth:`Sessions.check_code`.
-    """
-
-    def __init__(self, peer: Peer, may_send_code: bool) -> None:
-        self.session_id = secrets.token_hex(8)
-        self.peer = peer
-        self.may_send_code = may_send_code
-        self.since = time.time()
-        #: True once the client has announced the session's end.
-        self.closing = False
-        self.began = time.monotonic()
+    peer: Peer
+    may_send_code: bool
+    session_id: str = field(default_factory=lambda: secrets.token_hex(8))
+    since: float = field(default_factory=time.time)
+    began: float = field(default_factory=time.monotonic)
+    #: True once the client has announced the session's end.
+    closing: bool = False
 
 
 class Sessions:
@@ -103,9 +101,7 @@ class Sessions:
         session = Session(peer, may_send_code)
         self._by_id[session.session_id] = session
         if HOOKS.registered:
-            HOOKS.emit(
-                SessionOpened(server_id=self._server_id, session=session.session_id, pid=session.peer.pid),
-            )
+            HOOKS.emit(SessionOpened(server_id=self._server_id, session=session.session_id, pid=peer.pid))
         return session
 
     def closing(self, session_id: str) -> None:
