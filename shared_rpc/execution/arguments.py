@@ -47,65 +47,40 @@ def read_arguments(
     arguments = Arguments(message.args, message.kwargs, bytes(message.table), chunks=message.chunks)
     arguments.nbytes = len(frame.body) + len(frame.payload)
     arguments.session = session
-    #: None for segments still to be looked up by their ids.
-    segments: list[Segment | None] = [None] * len(message.segments)
+    unknown: list[str] = []
+    sent = deque(frame.detach_fds())
+    trusted = segment_of is None
     try:
         if transfer is not None and message.chunks:
             arguments.pooled = transfer.lent(message.chunks)
-        if frame.fds:
-            # The sent segments first: the client sends an arena only once, even if this call fails.
-            _take_sent(segments, frame, message, transfer, trusted=segment_of is None)
-        if kept:
-            _find_kept(segments, message, transfer, segment_of)
+        for number, info in enumerate(message.segments):
+            found: Segment | None
+            if info.arena:
+                assert transfer is not None, "it was created for the arena"
+                found = transfer.arena(info.id) if number in kept else transfer.add_arena(info, sent.popleft())
+            elif number in kept:
+                found = segment_of(info.id) if segment_of is not None else None
+                if found is not None:
+                    # Mapped for writing, like the existing mapping; restored memory is mapped as it is shared, since it may be
+                    # sealed.
+                    found = found.duplicate("read_write" if found.info.id == found.info.name else None)
+            else:
+                # With a new id, no client can pass its memory off as another segment.
+                own = info if trusted else msgspec.structs.replace(info, id=new_segment_id())
+                found = Segment.owning(own, sent.popleft(), foreign=not trusted)
+            if found is not None:
+                arguments.segments.append(found)
+            else:
+                unknown.append(info.id[:100])
+        if unknown:  # not before: the client sends an arena only once, even if this call fails
+            raise SegmentNotFound(f"this server does not have the segments {', '.join(unknown)[:1000]} any more", unknown)
         start = 0
         for size in message.skeletons:
             arguments.skeletons.append(frame.payload[start : start + size])
             start += size
     except BaseException:
         arguments.close()
-        for segment in segments:
-            if segment is not None:
-                segment.close()
         raise
-    arguments.segments = [segment for segment in segments if segment is not None]
-    return arguments
-
-
-def _take_sent(
-    segments: list[Segment | None], frame: Frame, message: m.Call, transfer: SessionTransfer | None, *, trusted: bool
-) -> None:
-    """Take ownership of the segments whose descriptors arrived with the call."""
-    kept = frozenset(message.kept)
-    sent = deque(frame.detach_fds())
-    try:
-        for number, info in enumerate(message.segments):
-            if number in kept:
-                continue
-            if info.arena and transfer is not None:
-                segments[number] = transfer.add_arena(info, sent.popleft())
-            else:
-                # With a new id, no client can pass its memory off as another segment.
-                own = info if trusted else msgspec.structs.replace(info, id=new_segment_id())
-                segments[number] = Segment.owning(own, sent.popleft(), foreign=not trusted)
     finally:
         CLOSER.discard(list(sent))
-
-
-def _find_kept(
-    segments: list[Segment | None], message: m.Call, transfer: SessionTransfer | None, segment_of: SegmentOf | None
-) -> None:
-    """Duplicate the segments named by their ids: the session's arenas, and segments of the server's objects."""
-    unknown = []
-    for number in set(message.kept):
-        info = message.segments[number]
-        if info.arena and transfer is not None:
-            segments[number] = transfer.arena(info.id)
-            continue
-        found = segment_of(info.id) if segment_of is not None else None
-        if found is None:
-            unknown.append(info.id[:100])
-        else:
-            # Mapped for writing, like the existing mapping; restored memory is mapped as it is shared, since it may be sealed.
-            segments[number] = found.duplicate("read_write" if found.info.id == found.info.name else None)
-    if unknown:
-        raise SegmentNotFound(f"this server does not have the segments {', '.join(unknown)[:1000]} any more", unknown)
+    return arguments

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from shared_rpc.errors import ProtocolError, SegmentNotFound
+from shared_rpc.errors import ProtocolError
 from shared_rpc.lifecycle.finalizer import FINALIZER
 from shared_rpc.memory.chunk_references import ChunkReferences
 from shared_rpc.memory.pool import Pool, PoolOptions
@@ -39,17 +39,12 @@ class SessionTransfer(ABC):
         if len(self._arenas) > _MAX_ARENAS:
             self._arenas.pop(info.id).close()
             raise ProtocolError(f"the client has sent more than {_MAX_ARENAS} arenas")
-        return self.arena(info.id)
+        return self._arenas[info.id].duplicate()
 
-    def arena(self, segment_id: str) -> Segment:
-        """Return a duplicate of a registered arena.
-
-        :raises SegmentNotFound: if there is none of that id.
-        """
+    def arena(self, segment_id: str) -> Segment | None:
+        """Return a duplicate of a registered arena, None if there is none of that id."""
         known = self._arenas.get(segment_id)
-        if known is None:
-            raise SegmentNotFound(f"the session has no arena {segment_id[:100]}", [segment_id[:100]])
-        return Segment(known.info, known.descriptor)
+        return known.duplicate() if known is not None else None
 
     @abstractmethod
     def lent(self, chunks: Sequence[int]) -> dict[int, ChunkSink]:

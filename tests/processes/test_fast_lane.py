@@ -207,7 +207,7 @@ class TestHostile:
             result = raw.ask(m.Call("cached"))
             assert isinstance(result, m.Result)
             claim = chunk_call(kept=[0], chunks=[1])
-            for arena, why in ((False, "belongs to no pool"), (True, "the session has no arena")):
+            for arena, why in ((False, "belongs to no pool"), (True, "does not have the segments")):
                 claim.segments = [msgspec.structs.replace(info, arena=arena) for info in result.segments]
                 error = raw.ask(claim)
                 assert isinstance(error, m.Error) and why in error.text
