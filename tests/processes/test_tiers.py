@@ -251,7 +251,7 @@ def damage(server: Server, object_id: str) -> None:
     """Change a byte of an object's file."""
 
     def change(core: Core) -> None:
-        stored = core.stored(object_id)
+        stored = core.state.stored(object_id)
         copy = core.objects.copies.highest(stored.record.segments[0].info.id)
         os.pwrite(copy.segment.fileno(), b"\xff", 1)
 
