@@ -91,7 +91,6 @@ class TaskTable(Generic[W]):
         self._result_ttl = result_ttl
         self._capacity = capacity
         self._remembered = remembered
-        self._numbers = itertools.count(first)
         self._first = first
         self._issued = first - 1
         self._tasks: dict[str, Task[W]] = {}
@@ -108,7 +107,7 @@ class TaskTable(Generic[W]):
             raise ServerBusy(
                 f"{self._capacity} tasks are pending or running, the limit of this server (max_tasks): wait for one to end"
             )
-        self._issued = next(self._numbers)
+        self._issued += 1
         info = TaskInfo(
             task_id=f"{self.issuer}-{self._issued}",
             endpoint=endpoint,
@@ -154,14 +153,10 @@ class TaskTable(Generic[W]):
         task = self._tasks.get(task_id)
         if task is not None:
             return task
-        issuer, _, number = task_id[:100].rpartition("-")
+        number = task_id[:100].rpartition("-")[2]
         # Only the form of submit()'s ids: int() accepts other forms too.
-        if (
-            issuer == self.issuer
-            and number.isdecimal()
-            and number == str(int(number))
-            and self._first <= int(number) <= self._issued
-        ):
+        known = number.isdecimal() and self._first <= int(number) <= self._issued
+        if known and task_id == f"{self.issuer}-{int(number)}":
             raise TaskError(
                 f"task {task_id} has expired: a finished task is remembered for {self._result_ttl:g} s (result_ttl), "
                 f"and the last {self._remembered} of them",
@@ -185,16 +180,9 @@ class TaskTable(Generic[W]):
 
     def page(self, status: TaskStatus | None, after: int, limit: int) -> tuple[list[TaskInfo], int | None]:
         """List tasks in order of creation, those after number ``after``: ``(infos, next after or None)``."""
-        infos: list[TaskInfo] = []
-        last = after
-        for task in self._tasks.values():
-            if task.number <= after or (status is not None and task.info.status is not status):
-                continue
-            if len(infos) == limit:
-                return infos, last
-            infos.append(task.info)
-            last = task.number
-        return infos, None
+        later = (task for task in self._tasks.values() if task.number > after and status in (None, task.info.status))
+        found = list(itertools.islice(later, limit + 1))
+        return [task.info for task in found[:limit]], found[limit - 1].number if len(found) > limit else None
 
     def counts(self) -> dict[str, int]:
         """Return the number of tasks of each status."""
