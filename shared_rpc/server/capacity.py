@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ import anyio
 
 from shared_rpc.errors import CapabilityError, ServerBusy, SharedRPCError
 from shared_rpc.memory.records import Record
+from shared_rpc.observability.events import MoveReason
 from shared_rpc.protocol.records import Tier
 from shared_rpc.server.state import Clock
 from shared_rpc.server.state.leases import Holder, LeaseTable
@@ -80,8 +82,11 @@ class Move:
 
     group: Sequence[StoredObject]
     to: Tier
-    #: The direction of the objects, ``""`` for a copy.
+    #: The direction of the objects, ``""`` for a copy; and the reason of the move.
     direction: Literal["up", "down", ""]
+    reason: MoveReason = "capacity"
+    #: When it began, on the clock of :func:`time.monotonic`.
+    began: float = field(default_factory=time.monotonic)
     #: Bytes by device that it will free.
     frees: Counter[str] = field(default_factory=Counter)
     over: asyncio.Event = field(default_factory=asyncio.Event)

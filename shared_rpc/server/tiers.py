@@ -182,8 +182,8 @@ class Tiers:
                 missing = stored.cold and self._keeps(stored)
                 move = self._capacity.move_of(stored) if missing else None
                 if missing and move is None:
-                    move = self._enter(self._objects.group(stored), "device", "up")
-                    self._state.waits.begin(move, self._restored(move, stored, reason, reservation, made))
+                    move = self._enter(self._objects.group(stored), "device", "up", reason)
+                    self._state.waits.begin(move, self._restored(move, stored, reservation, made))
                 else:
                     reservation.release()
                 if move is not None:
@@ -198,13 +198,11 @@ class Tiers:
                 del self._kept[stored.object_id]
             self._state.settle()
 
-    async def _restored(
-        self, move: Move, stored: StoredObject, reason: MoveReason, reservation: Reservation, made: list[MoveInfo]
-    ) -> None:
+    async def _restored(self, move: Move, stored: StoredObject, reservation: Reservation, made: list[MoveInfo]) -> None:
         """Move a group to its device, for all requests that wait for it."""
         with self._moving(move), reservation:
             try:
-                made += await self._restore(move, stored, reason)
+                made += await self._restore(move, stored)
             except Exception as error:
                 move.error = error
 
@@ -258,15 +256,15 @@ class Tiers:
         tier = self._evictable(group, to) if self._keeps(stored) else None
         if tier is None:
             return []
-        moves = await self._lower(self._enter(group, tier, "down"), to, "request")
+        moves = await self._lower(self._enter(group, tier, "down", "request"), to)
         if moves is None:  # the objects that share its memory have changed
             return await self.move_down(stored, to)
         await until_freed()
         return moves
 
-    async def _lower(self, move: Move, to: str, reason: MoveReason) -> list[MoveInfo] | None:
+    async def _lower(self, move: Move, to: str) -> list[MoveInfo] | None:
         """Move a group to a lower tier; return None if the group changed in the meantime."""
-        began, copied = time.monotonic(), 0
+        copied = 0
         group, tier, stored = move.group, move.to, move.group[0]
         with self._moving(move):
             new = sum(info.nbytes for info in self._uncopied(group)) if tier == "host" else 0
@@ -291,7 +289,7 @@ class Tiers:
             before = stored.tier
             self._objects.evict(group, tier)
         self._state.executor.reclaim()
-        return self._describe_moves(group, before, copied, began, reason)
+        return self._describe_moves(move, group, before, copied)
 
     # Evictions for capacity.
 
@@ -310,12 +308,12 @@ class Tiers:
 
     def begin_eviction(self, group: Sequence[StoredObject], to: Tier) -> None:
         """Begin to move a group down."""
-        move = self._enter(group, to, "down")
+        move = self._enter(group, to, "down", "capacity")
         self._state.waits.begin(move, self._evict(move, to))
 
     async def _evict(self, move: Move, to: Tier) -> None:
         try:
-            if await self._lower(move, to, "capacity") is None:
+            if await self._lower(move, to) is None:
                 raise ServerBusy(f"the objects that share the memory of {_named(move.group[0])} have changed")
         except Exception as error:
             problem = Failure.unexpected(error, "a move between tiers failed").error  # that of a driver is logged
@@ -340,7 +338,7 @@ class Tiers:
                     host = sum(info.nbytes for info in new) if tier == "host" else 0
                     if not self._capacity.has_host(host):
                         raise ServerBusy(f"its {host} bytes exceed the limit of host copies")
-                    move = self._enter(group, tier, "")
+                    move = self._enter(group, tier, "", "capacity")
                     with self._moving(move), self._capacity.take({HOST: host}) as move.host:
                         await self._copy(move)
         except SharedRPCError as error:
@@ -362,9 +360,9 @@ class Tiers:
         while (move := self._capacity.move_of(stored)) is not None:
             await move.over.wait()
 
-    def _enter(self, group: Sequence[StoredObject], to: Tier, direction: Literal["up", "down", ""]) -> Move:
+    def _enter(self, group: Sequence[StoredObject], to: Tier, direction: Literal["up", "down", ""], reason: MoveReason) -> Move:
         """Register a move of a group that has none; :meth:`_moving` ends it."""
-        move = Move(group, to, direction)
+        move = Move(group, to, direction, reason)
         for info in infos_of(group).values() if direction == "down" else ():
             if not group[0].cold:
                 move.frees[info.device] += info.nbytes
@@ -513,9 +511,9 @@ class Tiers:
         if free is not None and new > free and self._capacity.drop_stale_copies(new - free):
             await until_freed()
 
-    async def _restore(self, move: Move, stored: StoredObject, reason: MoveReason) -> list[MoveInfo]:
+    async def _restore(self, move: Move, stored: StoredObject) -> list[MoveInfo]:
         """Restore a cold group, whose memory is reserved."""
-        began, before = time.monotonic(), stored.tier
+        before = stored.tier
         group = move.group
         infos = infos_of(group)
         # The object may be dropped during the move, together with its copies.
@@ -542,7 +540,7 @@ class Tiers:
             if revision == STALE:
                 own = info.device == "cpu"  # the object's own memory is its copy on the host
                 self._objects.copies.discard(segment_id, "file" if keeps and not own else None)
-        return self._describe_moves(left, before, move.done, began, reason)
+        return self._describe_moves(move, left, before, move.done)
 
     def _lost(self, group: Sequence[StoredObject], error: RecordError) -> StaleHandleError:
         """Drop objects whose bytes are lost, with all leases on them."""
@@ -551,24 +549,22 @@ class Tiers:
             self._state.drop(stored)
         return StaleHandleError(f"{_named(group[0])} was dropped: it cannot be restored: {error}", reason="object_gone")
 
-    def _describe_moves(
-        self, group: Sequence[StoredObject], before: Tier, copied: int, began: float, reason: MoveReason
-    ) -> list[MoveInfo]:
-        """Describe a completed move."""
+    def _describe_moves(self, move: Move, group: Sequence[StoredObject], before: Tier, copied: int) -> list[MoveInfo]:
+        """Describe a completed move of the objects that are left."""
         moves: list[MoveInfo] = []
         for stored in group:
-            move: MoveInfo = {
+            info: MoveInfo = {
                 "object_id": stored.object_id,
                 "endpoint": stored.endpoint,
                 "cache_key": stored.cache_key,
                 "tier": stored.tier,
                 "nbytes": sum(info.nbytes for info in infos_of([stored]).values()),
                 "copied": copied if stored is group[0] else 0,
-                "seconds": time.monotonic() - began,
+                "seconds": time.monotonic() - move.began,
             }
-            _log.info("%s is in tier %r, %d bytes were copied", _named(stored), stored.tier, move["copied"])
-            self._state.events.moved(stored, before, move, reason)
-            moves.append(move)
+            _log.info("%s is in tier %r, %d bytes were copied", _named(stored), stored.tier, info["copied"])
+            self._state.events.moved(stored, before, info, move.reason)
+            moves.append(info)
         return moves
 
 
