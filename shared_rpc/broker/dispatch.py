@@ -346,7 +346,7 @@ def _outcome(message: w.RunFinished | w.RunFailed, frame: Frame, transfer: Forwa
         raise ProtocolError(f"the worker sent a result with {len(frame.fds)} descriptors instead of {new}")
     fds = iter(frame.detach_fds())
     segments = [
-        Segment(arenas[number].info, arenas[number].descriptor) if number in arenas else Segment.owning(info, next(fds))
+        arenas[number].duplicate() if number in arenas else Segment.owning(info, next(fds))
         for number, info in enumerate(message.segments)
     ]
     return Completed(

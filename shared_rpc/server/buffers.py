@@ -69,12 +69,7 @@ class Buffers:
         if not 0 <= message.linger <= _LONGEST:
             raise ConfigurationError(f"linger={message.linger!r}: use seconds from 0 on, and less than a century")
         record = _whole([segment for segment in found.values() if segment is not None])
-        try:
-            stored = self.table.add(caller.session, record, None, linger=message.linger)
-        except BaseException:
-            record.close()
-            raise
-        _deliver(caller, stored)
+        _deliver(caller, self.table.add(caller.session, record, None, linger=message.linger))
 
     @handles(m.GetBuffer)
     def get(self, caller: Caller, message: m.GetBuffer) -> Answer:
@@ -144,13 +139,7 @@ def _whole(segments: Sequence[Segment]) -> Record:
         ),
         tuple(TensorEntry(number, "uint8", 0, (nbytes,), (1,)) for number, nbytes in enumerate(sizes)),
     )
-    own: list[Segment] = []
-    try:
-        own += (segment.duplicate() for segment in segments)
-    except BaseException:
-        for segment in own:
-            segment.close()
-        raise
+    own = [segment.duplicate() for segment in segments]
     return Record(list_of_tensors(len(own)), msgspec.msgpack.encode(table), own, sum(sizes), private_nbytes=0)
 
 
