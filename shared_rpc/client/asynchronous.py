@@ -111,6 +111,7 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
                 return await step.link.exchange(step.request, anyio.current_time() + PROMPT)
             case Pause():
                 await anyio.sleep(step.seconds)
+                self._check_open()
             case Within():
                 state.deadline = step.deadline(anyio.current_time())
             case Tell():

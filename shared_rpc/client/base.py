@@ -181,14 +181,17 @@ class BaseClient(Context):
             self._socket_path = socket_path(resolve_base_path(self._base_path), device_tag(device_id(self._device)))
         return self._socket_path
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConnectionClosed("this client is closed")
+
     def _new_session(self, patience: float, seconds: float) -> Operation[list[Lease[Any]]]:
         """Wait for a server, and begin a session, which takes over the leases of the previous one.
 
         :param patience: seconds to wait for a server to listen; ``seconds``: those until the operation's deadline.
         :returns: the active handles whose memory the server has replaced.
         """
-        if self._closed:
-            raise ConnectionClosed("this client is closed")
+        self._check_open()
         if self._ready_link() is not None:
             return []
         earlier, deadline = self._link, time.monotonic() + seconds
@@ -290,8 +293,7 @@ class BaseClient(Context):
         :raises ConnectionClosed: if the client is closed.
         :raises ConnectError: without a link.
         """
-        if self._closed:
-            raise ConnectionClosed("this client is closed")
+        self._check_open()
         if self._link is None:
             raise ConnectError(f"cannot connect to {self.socket_path} in time")
         return self._link

@@ -97,6 +97,7 @@ class BlockingDriver(BaseClient, BlockingMethods):
                 return step.link.exchange(step.request, time.monotonic() + PROMPT)
             case Pause():
                 time.sleep(step.seconds)
+                self._check_open()
             case Within():
                 state.deadline = step.deadline(time.monotonic())
             case Tell():

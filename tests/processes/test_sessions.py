@@ -116,6 +116,18 @@ def test_threads_wait_for_a_slow_connection_of_another_one(client: Client, monke
         assert all(pool.map(lambda _: client.ping(), range(3)))
 
 
+def test_closing_a_client_ends_its_wait_for_a_server(tmp_path: Path) -> None:
+    """Also in threads that wait for the one that connects."""
+    client = Client(tmp_path / "none", device="cpu", connect_timeout=30.0)
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(client.ping) for _ in range(2)]
+        eventually(lambda: all(future.running() for future in waiting))
+        client.close()
+        for future in waiting:
+            with pytest.raises(ConnectionClosed, match="this client is closed"):
+                future.result(5)
+
+
 def test_closing_a_client_that_many_threads_use(world: World) -> None:
     """Whenever it happens, every thread ends with an error that names the client, and nothing stays open."""
     for _ in range(5):
