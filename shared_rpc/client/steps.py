@@ -254,9 +254,9 @@ def ask(request: Request, kind: type[M]) -> Operation[M]:
     return message_of((yield request), request.what, kind)
 
 
-def query(message: m.Query[T], what: str, payload: bytes = b"") -> Operation[T]:
+def query(message: m.Query[T], what: str, payload: bytes = b"", sessions: Sequence[object] = ()) -> Operation[T]:
     """Send a query; return the value of its answer."""
-    answer = yield from ask(Request(message, what, payload), m.Answer)
+    answer = yield from ask(Request(message, what, payload, sessions=sessions), m.Answer)
     try:
         return message.read(answer)
     except msgspec.DecodeError as error:

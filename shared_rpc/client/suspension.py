@@ -26,7 +26,7 @@ from shared_rpc.client.exchange import PROMPT
 from shared_rpc.client.handle import Lease
 from shared_rpc.client.sending import send
 from shared_rpc.client.session import LeaseBook
-from shared_rpc.client.steps import Driver, Operation, Pause, Reach, Reply, Request, Tell, Within, Work, ask, message_of, query
+from shared_rpc.client.steps import Driver, Operation, Pause, Reach, Reply, Request, Tell, Within, Work, query
 from shared_rpc.client.transfer import ClientTransfer
 from shared_rpc.errors import (
     CapabilityError,
@@ -164,7 +164,7 @@ def _settled(ctx: Context, object_id: str, handle: Lease[Any] | None = None, *, 
             yield Tell(t.Suspend([object_id]))
             return
         with suppress(ConnectError, ConnectionClosed):  # the leases have ended; a session that takes them over begins with this
-            yield from ask(Request(t.Suspend([object_id]), "suspend"), m.Count)
+            yield from query(t.Suspend([object_id]), "suspend")
 
 
 def _unmapped(object_id: str, handle: Lease[Any] | None) -> None:
@@ -291,7 +291,7 @@ def release_leases(ctx: Context, object_ids: list[str], sessions: Sequence[objec
     """
     count = 0
     if object_ids and waits:
-        count = message_of((yield Request(m.Release(object_ids), "release", sessions=sessions)), "release", m.Count).count
+        count = yield from query(m.Release(object_ids), "release", sessions=sessions)
     elif object_ids:
         yield Tell(m.Release(object_ids))
     yield from lease_ended(ctx, object_ids, waits=waits)

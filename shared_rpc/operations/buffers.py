@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from shared_rpc.client.handle import Lease
-from shared_rpc.client.steps import Operation, Request, Work, ask, query
+from shared_rpc.client.steps import Operation, Request, Work, query
 from shared_rpc.client.suspension import Context
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.memory.devices import device_id
@@ -78,8 +78,7 @@ class BufferOperations:
         Processes that hold it, including this one, keep it: the memory is freed with the last handle.
         """
         object_id = id_of(buffer)
-        reply = yield from ask(Request(m.FreeBuffer(object_id), f"free_buffer({object_id!r})"), m.Count)
-        return bool(reply.count)
+        return (yield from query(m.FreeBuffer(object_id), f"free_buffer({object_id!r})"))
 
     @operation
     def list_devices(ctx: Context) -> Steps[list[DeviceInfo]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shared_rpc.client.sending import lower
-from shared_rpc.client.steps import Request, ask
+from shared_rpc.client.steps import query
 from shared_rpc.client.suspension import Context
 from shared_rpc.operations.binding import Steps, operation, take_result
 from shared_rpc.protocol import messages as m
@@ -38,15 +38,12 @@ class CallOperations:
         server = yield from ctx._reached()
         arguments = yield from lower(args, kwargs, server.device)
         message = m.InvalidateCall(endpoint, arguments.args, arguments.kwargs)
-        reply = yield from ask(Request(message, f"invalidate_call_cache({endpoint!r})"), m.Count)
-        return int(reply.count)
+        return (yield from query(message, f"invalidate_call_cache({endpoint!r})"))
 
     @operation
     def invalidate_endpoint_cache(ctx: Context, endpoint: str) -> Steps[int]:
         """Drop all cached results of an endpoint; return their number. Handles stay valid."""
-        what = f"invalidate_endpoint_cache({endpoint!r})"
-        reply = yield from ask(Request(m.InvalidateEndpoint(endpoint), what), m.Count)
-        return int(reply.count)
+        return (yield from query(m.InvalidateEndpoint(endpoint), f"invalidate_endpoint_cache({endpoint!r})"))
 
     @operation
     def invalidate_object(ctx: Context, object_id: str) -> Steps[int]:
@@ -57,5 +54,4 @@ class CallOperations:
         :raises StaleHandleError: if the server has no such object.
         :raises ConfigurationError: for a buffer: use :meth:`free_buffer`.
         """
-        reply = yield from ask(Request(m.InvalidateObject(object_id), f"invalidate_object({object_id!r})"), m.Count)
-        return int(reply.count)
+        return (yield from query(m.InvalidateObject(object_id), f"invalidate_object({object_id!r})"))

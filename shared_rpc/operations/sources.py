@@ -6,7 +6,7 @@ from collections import deque
 from typing import Any, cast
 
 from shared_rpc.client.exported import ExportedRecord
-from shared_rpc.client.steps import Lend, Operation, Request, Tell, Within, ask, query
+from shared_rpc.client.steps import Lend, Operation, Request, Tell, Within, query
 from shared_rpc.errors import ClusterError, ConnectError, ConnectionClosed, ProtocolError, SharedRPCError, to_wire
 from shared_rpc.operations.binding import BlockingIterator, CoroutineIterator, Leased, Part, Steps, bound, operation
 from shared_rpc.operations.handles import lending
@@ -115,7 +115,7 @@ class _SourceMethods(Part):
         """
         problem = ClusterError(error) if isinstance(error, str) else error
         message = s.FailMiss(self._number, miss.id, *to_wire(problem), getattr(problem, "pickled", b""))
-        yield from ask(Request(message, f"the failure of {miss.cache_key}"), m.Count)
+        yield from query(message, f"the failure of {miss.cache_key}")
 
     @operation
     def report(self, status: ClusterStatus) -> Steps[None]:
@@ -123,7 +123,7 @@ class _SourceMethods(Part):
 
         :raises ClusterError: if this is no longer the source.
         """
-        yield from ask(Request(s.ReportStatus(self._number, status), "the report of a source"), m.Count)
+        yield from query(s.ReportStatus(self._number, status), "the report of a source")
 
     @operation
     def close(self) -> Steps[None]:

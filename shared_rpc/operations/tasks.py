@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from shared_rpc.client.results import ReceivedResult, result_of
-from shared_rpc.client.steps import Operation, Reply, Request, Within, ask, message_of, pages, query
+from shared_rpc.client.steps import Operation, Reply, Request, Within, message_of, pages, query
 from shared_rpc.client.suspension import Context
 from shared_rpc.operations.binding import Steps, operation, take_result
 from shared_rpc.protocol import messages as m
@@ -134,8 +134,7 @@ class TaskOperations:
 
         :raises TaskError: if it is unknown or has expired.
         """
-        reply = yield from ask(Request(m.CancelTask(task_id), f"cancel_task({task_id!r})"), m.Count)
-        return bool(reply.count)
+        return (yield from query(m.CancelTask(task_id), f"cancel_task({task_id!r})"))
 
     @operation
     def list_tasks(ctx: Context, status: str | None = None) -> Steps[list[TaskInfo]]:

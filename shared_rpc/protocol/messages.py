@@ -83,14 +83,8 @@ class Welcome(Message):
     device: str
 
 
-class Ping(Message):
+class Ping(Query[None]):
     """Query for the server's liveness."""
-
-    again = True
-
-
-class Pong(Message):
-    """Answer to :class:`Ping`."""
 
 
 class GetServerInfo(Query[ServerInfo]):
@@ -160,16 +154,11 @@ class Cancel(Message):
     """
 
 
-class Release(Message):
-    """Release of one lease for each id; an id may occur several times."""
+class Release(Query[int]):
+    """Release of one lease for each id, which may occur several times; the answer is the number of those that were held."""
 
+    again = False
     object_ids: Ids
-
-
-class Count(Message):
-    """Number of released leases, or of invalidated entries."""
-
-    count: int
 
 
 class Hold(Message):
@@ -215,17 +204,19 @@ class ListObjects(Query[tuple[list[ListedObjectInfo], int | None]]):
     after: int = 0
 
 
-class InvalidateCall(Message):
-    """Drop the cached result of one call."""
+class InvalidateCall(Query[int]):
+    """Drop the cached result of one call. The answer is 0 if there is none."""
 
+    again = False
     endpoint: str
     args: msgspec.Raw = NO_ARGS
     kwargs: msgspec.Raw = NO_KWARGS
 
 
-class InvalidateEndpoint(Message):
-    """Drop all cached results of an endpoint."""
+class InvalidateEndpoint(Query[int]):
+    """Drop all cached results of an endpoint; the answer is their number."""
 
+    again = False
     endpoint: str
 
 
@@ -270,9 +261,10 @@ class FetchTask(Message):
     task_id: str
 
 
-class CancelTask(Message):
-    """Request to cancel a task or to stop its run; the :class:`Count` is 0 if it had finished."""
+class CancelTask(Query[bool]):
+    """Request to cancel a task or to stop its run; the answer is False if it had finished."""
 
+    again = False
     task_id: str
 
 
@@ -285,9 +277,10 @@ class ListTasks(Query[tuple[list[TaskInfo], int | None]]):
     after: int = 0
 
 
-class Free(Message):
-    """Return of chunks of the peer's pool. The answer to a client is :class:`Count`, or none for request id 0."""
+class Free(Query[int]):
+    """Return of chunks of the peer's pool; the answer to a client is their number."""
 
+    again = False
     chunks: Chunks
 
 
@@ -328,11 +321,12 @@ class GetBuffer(Message):
     name: str = ""
 
 
-class FreeBuffer(Message):
-    """Request to free a buffer for all processes; the :class:`Count` is 0 if it was freed before. ``release`` also releases
-    a lease on it.
+class FreeBuffer(Query[bool]):
+    """Request to free a buffer for all processes; the answer is False if it was freed before. ``release`` also releases a lease
+    on it.
     """
 
+    again = False
     object_id: str
     release: bool = False
 
@@ -374,9 +368,10 @@ class GetStatistics(Query[dict[str, EndpointStatistics]]):
     """Request for the counts of each endpoint since the server's start, by name."""
 
 
-class InvalidateObject(Message):
-    """Drop one cached result by the object's id; :class:`Count` is 0 if the cache did not list it."""
+class InvalidateObject(Query[int]):
+    """Drop one cached result by the object's id; the answer is 0 if the cache did not list it."""
 
+    again = False
     object_id: str
 
 

@@ -60,12 +60,13 @@ class AdoptMiss(Message):
     buffers: Annotated[list[str], msgspec.Meta(max_length=MOST_SEGMENTS)]
 
 
-class FailMiss(Message):
+class FailMiss(Query[None]):
     """Answer a miss with an error, in the parts made by :func:`shared_rpc.errors.to_wire`.
 
     ``pickled`` is the exception of another server's endpoint, which only the callers load.
     """
 
+    again = False
     source: int
     miss: int
     code: str
@@ -74,9 +75,10 @@ class FailMiss(Message):
     pickled: bytes
 
 
-class ReportStatus(Message):
+class ReportStatus(Query[None]):
     """Status of the source, for display and for metrics, replacing an earlier one."""
 
+    again = False
     source: int
     status: ClusterStatus
 

@@ -7,12 +7,13 @@ from shared_rpc.protocol.messages import Ids, Message, Query
 from shared_rpc.protocol.records import SegmentInfo
 
 
-class Suspend(Message):
+class Suspend(Query[int]):
     """Notice that the session does not access the memory of these objects until it resumes them. It keeps its leases.
 
-    The answer is :class:`~shared_rpc.protocol.messages.Count`: the number of these objects that the session had active.
+    The answer is the number of these objects that the session had active.
     """
 
+    again = False
     object_ids: Ids
 
 

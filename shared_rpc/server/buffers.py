@@ -88,12 +88,12 @@ class Buffers:
         )
 
     @handles(m.FreeBuffer)
-    def free(self, caller: Caller, message: m.FreeBuffer) -> m.Count:
+    def free(self, caller: Caller, message: m.FreeBuffer) -> m.Answer:
         """Unlist a buffer for all processes."""
         freed = self.table.free(message.object_id)
         if message.release:
             self._state.release(caller.session, [message.object_id])
-        return m.Count(int(freed))
+        return m.Answer.of(freed)
 
     @handles(m.ListDevices)
     async def list_devices(self, caller: Caller, message: m.ListDevices) -> m.Answer:

@@ -124,25 +124,25 @@ class Calls:
         caller.cancel()
 
     @handles(m.Free)
-    def free(self, caller: Caller, message: m.Free) -> m.Count:
+    def free(self, caller: Caller, message: m.Free) -> m.Answer:
         """Take back chunks of the endpoints' pool."""
         self._transfers.release_results(caller.session, message.chunks)
-        return m.Count(len(message.chunks))
+        return m.Answer.of(len(message.chunks))
 
     @handles(m.InvalidateCall)
-    def invalidate_call(self, caller: Caller, message: m.InvalidateCall) -> m.Count:
+    def invalidate_call(self, caller: Caller, message: m.InvalidateCall) -> m.Answer:
         """Drop the cached result of one call, and keep the result of a run that is under way out of the cache."""
         spec = self._state.registry.get(message.endpoint)
         key = key_of(spec, *decode_call(message.args, message.kwargs))
-        return m.Count(self._drop_key(key) if key is not None else 0)
+        return m.Answer.of(self._drop_key(key) if key is not None else 0)
 
     @handles(m.InvalidateEndpoint)
-    def invalidate_endpoint(self, caller: Caller, message: m.InvalidateEndpoint) -> m.Count:
+    def invalidate_endpoint(self, caller: Caller, message: m.InvalidateEndpoint) -> m.Answer:
         """Drop all cached results of an endpoint, see :meth:`drop`."""
-        return m.Count(self.drop(message.endpoint))
+        return m.Answer.of(self.drop(message.endpoint))
 
     @handles(m.InvalidateObject)
-    def invalidate_object(self, caller: Caller, message: m.InvalidateObject) -> m.Count:
+    def invalidate_object(self, caller: Caller, message: m.InvalidateObject) -> m.Answer:
         """Drop one cached result, and keep the result of a run that is under way out of the cache; 0 if the cache did not list
         it.
 
@@ -153,8 +153,8 @@ class Calls:
         if stored.kind == "buffer":
             raise ConfigurationError(f"object {stored.object_id} is a buffer, not a cached result: use free_buffer()")
         if not stored.listed or stored.cache_key is None:
-            return m.Count(0)
-        return m.Count(self._drop_key(stored.cache_key))
+            return m.Answer.of(0)
+        return m.Answer.of(self._drop_key(stored.cache_key))
 
     def _drop_key(self, key: str) -> int:
         self._state.runs.detach(key=key)

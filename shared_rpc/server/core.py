@@ -209,9 +209,9 @@ class Core:
     # Requests about the server.
 
     @handles(m.Ping)
-    def ping(self, caller: Caller, message: m.Ping) -> m.Pong:
+    def ping(self, caller: Caller, message: m.Ping) -> m.Answer:
         """Answer."""
-        return m.Pong()
+        return m.Answer.of(None)
 
     @handles(m.Goodbye)
     def goodbye(self, caller: Caller, message: m.Goodbye) -> None:

@@ -25,9 +25,9 @@ class Holdings:
         self._tiers = tiers
 
     @handles(m.Release)
-    def release(self, caller: Caller, message: m.Release) -> m.Count:
+    def release(self, caller: Caller, message: m.Release) -> m.Answer:
         """Release leases."""
-        return m.Count(self._state.release(caller.session, message.object_ids))
+        return m.Answer.of(self._state.release(caller.session, message.object_ids))
 
     @handles(m.Hold)
     def hold(self, caller: Caller, request: m.Hold) -> m.Held:

@@ -18,6 +18,7 @@ import itertools
 import logging
 import os
 import secrets
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -154,31 +155,29 @@ class Sources:
         self._records.answer(session, header, message.buffers, spec, take)
 
     @handles(s.FailMiss)
-    def fail(self, caller: Caller, message: s.FailMiss) -> m.Count:
+    def fail(self, caller: Caller, message: s.FailMiss) -> m.Answer:
         """Answer a miss with an error."""
         error = from_wire(message.code, message.text, message.detail)
         failure = Failure(message.code, message.text, message.detail, message.pickled, error)
         self._runs.fail(self._answered(caller.session, message), failure)
-        return m.Count(1)
+        return m.Answer.of(None)
 
     @handles(s.ReportStatus)
-    def report(self, caller: Caller, message: s.ReportStatus) -> m.Count:
+    def report(self, caller: Caller, message: s.ReportStatus) -> m.Answer:
         """Store the status reported by the source."""
         nbytes = len(msgspec.msgpack.encode(message.status))
         if nbytes > _STATUS:
             raise ProtocolError(f"the status of a source of records has {nbytes} bytes: report at most {_STATUS}")
         self._find(caller.session, message.source).status = message.status
-        return m.Count(1)
+        return m.Answer.of(None)
 
     @handles(s.DetachSource)
-    def detach(self, caller: Caller, message: s.DetachSource) -> m.Count:
-        """Detach a source; the count is 0 if it was not attached."""
-        try:
+    def detach(self, caller: Caller, message: s.DetachSource) -> m.Answer:
+        """Detach a source, if it is attached."""
+        with suppress(ClusterError):
             self._find(caller.session, message.source)
-        except ClusterError:
-            return m.Count(0)
-        self._lose("was closed")
-        return m.Count(1)
+            self._lose("was closed")
+        return m.Answer.of(None)
 
     def _find(self, session: str, number: int) -> Attachment:
         """Return the source with this number.

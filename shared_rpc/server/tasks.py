@@ -170,9 +170,9 @@ class Tasks:
         return m.Answer.of(([self.info(self.table.get(info.task_id), users) for info in infos], following))
 
     @handles(m.CancelTask)
-    def cancel_for(self, caller: Caller, message: m.CancelTask) -> m.Count:
+    def cancel_for(self, caller: Caller, message: m.CancelTask) -> m.Answer:
         """Cancel a task, or ask it to stop."""
-        return m.Count(int(self.cancel(self.table.get(message.task_id))))
+        return m.Answer.of(self.cancel(self.table.get(message.task_id)))
 
     # Tasks.
 

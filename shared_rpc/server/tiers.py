@@ -82,11 +82,11 @@ class Tiers:
     # Sessions.
 
     @handles(t.Suspend)
-    def suspend(self, caller: Caller, message: t.Suspend) -> m.Count:
+    def suspend(self, caller: Caller, message: t.Suspend) -> m.Answer:
         """Make the session's leases on these objects inactive; return how many were active."""
         suspended = [object_id for object_id in message.object_ids if self._leases.suspend(caller.session, object_id)]
         self._state.settle(*suspended)
-        return m.Count(len(suspended))
+        return m.Answer.of(len(suspended))
 
     @handles(t.Resume)
     def resume(self, caller: Caller, message: t.Resume) -> Answer:

@@ -146,6 +146,6 @@ def waiters(stack: ExitStack, path: str) -> None:
         after = raw.ask(g.AwaitRefreshes(), 1)
         assert isinstance(after, g.Refreshes), after
         raw.send(b"".join(frame_of(g.AwaitRefreshes(after.after), number) for number in range(2, 10_000)))
-        assert isinstance(raw.ask(m.Ping(), 10_000), m.Pong)
+        assert isinstance(raw.ask(m.Ping(), 10_000), m.Answer)
     for raw in made:
         raw.close()

@@ -122,7 +122,7 @@ class HoldingSession(Raw):
 
     def suspend(self, object_id: str) -> None:
         """Suspend the lease on an object."""
-        assert self.ask(t.Suspend([object_id])) == m.Count(1)
+        assert self.ask(t.Suspend([object_id])) == m.Answer.of(1)
 
     def begin_resume(self, object_id: str) -> None:
         """Request an object."""

@@ -175,7 +175,7 @@ class TestHostile:
             assert isinstance(result, m.Result)
             numbers = [*result.chunks, 0, 1 << 62, -5]
             raw.say(m.Free(numbers), 0)
-            assert isinstance(raw.ask(m.Free(numbers)), m.Count)
+            assert isinstance(raw.ask(m.Free(numbers)), m.Answer)
             assert isinstance(raw.ask(m.Call("full", [1.0], freed=numbers)), m.Result)
             assert pools(server)["chunks"] == 1
 

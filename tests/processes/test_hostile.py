@@ -144,7 +144,7 @@ def test_clients_that_hang_up_leave_nothing(server: Server, good: Client) -> Non
 
 def refused(raw: Raw) -> m.Error:
     """Return the server's last message to a connection before it disconnects."""
-    while isinstance(error := raw.hear(), m.Pong):
+    while isinstance(error := raw.hear(), m.Answer):
         continue
     assert isinstance(error, m.Error), error
     raw.hear_end()
@@ -184,7 +184,7 @@ def test_unused_descriptors_are_closed(server: Server, memory: int) -> None:
     with Raw(server.socket_path) as raw:
         fds = open_fds()
         raw.say(g.GetObject("x"), 1, fds=[memory] * 5)
-        assert isinstance(raw.ask(m.Ping(), 2), m.Pong)
+        assert isinstance(raw.ask(m.Ping(), 2), m.Answer)
         eventually(lambda: open_fds() <= fds)
 
 
@@ -300,7 +300,7 @@ def refusal(server: Server, good: Client, request: m.Message | bytes, fd: int, p
         assert isinstance(error, m.Error), error
         assert len(error.text) < 3000 and not error.endpoint_raised and error.code not in ("error", "remote")
         assert good.ping() < 2
-        assert isinstance(raw.ask(m.Ping(), 2), m.Pong)
+        assert isinstance(raw.ask(m.Ping(), 2), m.Answer)
     return error.text
 
 
@@ -381,7 +381,7 @@ def test_excess_connections_are_refused(world: World, good: Client) -> None:
         assert "3 connections (max_connections)" in error.text
     eventually(lambda: server.info()["connections"] == 1)
     with Raw(server.socket_path) as raw:
-        assert isinstance(raw.ask(m.Ping()), m.Pong)
+        assert isinstance(raw.ask(m.Ping()), m.Answer)
 
 
 def test_a_server_without_free_descriptors_refuses_connections(world: World, memory: int) -> None:

@@ -82,8 +82,8 @@ def test_each_thread_gets_its_answer(ask: Ask, raw: Raw, link: BlockingLink, ord
     """One thread reads for the others, and passes the reading on when it has its answer; with no thread left, none reads."""
     asked = [ask() for _ in range(3)]
     for number in order:
-        raw.say(m.Count(number), number)
-        assert asked[number - 1].result(20).message == m.Count(number)
+        raw.say(m.Answer.of(number), number)
+        assert asked[number - 1].result(20).message == m.Answer.of(number)
     eventually(lambda: link._reader is None and not link._waiting)
 
 
@@ -92,8 +92,8 @@ def test_a_reader_that_times_out_passes_the_reading_on(ask: Ask, raw: Raw) -> No
     hurried, patient = ask(0.1), ask()
     with pytest.raises(DeadlineExceeded, match="is stuck"):
         hurried.result(20)
-    raw.say(m.Pong(), 2)
-    assert patient.result(20).message == m.Pong()
+    raw.say(m.Answer.of(None), 2)
+    assert patient.result(20).message == m.Answer.of(None)
 
 
 def test_a_waiting_thread_that_times_out_affects_no_other(ask: Ask, raw: Raw, link: BlockingLink) -> None:
@@ -101,9 +101,9 @@ def test_a_waiting_thread_that_times_out_affects_no_other(ask: Ask, raw: Raw, li
     patient, hurried = ask(), ask(0.1)
     with pytest.raises(DeadlineExceeded):
         hurried.result(20)
-    raw.say(m.Pong(), 2)
-    raw.say(m.Pong(), 1)
-    assert patient.result(20).message == m.Pong()
+    raw.say(m.Answer.of(None), 2)
+    raw.say(m.Answer.of(None), 1)
+    assert patient.result(20).message == m.Answer.of(None)
     assert not link._exchanges.owed
 
 
@@ -128,8 +128,8 @@ def test_an_interrupted_reader_passes_the_reading_on(ask: Ask, raw: Raw, link: B
     finally:
         thread.join()
         signal.signal(signal.SIGUSR1, earlier)
-    raw.say(m.Pong(), 2)
-    assert waiting[0].result(20).message == m.Pong()
+    raw.say(m.Answer.of(None), 2)
+    assert waiting[0].result(20).message == m.Answer.of(None)
     assert [type(raw.hear()) for _ in range(3)] == [m.Ping, m.Ping, m.Cancel]
 
 
@@ -137,18 +137,18 @@ def test_a_slow_callback_does_not_block_others(ask: Ask, raw: Raw, go: threading
     """Its thread does not read then: the others get their answers in the meantime."""
     slow, other = ask(on_event=lambda info: go.wait(20)), ask()
     raw.say(m.TaskUpdate(TaskInfo("t", "endpoint", TaskStatus.RUNNING, 0.0)), 1)
-    raw.say(m.Pong(), 2)
-    assert other.result(20).message == m.Pong()
+    raw.say(m.Answer.of(None), 2)
+    assert other.result(20).message == m.Answer.of(None)
     go.set()
-    raw.say(m.Pong(), 1)
-    assert slow.result(20).message == m.Pong()
+    raw.say(m.Answer.of(None), 1)
+    assert slow.result(20).message == m.Answer.of(None)
 
 
 def test_half_a_frame_does_not_block(ask: Ask, raw: Raw) -> None:
     """Neither the reader's deadline nor those of others wait for the rest, which the next reader receives."""
     begin = time.monotonic()
     asked = [ask(0.1), ask(0.1)]
-    data = frame_of(m.Pong(), 3)
+    data = frame_of(m.Answer.of(None), 3)
     raw.send(data[:10])
     for each in asked:
         with pytest.raises(DeadlineExceeded):
@@ -156,7 +156,7 @@ def test_half_a_frame_does_not_block(ask: Ask, raw: Raw) -> None:
     assert time.monotonic() - begin < 0.1 + 3 * BRIEFLY
     third = ask()
     raw.send(data[10:])
-    assert third.result(20).message == m.Pong()
+    assert third.result(20).message == m.Answer.of(None)
 
 
 def test_posts_to_a_slow_server_do_not_block(raw: Raw, link: BlockingLink) -> None:
@@ -225,7 +225,7 @@ def test_malformed_results_are_refused(
 ) -> None:
     """And their descriptors are closed. For a connection's reaction to each kind of answer, see `rules/test_exchange.py`."""
     first = ask()
-    raw.say(m.Pong(), 1)  # the sender of the first bytes is checked
+    raw.say(m.Answer.of(None), 1)  # the sender of the first bytes is checked
     first.result(20)
     asked, memory = ask(), sealed_memory()
     raw.say(message, 2, payload, [memory])

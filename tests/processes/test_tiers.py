@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from shared_rpc import Client, Server
-from shared_rpc.client.steps import Request, ask
+from shared_rpc.client.steps import query
 from shared_rpc.errors import CapabilityError, ServerBusy, StaleHandleError
 from shared_rpc.execution.device_memory import DeviceMemory
 from shared_rpc.protocol import generations as g
@@ -151,7 +151,7 @@ def test_every_access_restores_the_object(client: Client, way: str) -> None:
     with client.call("model", 10) as first:
         ticket = first.ticket()
         # The lease alone: the memory stays mapped.
-        assert client._run(ask(Request(t.Suspend([first.object_id]), "suspend"), m.Count)) == m.Count(1)
+        assert client._run(query(t.Suspend([first.object_id]), "suspend")) == 1
         client.evict(first)
         assert client.get_object_info(first)["tier"] == "file"
         if way == "export":
@@ -239,7 +239,7 @@ def test_damaged_files_cause_a_rebuild(client: Client, world: World, caplog: pyt
 def test_damaged_files_fail_a_resumption(client: Client, world: World, raw: Raw) -> None:
     """The object is dropped, since its bytes are lost."""
     object_id = held(raw, client)
-    assert raw.ask(t.Suspend([object_id])) == m.Count(1)
+    assert raw.ask(t.Suspend([object_id])) == m.Answer.of(1)
     client.evict(object_id)
     damage(world.server, object_id)
     answer = raw.ask(t.Resume(object_id))

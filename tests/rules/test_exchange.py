@@ -238,7 +238,7 @@ def test_the_first_frame_answers_the_handshake(connection: Connection) -> None:
 
 @pytest.mark.parametrize(
     ("answer", "text"),
-    [(m.Pong(), "it answered Hello with Pong"), (m.Error("protocol", "too many"), "too many")],
+    [(m.Answer.of(None), "it answered Hello with Answer"), (m.Error("protocol", "too many"), "too many")],
 )
 def test_other_answers_to_the_handshake_are_errors(connection: Connection, answer: m.Message, text: str) -> None:
     """The descriptors of the answer are closed."""
@@ -316,7 +316,7 @@ def test_late_answers_are_released(connection: Connection) -> None:
     assert connection.come(result("late", managed=True), 1, fds=2) == []
     assert not connection.exchanges.owed
     assert connection.sent() == [(2, m.Release(["late"]))]
-    connection.come(m.Count(1), 2)
+    connection.come(m.Answer.of(1), 2)
 
 
 @pytest.mark.parametrize(
@@ -347,10 +347,10 @@ def test_answers_without_a_request_are_closed(connection: Connection) -> None:
     exchange = connection.ask()
     assert connection.come(result("stray", managed=True), 77, fds=1) == []
     assert connection.come(changed(1), 78) == []
-    assert connection.come(m.Pong(), 1) == [exchange]
+    assert connection.come(m.Answer.of(None), 1) == [exchange]
     assert connection.sent()[1:] == [(2, m.Release(["stray"]))]
-    connection.come(m.Pong(), 1, fds=2)  # a second answer
-    assert connection.exchanges.reply(exchange).message == m.Pong()
+    connection.come(m.Answer.of(None), 1, fds=2)  # a second answer
+    assert connection.exchanges.reply(exchange).message == m.Answer.of(None)
 
 
 @given(st.lists(st.lists(st.integers(0, 2 * KEPT_SLABS), min_size=1, max_size=3, unique=True), max_size=40), st.randoms())
@@ -388,21 +388,21 @@ def test_both_sides_know_the_same_segments(results: list[list[int]], chance: Ran
 def test_unreadable_answers_are_errors(connection: Connection) -> None:
     """For their request only."""
     exchange, other = connection.ask(), connection.ask()
-    feed(connection.buffers, b"".join(encode_frame(encode_message(m.Pong())[0], 1, b"garbage", b"", 1)), [new_fd()])
+    feed(connection.buffers, b"".join(encode_frame(encode_message(m.Answer.of(None))[0], 1, b"garbage", b"", 1)), [new_fd()])
     connection.exchanges.deliver()
-    with pytest.raises(ProtocolError, match="cannot decode a Pong message"):
+    with pytest.raises(ProtocolError, match="cannot decode a Answer message"):
         connection.exchanges.reply(exchange)
-    connection.come(m.Pong(), 2)
-    assert connection.exchanges.reply(other).message == m.Pong()
+    connection.come(m.Answer.of(None), 2)
+    assert connection.exchanges.reply(other).message == m.Answer.of(None)
 
 
 def test_garbage_ends_the_connection(connection: Connection) -> None:
     """Earlier complete frames are delivered."""
     exchange = connection.ask()
-    feed(connection.buffers, frame_of(m.Pong(), 1) + b"HTTP/1.1 400 Bad Request")
+    feed(connection.buffers, frame_of(m.Answer.of(None), 1) + b"HTTP/1.1 400 Bad Request")
     with pytest.raises(ProtocolError, match="not a shared_rpc frame"):
         connection.exchanges.deliver()
-    assert connection.exchanges.reply(exchange).message == m.Pong()
+    assert connection.exchanges.reply(exchange).message == m.Answer.of(None)
 
 
 # The end.

@@ -91,7 +91,7 @@ def test_only_held_leases_are_released(shelf: Shelf) -> None:
     stored = shelf.add("read_write")
     shelf.leases.grant("mine", stored.object_id)
     shelf.leases.end_session(TaskHolder("task"))
-    assert shelf.holdings.release(caller(), m.Release([stored.object_id, stored.object_id, "gone"])) == m.Count(1)
+    assert shelf.holdings.release(caller(), m.Release([stored.object_id, stored.object_id, "gone"])) == m.Answer.of(1)
     with pytest.raises(StaleHandleError, match=f"server has no object {stored.object_id}"):
         shelf.description(stored)
 

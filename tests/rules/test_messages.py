@@ -172,7 +172,7 @@ def test_damaged_messages_are_protocol_errors_or_others(message: Message, data: 
 
 @pytest.mark.parametrize(
     "message",
-    [m.GetObjectInfo("\udc80"), m.Count(1 << 64), m.Result(object(), [])],
+    [m.GetObjectInfo("\udc80"), m.ListRuns(1 << 64), m.Result(object(), [])],
     ids=["surrogate", "large", "no data"],
 )
 def test_values_without_an_encoding_are_refused_by_the_sender(message: Message) -> None:

@@ -47,13 +47,13 @@ class Part:
         self.ended = False
 
     @handles(m.Ping)
-    async def ping(self, caller: Caller, message: m.Ping) -> m.Pong:
+    async def ping(self, caller: Caller, message: m.Ping) -> m.Answer:
         """Answer on the test's command."""
         try:
             await self.go.wait()
             if self.error is not None:
                 raise self.error
-            return m.Pong()
+            return m.Answer.of(None)
         finally:
             self.ended = True
 
@@ -91,7 +91,7 @@ async def test_the_return_value_is_the_answer(stage: Stage) -> None:
     """Once the handler returns; then nothing is left of the request."""
     stage.part.go.set()
     await stage.turns()
-    assert [type(answer) for answer in stage.asker.answers] == [m.Pong] and len(stage.waits) == 0
+    assert [type(answer) for answer in stage.asker.answers] == [m.Answer] and len(stage.waits) == 0
 
 
 @pytest.mark.asyncio
