@@ -106,7 +106,7 @@ def test_quoted_rows_are_reproducible(results: Results) -> None:
         "rpc": ["ping", "direct call, 4 KiB tensor, cached", "managed call and release", "… by 64 coroutines at once"],
         "scale": ["ping with 5 idle", "5 clients killed: until all is released"],
         "recovery": ["from SIGKILL to a new worker", "… with --no-preload", "… p99 from the kill on", "memory of the broker"],
-        "starts": ["a start, until the model is in hand", "… until the process has ended"],
+        "starts": ["a start, until the script has the model", "… until the process has ended"],
         "tiers": ["first eviction", "wake: restore", "sleep: both", "wake of 2 engines", "5 models of 8 MiB in turns"],
         "mechanisms": ["2 MiB: create", "2 MiB: open and map in another process"],
         "clients": ["2 clients, 4 KiB tensor, cached", "1 client, 4 KiB tensor, new", "2 replicas of one model (tiny)"],
