@@ -13,9 +13,9 @@ from tests.kit.scripts import Place
 from tests.kit.world import World
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def sockets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """One directory for the zygotes of a module's tests: they start as slowly as a script without one."""
+    """One directory for the zygotes of all tests: they start as slowly as a script without one."""
     path = tmp_path_factory.mktemp("z")
     path.chmod(0o700)
     yield path

@@ -34,12 +34,6 @@ NESTED = (100_000).to_bytes(4, "big") + b"[" * 100_000
 
 
 @pytest.fixture
-def place(tmp_path: Path, sockets: Path) -> Place:
-    """A separate directory for the scripts of a test."""
-    return Place(tmp_path, sockets)
-
-
-@pytest.fixture
 def alone(place: Place, tmp_path: Path) -> Iterator[Place]:
     """The same directory of scripts, with separate zygotes."""
     tmp_path.chmod(0o700)

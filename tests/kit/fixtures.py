@@ -24,7 +24,6 @@ from shared_rpc.codec.results import decode_result, publish
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.records import Record
 from shared_rpc.server import sources
-from tests.kit import forks
 from tests.kit.brokers import BrokerApp
 from tests.kit.forks import start_zygote, stop_zygote
 from tests.kit.interpreter import Interpreter
@@ -54,12 +53,6 @@ def beginnings(request: pytest.FixtureRequest) -> Iterator[None]:
         start_zygote()
     yield
     stop_zygote()
-
-
-@pytest.fixture
-def new_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start children as new processes by all means."""
-    monkeypatch.setattr(forks, "_zygote", None)
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -95,9 +94,7 @@ class Place:
     ) -> Outcome:
         variables = {name: value for name, value in {**self.environ, **(environ or {})}.items() if value is not None}
         options |= {"env": variables, "cwd": cwd or self.folder, "input": text.encode()}
-        ran = subprocess.run(
-            command, preexec_fn=setup or _begin, timeout=_PATIENCE, capture_output=True, check=False, **options
-        )
+        ran = subprocess.run(command, preexec_fn=setup, timeout=_PATIENCE, capture_output=True, check=False, **options)
         return Outcome(ran.returncode, ran.stdout.decode(errors="replace"), ran.stderr.decode(errors="replace"))
 
     def zygotes(self) -> list[dict[str, Any]]:
@@ -107,8 +104,3 @@ class Place:
     def close(self) -> None:
         """End the zygotes."""
         stop_zygotes(self.base_path, lambda reason: None)
-
-
-def _begin() -> None:
-    # The test runner may ignore it, and programs would inherit that.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -15,7 +15,7 @@ from tests.kit.processes import eventually
 from tests.kit.zygotes import Zygote
 
 #: torch is imported again in each.
-pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("new_processes")]
+pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture
