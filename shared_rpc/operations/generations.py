@@ -6,14 +6,14 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shared_rpc.client.handle import Lease
-from shared_rpc.client.steps import Operation, Reply, Request, Within, ask, message_of
+from shared_rpc.client.steps import Operation, Reply, Request, Within, message_of, query
 from shared_rpc.client.suspension import Context
 from shared_rpc.errors import ConnectError, ConnectionClosed, ProtocolError
 from shared_rpc.memory.segments import Segment
 from shared_rpc.operations.binding import BlockingIterator, CoroutineIterator, Leased, Part, Steps, operation, take_result
 from shared_rpc.operations.handles import lending
 from shared_rpc.protocol import generations as g
-from shared_rpc.protocol.generations import Generation, Refreshes
+from shared_rpc.protocol.generations import Generation
 
 if TYPE_CHECKING:
     from shared_rpc.memory.revisions import Page
@@ -81,17 +81,15 @@ class _News(Part):
         if self._server_id:  # a server that does not answer the first time is subject to the client's timeouts
             yield Within(None)
         try:
-            answer: Refreshes = yield from ask(Request(g.AwaitRefreshes(self._after), "the wait for refreshes"), Refreshes)
+            news, after, server_id = yield from query(g.AwaitRefreshes(self._after), "the wait for refreshes")
         except ConnectError as error:
             if not self._server_id:
                 raise
             raise ConnectionClosed(f"{_ENDED}: {error}") from error
-        if self._server_id not in ("", answer.server_id):
-            raise ConnectionClosed(
-                f"{_ENDED}: the server {self._server_id} has ended, and {answer.server_id} has taken its place"
-            )
-        self._server_id, self._after = answer.server_id, answer.after
-        self._news.extend(answer.generations)
+        if self._server_id not in ("", server_id):
+            raise ConnectionClosed(f"{_ENDED}: the server {self._server_id} has ended, and {server_id} has taken its place")
+        self._server_id, self._after = server_id, after
+        self._news.extend(news)
 
     def _next(self) -> Operation[Generation]:
         while not self._news:

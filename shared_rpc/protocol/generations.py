@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from shared_rpc.protocol.messages import Call, Message
+from shared_rpc.protocol.messages import Call, Message, Query
 from shared_rpc.protocol.records import SegmentInfo
 
 
@@ -36,28 +36,20 @@ class Refreshed(Message):
     generation: Generation
 
 
-class AwaitRefreshes(Message):
-    """Request for the :class:`Refreshes` after position ``after``, once there are any; -1 requests the current position at
-    once.
+class AwaitRefreshes(Query[tuple[list[Generation], int, str]]):
+    """Request for generations that became current after position ``after``, once there are any; -1 requests the current
+    position at once.
+
+    The answer has the latest new one of each key, in the order in which they became current; the position after them; and the
+    id of the server, for which alone the position is valid.
     """
 
     after: int = -1
 
     @property
     def again(self) -> bool:  # type: ignore[override]
-        """True if it names no position: a position is only valid for its server."""
+        """True if it names no position."""
         return self.after < 0
-
-
-class Refreshes(Message):
-    """The latest new generation of each key, in the order in which they became current, and the position after them.
-
-    A position is valid for the server with this id only.
-    """
-
-    generations: list[Generation]
-    after: int
-    server_id: str
 
 
 class GetLatest(Message):

@@ -8,6 +8,7 @@ from itertools import takewhile
 
 from shared_rpc.errors import ConfigurationError, RefreshError, StaleHandleError
 from shared_rpc.protocol import generations as g
+from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.generations import Generation
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.server.buffers import Buffers
@@ -66,12 +67,12 @@ class Generations:
         self._news.set()
 
     @handles(g.AwaitRefreshes)
-    async def wait(self, caller: Caller, message: g.AwaitRefreshes) -> g.Refreshes:
+    async def wait(self, caller: Caller, message: g.AwaitRefreshes) -> m.Answer:
         """Wait for generations that become current after a position; return at once if it is negative or of another server."""
         while message.after == self._position:
             await self._news.wait()
         news = self._since(message.after) if message.after >= 0 else []
-        return g.Refreshes(news, self._position, self._state.server_id)
+        return m.Answer.of((news, self._position, self._state.server_id))
 
     def of(self, stored: StoredObject) -> Generation:
         """Describe an object with a key."""
