@@ -154,10 +154,13 @@ class TopApp(App[None]):
         yield Input(placeholder="endpoints with")
         yield Footer(compact=True)
 
-    def on_mount(self) -> None:
-        """Start polling, and handle signals: Textual leaves them to their defaults, which do not restore the terminal."""
+    def on_load(self) -> None:
+        """Handle signals, before the terminal is changed: Textual leaves them to their defaults, which do not restore it."""
         for number in _ENDING:
             asyncio.get_running_loop().add_signal_handler(number, self.action_end, number)
+
+    def on_mount(self) -> None:
+        """Start polling."""
         self.query_one("#objects").focus()
         self.poll()
 
