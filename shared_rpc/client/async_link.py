@@ -11,8 +11,8 @@ from typing import Self
 import anyio
 import anyio.lowlevel
 
-from shared_rpc.client.exchange import BRIEFLY, PROMPT, Exchange, TooLate
-from shared_rpc.client.link import Link, connect, new_socket
+from shared_rpc.client.exchange import BRIEFLY, PROMPT, Exchange
+from shared_rpc.client.link import Link, new_socket
 from shared_rpc.client.steps import Reply, Request
 from shared_rpc.errors import ConnectionClosed, ProtocolError, SharedRPCError
 
@@ -37,18 +37,8 @@ class AsyncLink(Link):
         :raises ConnectError: if no server answers at ``path``, or only another user's.
         """
         link = cls(path, new_socket(path, socket.SOCK_NONBLOCK))
-        try:
-            connect(link._socket.sock, path)
-            with link._exchanges.greeting():
-                greeting = link._greet()
-                with anyio.move_on_after(min(timeout, PROMPT)):
-                    await link._await(greeting)
-                if greeting.answer is None:
-                    raise TooLate
-                link._welcomed(greeting)
-        except BaseException:
-            link._break(ConnectionClosed("the handshake failed"))  # without a goodbye: the peer may be a stranger
-            raise
+        with link._handshake() as greeting, anyio.move_on_after(min(timeout, PROMPT)):
+            await link._await(greeting)
         return link
 
     async def exchange(self, request: Request, deadline: float = math.inf) -> Reply:

@@ -15,7 +15,8 @@ import socket
 import threading
 import time
 import weakref
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, Self
 
 from shared_rpc.client.exchange import BRIEFLY, PROMPT, Exchange, Exchanges, TooLate
@@ -328,11 +329,25 @@ class Link:
 
     # The handshake.
 
-    def _greet(self) -> Exchange:
-        with self._lock:
-            exchange = self._exchanges.greet()
-            self._flush()
-        return exchange
+    @contextmanager
+    def _handshake(self) -> Iterator[Exchange]:
+        """Connect, and begin the handshake; the block waits for its answer.
+
+        :raises ConnectError: if no process answers, or only another user's.
+        """
+        try:
+            connect(self._socket.sock, self.path)
+            with self._exchanges.greeting():
+                with self._lock:
+                    greeting = self._exchanges.greet()
+                    self._flush()
+                yield greeting
+                if greeting.answer is None:
+                    raise TooLate
+                self._welcomed(greeting)
+        except BaseException:
+            self._break(ConnectionClosed("the handshake failed"))  # without a goodbye: the peer may be a stranger
+            raise
 
     def _welcomed(self, greeting: Exchange) -> None:
         """Process the answer to the handshake, if this user or root sent it.
@@ -429,18 +444,11 @@ class BlockingLink(Link):
 
         :raises ConnectError: if no process answers, or only another user's.
         """
-        link = cls(path, new_socket(path))
-        try:
-            link._socket.limit(min(timeout, PROMPT))
-            connect(link._socket.sock, path)
+        link, until = cls(path, new_socket(path)), time.monotonic() + min(timeout, PROMPT)
+        link._socket.limit(min(timeout, PROMPT))
+        with link._handshake() as greeting:
             link._socket.limit(_MOMENT)
-            with link._exchanges.greeting():
-                greeting = link._greet()
-                link._await(greeting, time.monotonic() + min(timeout, PROMPT))
-                link._welcomed(greeting)
-        except BaseException:
-            link._break(ConnectionClosed("the handshake failed"))  # without a goodbye: the peer may be a stranger
-            raise
+            link._await(greeting, until)
         return link
 
     def exchange(self, request: Request, deadline: float) -> Reply:
