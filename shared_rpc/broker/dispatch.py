@@ -150,10 +150,8 @@ class WorkerExecutor:
 
         A worker that does not read gets no more: a queued run can be withdrawn, or sent to another one.
         """
-        worker, able = None, self._able(run)
-        for one in able:
-            if not one.congested and (worker is None or len(one.runs) < len(worker.runs)):
-                worker = one
+        able = self._able(run)
+        worker = min((one for one in able if not one.congested), key=lambda one: len(one.runs), default=None)
         if worker is not None:
             self._send(run, worker)
             return True

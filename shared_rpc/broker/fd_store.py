@@ -26,7 +26,7 @@ import os
 import stat
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
 import msgspec
@@ -208,7 +208,7 @@ class FdStore:
         """Store a provider, or its changes; and its objects from now on."""
         if self._closed:
             return
-        core.objects.observer = functools.partial(self._observe, serve.key, core)
+        core.objects.observer = functools.partial(self.keep, serve.key, core)
         service = _Service(core.server_id, msgspec.structs.replace(serve, endpoints=core.registry.all()))
         if self._state.services.get(serve.key) != service:
             self._state.services[serve.key] = service
@@ -222,30 +222,20 @@ class FdStore:
         if not self._closed and self._state.services.pop(key, None) is not None:
             self._change()
 
-    def _observe(self, key: str, core: Core, stored: StoredObject) -> None:
-        if not stored.listed:
-            self.remove(stored.object_id)
-            return
-        terms = core.buffers.table.terms(stored.object_id) if stored.kind == "buffer" else None
-        copies = core.objects.copies
-        of_segments = {segment.info.id: copies.of(segment.info.id) for segment in stored.record.segments if stored.cold}
-        self.keep(key, stored, code_of(core.registry.find(stored.endpoint)), terms, of_segments)
-
-    def keep(
-        self, key: str, stored: StoredObject, code: str, terms: Terms | None, copies: Mapping[str, Sequence[LowerCopy]]
-    ) -> None:
-        """Store an object, or its changes. An object whose memory ends with a process is not stored.
+    def keep(self, key: str, core: Core, stored: StoredObject) -> None:
+        """Store an object, or its changes; remove it once it is unlisted. Memory that ends with a process is not stored.
 
         If its changes cannot be stored, the object is removed, because its description is out of date.
 
         :param key: its provider's key.
-        :param code: see :func:`code_of`.
-        :param copies: for a cold object, by the ids of its segments.
         """
+        if not stored.listed:
+            self.remove(stored.object_id)
+            return
         if self._closed or any(segment.info.mechanism in EXPORTER_OWNED for segment in stored.record.segments):
             return
         try:
-            found = self._describe(key, stored, code, terms, copies)
+            found = self._describe(key, core, stored)
         except Exception as error:
             _log.error("cannot store object %s for the next broker: %s", stored.object_id, error)
             self.remove(stored.object_id)
@@ -274,13 +264,12 @@ class FdStore:
         self._unused |= names
         return True
 
-    def _describe(
-        self, key: str, stored: StoredObject, code: str, terms: Terms | None, copies: Mapping[str, Sequence[LowerCopy]]
-    ) -> StoredEntry:
+    def _describe(self, key: str, core: Core, stored: StoredObject) -> StoredEntry:
         """Store the descriptors of an object; return its entry in the state."""
         record, memory = stored.record, []
+        terms = core.buffers.table.terms(stored.object_id) if stored.kind == "buffer" else None
         for number, segment in enumerate(record.segments):
-            for part in copies[segment.info.id] if stored.cold else [LowerCopy(segment, "device")]:
+            for part in core.objects.copies.of(segment.info.id) if stored.cold else [LowerCopy(segment, "device")]:
                 name = _name_of(segment.info.id, part)
                 self._store(name, part.segment.fileno())
                 memory.append(_Memory(name, number, part.segment.info, part.tier, part.digest))
@@ -290,7 +279,7 @@ class FdStore:
         self._store_value(f"object-{stored.object_id}", record)
         return StoredEntry(
             key,
-            code,
+            code_of(core.registry.find(stored.endpoint)),
             msgspec.convert(stored, _Facts, from_attributes=True),
             record.nbytes,
             record.device,

@@ -100,8 +100,9 @@ class Moving:
                 segment.info = info
                 self._stack.callback(segment.close)
             record = Record(b"skeleton", b"table", segments, 8192)
-            stored = StoredObject(object_id, "get", f"get({object_id})", record, 1, None, 1.0, 1.0, tier=tier)
-            self.store.keep("key", stored, "", None, copies)
+            stored = StoredObject(object_id, "get", f"get({object_id})", record, 1, None, 1.0, 1.0, listed=True, tier=tier)
+            core = Mock(**{"registry.find.return_value": None, "objects.copies.of": copies.__getitem__})
+            self.store.keep("key", core, stored)
 
     def end_turn(self) -> None:
         """Send the changes."""
