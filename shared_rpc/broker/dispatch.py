@@ -258,7 +258,6 @@ class WorkerExecutor:
         place.arguments.close()
         if self._build_timeout is not None:
             place.timer = asyncio.get_running_loop().call_later(self._build_timeout, self._overdue, run)
-        run.running = True
         place.owner.began(run)
 
     def _overdue(self, run: Run[Any]) -> None:

@@ -95,18 +95,16 @@ class WorkerRequests:
         answered: asyncio.Future[tuple[Any, list[int]]] = asyncio.get_running_loop().create_future()
 
         def take(message: Message, frame: Frame) -> bool:
-            if isinstance(message, w.CopyProgress):
-                if not answered.done():
-                    progressed(message)
-                return False
-            if isinstance(message, m.Error):
-                if not answered.done():
-                    answered.set_exception(from_wire(message.code, message.text, message.detail))
-            elif answered.done():
-                unused(message)
+            if answered.done():
+                if not isinstance(message, (w.CopyProgress, m.Error)):
+                    unused(message)
+            elif isinstance(message, w.CopyProgress):
+                progressed(message)
+            elif isinstance(message, m.Error):
+                answered.set_exception(from_wire(message.code, message.text, message.detail))
             else:
                 answered.set_result((message, frame.detach_fds()))
-            return True
+            return not isinstance(message, w.CopyProgress)
 
         def lost(crash: WorkerCrashed) -> None:
             if not answered.done():

@@ -205,7 +205,6 @@ class _Execution:
 
     def _begun(self) -> None:
         self._executor.queued.pop(self._run, None)
-        self._run.running = True
         self._owner.began(self._run)
 
     def _ended(self, outcome: Completed | Failure) -> None:

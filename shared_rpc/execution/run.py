@@ -98,7 +98,7 @@ class Owner(Protocol):
     """Starts runs and receives their notifications; on the loop."""
 
     def began(self, run: Run[Any]) -> None:
-        """Handle the start of the run's work."""
+        """Handle the start of the run's work: set its ``running``."""
 
     def progressed(self, run: Run[Any], progress: Progress) -> None:
         """Handle progress reported by the endpoint."""

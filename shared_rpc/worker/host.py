@@ -238,7 +238,7 @@ class WorkerHost:
     def began(self, run: Run[None]) -> None:
         # Before the endpoint runs, which may end this process: a started run is not restarted elsewhere.
         self._stream.send(w.RunStarted(), run.number, at_once=True)
-        run.begun_at = time.monotonic()
+        run.running, run.begun_at = True, time.monotonic()
         run.report_start()
 
     def progressed(self, run: Run[None], progress: Progress) -> None:

@@ -86,6 +86,7 @@ class Setting:
 
     def began(self, run: Run[Any]) -> None:
         """See :class:`Owner`."""
+        run.running = True
         self.begun += 1
 
     def ended(self, run: Run[Any], outcome: Completed | Failure) -> None:
