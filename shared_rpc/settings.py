@@ -116,14 +116,19 @@ def source_token() -> str:
     return os.environ.get(_SOURCE_TOKEN, "")
 
 
-def inheritable() -> list[int]:
-    """Return the descriptors inherited by a program executed in this process, in ascending order."""
+def open_descriptors() -> list[int]:
+    """Return the numbers of all open descriptors in ascending order."""
     found = []
     for fd in sorted(map(int, os.listdir("/proc/self/fd"))):
         with suppress(OSError):  # the descriptor of the listing itself
-            if os.get_inheritable(fd):
-                found.append(fd)
+            os.fstat(fd)
+            found.append(fd)
     return found
+
+
+def inheritable() -> list[int]:
+    """Return the descriptors inherited by a program executed in this process, in ascending order."""
+    return [fd for fd in open_descriptors() if os.get_inheritable(fd)]
 
 
 def program(module: str, *words: str) -> list[str]:

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from shared_rpc.settings import change_environment, environment
+from shared_rpc.settings import change_environment, environment, open_descriptors
 
 #: In a fork, the environment that a new process would start with: without the changes made by the zygote's imports.
 inherited: dict[str, str] = {}
@@ -205,18 +205,6 @@ def finish(main: Callable[[], object]) -> None:
         # The interpreter handles the error too, and chooses how to end: by SIGINT for a KeyboardInterrupt.
         sys.excepthook = lambda *_: None
         raise
-
-
-def open_descriptors() -> list[int]:
-    """Return the numbers of all open descriptors in ascending order."""
-    found = []
-    for fd in sorted(map(int, os.listdir("/proc/self/fd"))):
-        try:
-            os.fstat(fd)
-        except OSError:  # the descriptor of the listing itself
-            continue
-        found.append(fd)
-    return found
 
 
 def close_all_but(kept: Iterable[int]) -> None:

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 
-from shared_rpc.zygote.child import open_descriptors
+from shared_rpc.settings import open_descriptors
 from shared_rpc.zygote.process import fork, is_readable
 
 #: Devices without state, which processes may share.

@@ -18,9 +18,9 @@ from typing import Any, NoReturn, TypedDict
 
 from shared_rpc.lifecycle import collector
 from shared_rpc.protocol.peers import is_own, peer_of
-from shared_rpc.settings import change_environment, environment
+from shared_rpc.settings import change_environment, environment, open_descriptors
 from shared_rpc.zygote import child
-from shared_rpc.zygote.child import become, open_descriptors, own_path, run_program
+from shared_rpc.zygote.child import become, own_path, run_program
 from shared_rpc.zygote.imports import Files, Unfit, changes_since, is_installed, preload, shadowed
 from shared_rpc.zygote.process import fork, fork_watched, refuse, resident_bytes
 from shared_rpc.zygote.safety import try_fork, unsafe
