@@ -129,8 +129,8 @@ class RecordBody(Message):
     client's pool.
     """
 
-    table: msgspec.Raw
-    segments: list[SegmentInfo]
+    table: msgspec.Raw = msgspec.Raw(EMPTY_TABLE)
+    segments: list[SegmentInfo] = []
     kept: list[int] = []
     chunks: list[int] = []
     freed: list[int] = []

@@ -58,9 +58,8 @@ OF_ENDPOINTS = {m.Call, m.WaitTask, g.Refresh, x.PrepareCandidate}
 #: Requests that are not answered at once: the loop, which answers them, cannot wait for the answer.
 _WAITS = {*OF_ENDPOINTS, m.CreateBuffer, m.GetBuffer, m.ListDevices, g.AwaitRefreshes, s.AwaitMisses, s.BuildMiss}
 _WAITS |= {t.Resume, t.Evict, t.Restore}
-_NO_TABLE = msgspec.Raw(b"")
 #: The message of a reply with a value and no lease, and the frame of one without descriptors.
-_VALUE = m.Result(_NO_TABLE, [])
+_VALUE = m.Result()
 _NO_FRAME = Frame(0, 0, b"")
 
 
@@ -186,7 +185,7 @@ class _LocalCaller:
             return True
         message, value, stored = _VALUE, outcome.live, outcome.stored
         if outcome.managed and stored is not None:
-            message = m.Result(_NO_TABLE, [], object_id=stored.object_id, generation=stored.generation, managed=True)
+            message = m.Result(object_id=stored.object_id, generation=stored.generation, managed=True)
         request = self.request.message
         if stored is not None and isinstance(request, m.CreateBuffer) and request.for_record:
             infos, owners = [each.info for each in stored.record.segments], [each.owner for each in stored.record.segments]

@@ -31,7 +31,6 @@ from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import sources as s
 from shared_rpc.protocol.exported import RecordHeader
 from shared_rpc.protocol.infos import ClusterStatus, SourceInfo
-from shared_rpc.protocol.records import EMPTY_TABLE
 from shared_rpc.protocol.sources import Miss
 from shared_rpc.server.records import Records
 from shared_rpc.server.requests import Caller, handles
@@ -45,8 +44,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("shared_rpc.server")
 
-#: The table of a result without a value.
-_NO_TABLE = msgspec.Raw(EMPTY_TABLE)
 #: Maximum bytes of a source's status, which every server info contains.
 _STATUS = 64 << 10
 
@@ -231,8 +228,6 @@ class Sources:
             stored = outcome.stored
             assert stored is not None and outcome.managed, "the object of a miss is managed"
             answer = m.Result(
-                _NO_TABLE,
-                [],
                 object_id=stored.object_id,
                 generation=stored.generation,
                 managed=True,
