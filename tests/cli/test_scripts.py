@@ -96,7 +96,7 @@ def test_a_script_sees_the_same(place: Place, tmp_path: Path) -> None:
     assert forked["place"] == [str(place.folder / "sub"), 0o027]
 
 
-#: How a script ends without a traceback.
+#: How a script ends: without a traceback, with one, or by the interpreter itself.
 ENDS = {
     "exit with a code": "import sys; print('x', end=''); sys.exit(7)",
     "exit with a text": "import sys; sys.exit('a text')",
@@ -104,10 +104,6 @@ ENDS = {
     "SIGSEGV": "import ctypes; ctypes.string_at(0)",
     "a thread that is left": "import threading, time\nthreading.Thread(target=time.sleep, args=(99,), daemon=True).start()",
     "a fork that returns": "import os, sys\nif os.fork() == 0: sys.exit(9)\nprint(os.waitstatus_to_exitcode(os.wait()[1]))",
-}
-
-#: How it ends with one, or by the interpreter itself.
-ERRORS = {
     "an error": "def f(x):\n    return 1 / x\n\nprint('before')\nf(0)",
     "no syntax": "print('x'\nprint('y')",
     "a closed output": "import os; os.close(1); print('x')",
@@ -116,15 +112,8 @@ ERRORS = {
 
 @pytest.mark.parametrize("name", ENDS)
 def test_a_script_ends_the_same(place: Place, name: str) -> None:
-    """With the same code or signal, and output."""
+    """With the same code or signal, output, and traceback: it has no frame below the script's own."""
     plain, forked = place.both(place.write(ENDS[name]))
-    assert forked == plain
-
-
-@pytest.mark.parametrize("name", ERRORS)
-def test_a_script_fails_the_same(place: Place, name: str) -> None:
-    """With the same code or signal, and traceback: it has no frame below the script's own."""
-    plain, forked = place.both(place.write(ERRORS[name]))
     assert forked == plain
 
 

@@ -140,7 +140,7 @@ class BrokerApp:
 
     def start_program(self, program: BrokerProgram, **options: Any) -> Child:
         """Start such a broker, and wait until it serves the app; the options are those of :class:`Child`."""
-        child = self.world.start("-c", program.code, *program.words, cwd=self.file.parent, is_broker=True, **options)
+        child = self.world.start("-c", program.code, *program.words, cwd=self.file.parent, **options)
         child.expect("serving")
         return child
 

@@ -218,7 +218,6 @@ def start(
     args: Sequence[str],
     *,
     fresh: bool = False,
-    is_broker: bool = False,
     stdin: Any = None,
     stdout: Any = None,
     stderr: Any = None,
@@ -231,7 +230,6 @@ def start(
     """Start a process like :class:`subprocess.Popen`, as a fork if that is equivalent.
 
     :param fresh: True for a new process, whose children are new ones too.
-    :param is_broker: True if it is a broker, although its command line does not show it.
     :param group: ``start_new_session`` or ``process_group``.
     """
     variables = os.environ if env is None else env
@@ -254,7 +252,7 @@ def start(
             return end
 
         fds = {number: end_of(number, stream) for number, stream in enumerate((stdin, stdout, stderr))}
-        nested = is_broker or "shared_rpc.broker" in args
+        nested = any("shared_rpc.broker" in word for word in args)  # a module to run, or in a piece of code
         pid = _zygote.fork(args, variables, fds | {fd: fd for fd in pass_fds}, cwd, nested=nested, **group)
     return Process(pid, *ours)
 

@@ -23,7 +23,7 @@ class Child:
 
     :param options: of the interpreter.
     :param before: a command line that starts the interpreter, such as ``unshare``.
-    :param fresh: True for a new process rather than a fork; :func:`tests.kit.forks.start` explains this and the next one.
+    :param fresh: True for a new process rather than a fork, see :func:`tests.kit.forks.start`.
     """
 
     def __init__(
@@ -34,13 +34,11 @@ class Child:
         pass_fds: Sequence[int] = (),
         options: Sequence[str] = ("-u",),
         fresh: bool = False,
-        is_broker: bool = False,
         before: Sequence[str] = (),
     ) -> None:
         self.process = start(
             [*before, sys.executable, *options, *arguments],
             fresh=fresh,
-            is_broker=is_broker,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

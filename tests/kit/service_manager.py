@@ -88,7 +88,6 @@ class ServiceManager:
                 environ=environ,
                 cwd=self.app.file.parent,
                 pass_fds=fds,
-                is_broker=True,
             )
         if wait_for:
             child.expect(wait_for)

@@ -114,6 +114,7 @@ def test_the_descriptors_of_a_frame_have_one_owner() -> None:
     ("first", "message"),
     [
         (header(magic=b"HTTP"), r"not a shared_rpc frame: it begins with b'HTTP'"),
+        (b"HT", r"not a shared_rpc frame: it begins with b'HT'"),
         (header(version=VERSION ^ 1), rf"speaks protocol {VERSION ^ 1} and this one {VERSION}: use the same release"),
         (header(fds=MAX_FDS + 1), rf"announces {MAX_FDS + 1} file descriptors; the limit is {MAX_FDS}"),
         (header(body=101), r"announces 101 \+ 0 bytes; the limits are 100 \+ 200"),
@@ -164,6 +165,7 @@ def test_descriptors_without_a_frame_are_bounded() -> None:
             for byte in header():
                 feed(decoder, bytes([byte]), [new_fd() for _ in range(FDS_PER_MESSAGE)])
                 assert next_frame(decoder) is None
+        assert len(decoder.fds) <= 2 * MAX_FDS + FDS_PER_MESSAGE
         decoder.close()
 
 
