@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
@@ -143,18 +143,13 @@ class BaseClient(Context):
         FINALIZER.start()  # the thread ends the session of a collected client
         return ClientTransfer(self._pool_options, weakly(self._return_chunks))
 
-    def _links(self) -> Sequence[Link]:
-        """Return the active sessions."""
-        link = self._link
-        return [link] if link is not None else []
-
     def _return_chunks(self, transfer: ClientTransfer, chunks: list[int]) -> None:
         """Return chunks of the server's pool, in their session; from another thread.
 
         :raises TransferClosed, SharedRPCError, OSError: if the message was not sent.
         """
-        link = next((link for link in self._links() if link.transfer is transfer), None)
-        if link is None:
+        link = self._link
+        if link is None or link.transfer is not transfer:
             raise TransferClosed
         link.post(m.Free(chunks))
 
@@ -244,7 +239,7 @@ class BaseClient(Context):
             self._post(message, session)
 
     def _end_lease_soon(self, object_id: str, session: object) -> None:
-        if session in self._links():  # else its leases have ended
+        if session is self._link:  # else its leases have ended
             drive(release_leases(self, [object_id], [session], waits=False), functools.partial(self._perform_apart, session))
 
     def _perform_apart(self, session: object, step: Step) -> Any:
