@@ -55,14 +55,16 @@ class ObjectOperations:
         """
         handle._check_held()
         try:
-            info = yield from query(m.GetServerInfo(), "get_server_info")  # another one may have replaced the known one
-            if info["server_id"] != handle.server_id:
-                raise StaleHandleError(
-                    f"the handle was issued by server {handle.server_id}, but {info['server_id']} now runs at "
-                    f"{info['socket_path']!r}: call the endpoint again",
-                    reason="server_changed",
-                )
             yield from query(m.GetObjectInfo(handle.object_id), "get_object_info")
+        except StaleHandleError:
+            server = yield from ctx._reached()
+            if server.server_id == handle.server_id:
+                raise
+            raise StaleHandleError(
+                f"the handle was issued by server {handle.server_id}, and {server.server_id} has taken its place: call the "
+                f"endpoint again",
+                reason="server_changed",
+            ) from None
         except (ConnectError, ConnectionClosed) as error:
             text = f"cannot reach the server {handle.server_id}, which issued the handle: {error}"
             raise StaleHandleError(text, reason="server_unreachable") from error
