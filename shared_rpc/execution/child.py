@@ -38,7 +38,7 @@ class Child:
     :param output: the reading end of a pipe from the child's standard error.
     :param ended: called once, after the child has ended and was reaped.
     :param passes_on: True to copy its output to this process's standard error.
-    :param fd: a descriptor that becomes readable when the child has ended, closed after the reaping; None for a pidfd.
+    :param fd: a descriptor that becomes readable when the child has ended, closed after the reaping; -1 for a pidfd.
     :raises OSError, RuntimeError: if no descriptor or thread is available to watch it.
     """
 

@@ -314,7 +314,6 @@ class Capacity:
             self._queue[request] = None
             if first:
                 self._queue.move_to_end(request, last=False)
-            self._objects.contended = len(self) > 0
             self._serve(request)
         except SharedRPCError:
             self._leave(request)
@@ -323,13 +322,9 @@ class Capacity:
 
     def _leave(self, request: CapacityRequest) -> None:
         """Remove a request that is refused or cancelled."""
-        self._forget(request)
+        self._queue.pop(request, None)
         request.release()
         self.changed()
-
-    def _forget(self, request: CapacityRequest) -> None:
-        self._queue.pop(request, None)
-        self._objects.contended = len(self) > 0
 
     def __len__(self) -> int:
         """Return the number of pending requests that have an owner."""
@@ -373,7 +368,7 @@ class Capacity:
 
         A session that already uses it is never blocked.
         """
-        if not self._objects.contended or session in self._leases.active(stored.object_id):
+        if not self._queue or session in self._leases.active(stored.object_id):
             return False
         devices = usage_of(infos_of(self._objects.group(stored))).keys()
         return any(self._needs(request).keys() & devices for request in self._queue)
@@ -427,7 +422,7 @@ class Capacity:
         for other in {request, *joining}:
             other.granted = True
             other.changed.set()
-            self._forget(other)
+            self._queue.pop(other, None)
         request.take(+Counter(needs))
         self.changed()
 

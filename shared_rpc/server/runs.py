@@ -101,9 +101,7 @@ class Runs:
         stored = self._objects.lookup(key) if key is not None and not (waiter.refreshes or waiter.prepares) else None
         if stored is None or key is None:
             self._build(waiter, spec, key, arguments, chain)
-        elif stored.tier == "device" and not (
-            self._objects.contended and not waiter.inner and self._tiers.must_wait(waiter.session, stored)
-        ):
+        elif not stored.cold and (waiter.inner or not self._capacity.must_wait(waiter.session, stored)):
             self._hit(waiter, spec, stored)
             close_arguments(arguments)
         else:

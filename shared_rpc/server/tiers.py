@@ -151,7 +151,7 @@ class Tiers:
 
         This is also the case while others wait for capacity on its device, so that objects in use become idle.
         """
-        return stored.tier != "device" or (self._objects.contended and self._capacity.must_wait(session, stored))
+        return stored.cold or self._capacity.must_wait(session, stored)
 
     @contextlib.asynccontextmanager
     async def warm(

@@ -143,9 +143,6 @@ class ObjectStore:
         self.copies = Copies()
         #: The last incarnation number. None is reused: a process may still have the memory of any earlier one.
         self._incarnation = 0
-        #: True if requests wait for capacity: then a session may have to wait before using an object too, see
-        #: :meth:`shared_rpc.server.capacity.Capacity.must_wait`.
-        self.contended = False
         self._leases = leases
         self._clock = clock
         self._on_drop = on_drop
