@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any
 
 import msgspec
@@ -33,13 +33,13 @@ _PAGE = 1000
 
 
 class Watcher(msgspec.Struct, eq=False):
-    """A request that waits for a task's end; ``changed`` is called with every earlier change.
+    """A request that waits for a task's end, and with ``events`` is notified of every earlier change.
 
     ``holds`` is True if its session gets a lease on the result at the end; ``held`` is the id of that object then.
     """
 
-    session: str
-    changed: Callable[[TaskInfo], None] | None
+    caller: Caller
+    events: bool
     holds: bool
     held: str = ""
     ended: asyncio.Future[None] = msgspec.field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -107,13 +107,9 @@ class Tasks:
         task = self.table.get(message.task_id)
         if message.poll and not task.finished:
             raise DeadlineExceeded(f"task {message.task_id} of {task.info.endpoint!r} is still {task.info.status}")
-
-        def changed(info: TaskInfo) -> None:
-            caller.notify(m.TaskUpdate(info))
-
         if message.events:
-            changed(self.info(task))
-        watcher = Watcher(caller.session, changed if message.events else None, not message.look)
+            caller.notify(m.TaskUpdate(self.info(task)))
+        watcher = Watcher(caller, message.events, not message.look)
         task.watchers[watcher] = None
         if task.finished:
             self._end_watches(task)
@@ -126,7 +122,7 @@ class Tasks:
         finally:
             task.watchers.pop(watcher, None)
             if watcher.held:
-                self._state.release(watcher.session, [watcher.held])
+                self._state.release(caller.session, [watcher.held])
 
     @handles(m.FetchTask)
     def fetch(self, caller: Caller, message: m.FetchTask) -> Answer:
@@ -205,7 +201,7 @@ class Tasks:
         for watcher in watchers:
             if watcher.holds and stored is not None:
                 watcher.held = stored.object_id
-                self._state.leases.grant(watcher.session, stored.object_id)
+                self._state.leases.grant(watcher.caller.session, stored.object_id)
             if not watcher.ended.done():
                 watcher.ended.set_result(None)
 
@@ -281,5 +277,5 @@ class Tasks:
 
     def _notify_watchers(self, task: Task[Waiter]) -> None:
         for watcher in tuple(task.watchers):
-            if watcher.changed is not None:
-                watcher.changed(self.info(task))
+            if watcher.events:
+                watcher.caller.notify(m.TaskUpdate(self.info(task)))
