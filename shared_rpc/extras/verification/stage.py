@@ -25,6 +25,7 @@ from typing import Any
 
 from shared_rpc import Client
 from shared_rpc.client.starting import ServerStarter, log_path
+from shared_rpc.errors import SharedRPCError
 from shared_rpc.extras.verification.app import LAYER
 from shared_rpc.memory.devices import torch_device
 from shared_rpc.protocol.infos import DeviceInfo
@@ -230,7 +231,15 @@ class Stage:
         :raises ConnectError: if it ends, or does not listen in time.
         """
         options = ServeOptions(socket=self._socket, devices=(self.settings.device,), preload=False, idle_exit=_ORPHANED)
-        ServerStarter(lambda: _APP, options)(self._socket, _STARTUP, math.inf)
+
+        def answers() -> bool:
+            ServerStarter(lambda: _APP, options)(self._socket, _STARTUP, math.inf)
+            with suppress(SharedRPCError):  # one that was just killed has no command any more, and may listen for a moment
+                self.client.ping()
+                return True
+            return False
+
+        self.within(_STARTUP, answers)
 
     def server_pids(self) -> list[int]:
         """Return the ids of the server's process, and of the one that runs its endpoints."""
