@@ -128,7 +128,12 @@ def open_descriptors() -> list[int]:
 
 def inheritable() -> list[int]:
     """Return the descriptors inherited by a program executed in this process, in ascending order."""
-    return [fd for fd in open_descriptors() if os.get_inheritable(fd)]
+    found = []
+    for fd in open_descriptors():
+        with suppress(OSError):  # another thread has closed it
+            if os.get_inheritable(fd):
+                found.append(fd)
+    return found
 
 
 def program(module: str, *words: str) -> list[str]:

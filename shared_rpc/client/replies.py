@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from shared_rpc.errors import DeadlineExceeded, RemoteError, RemoteTraceback, from_wire
+from shared_rpc.errors import DeadlineExceeded, RemoteError, RemoteTraceback, from_wire, raised_by_handler
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.frames import Frame
 
@@ -68,9 +68,9 @@ def _own_error(message: m.Error, frame: Frame) -> Exception | None:
     """
     try:
         own = _native(pickle.loads(frame.payload), message.detail["type_name"])
-    except KeyboardInterrupt:
-        raise
-    except BaseException:
+    except BaseException as error:
+        if raised_by_handler(error):
+            raise
         return None
     return own if isinstance(own, Exception) else None
 

@@ -35,6 +35,7 @@ from shared_rpc.errors import (
     ProtocolError,
     SharedRPCError,
     StaleHandleError,
+    raised_by_handler,
 )
 from shared_rpc.forks import after_fork, fork_safe_lock
 from shared_rpc.memory.mapping import MAPPINGS
@@ -171,8 +172,8 @@ def _unmapped(object_id: str, handle: Lease[Any] | None) -> None:
     with MAPPINGS.changing:
         try:
             MAPPINGS.suspend(object_id, functools.partial(_has_active, object_id))
-        except (CapabilityError, RuntimeError):  # after others, such as a signal handler's, some memory may be unmapped
-            if handle is not None:
+        except BaseException as error:
+            if handle is not None and not raised_by_handler(error):  # else some of the memory may be unmapped
                 handle._cancel_suspension()
             raise
 

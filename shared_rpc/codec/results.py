@@ -20,7 +20,7 @@ from shared_rpc.codec.single import Copied, copy_single, rebuild_single
 from shared_rpc.codec.skeleton import Scan, load
 from shared_rpc.codec.storages import refuse_capture
 from shared_rpc.codec.tensors import read_table, tensors_of
-from shared_rpc.errors import CodecError
+from shared_rpc.errors import CodecError, raised_by_handler
 from shared_rpc.forks import fork_safe_lock
 from shared_rpc.lifecycle import collector
 from shared_rpc.memory.backends.choice import backend_for
@@ -193,9 +193,9 @@ def _load(skeleton: bytes, tensors: list[torch.Tensor], storages: list[torch.Unt
     """Rebuild the object around the contents of the lists; empty them."""
     try:
         return load(skeleton, tensors, storages, buffers)
-    except KeyboardInterrupt:
-        raise
     except BaseException as error:
+        if raised_by_handler(error):
+            raise
         # The incomplete object must not be kept by the traceback.
         traceback.clear_frames(error.__traceback__)
         raise CodecError(

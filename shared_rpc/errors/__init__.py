@@ -37,6 +37,8 @@ in this tree: it arrives with its own type, see :func:`from_wire`.
 from __future__ import annotations
 
 import copyreg
+import signal
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, cast
 
@@ -463,3 +465,14 @@ def class_of(code: str) -> type[SharedRPCError]:
 def from_wire(code: str, message: str, detail: dict[str, str]) -> SharedRPCError:
     """Rebuild the error from the result of :func:`to_wire`; an unknown code gives the root class."""
     return class_of(code).restore(message, detail)
+
+
+def raised_by_handler(error: BaseException) -> bool:
+    """Return True if a signal handler raised an error, judging by its traceback.
+
+    Python's own handler of SIGINT has no frame. A handler that calls ``sys.exit()`` is distinguished from other code by its
+    frame.
+    """
+    handlers = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()}
+    passed = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
+    return isinstance(error, KeyboardInterrupt) or any(code in handlers for code in passed)

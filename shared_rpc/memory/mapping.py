@@ -27,7 +27,7 @@ from typing import TypeVar
 
 import msgspec
 
-from shared_rpc.errors import CapabilityError, CodecError, HandleSuspended, ProtocolError
+from shared_rpc.errors import CapabilityError, CodecError, HandleSuspended, ProtocolError, raised_by_handler
 from shared_rpc.forks import after_fork, fork_safe_lock
 from shared_rpc.lifecycle.finalizer import FINALIZER
 from shared_rpc.memory.backends.choice import backend_for
@@ -528,7 +528,7 @@ class MappingTable:
                     self._vacate_one(mapping)
                     unmapped = True
                 except (CapabilityError, RuntimeError) as error:
-                    if not unmapped:
+                    if not unmapped or raised_by_handler(error):
                         raise
                     # As text: the error's traceback would keep objects for as long as a log keeps the record.
                     _log.error("memory of a suspended object stays mapped: %s: %s", mapping, str(error))
@@ -541,9 +541,10 @@ class MappingTable:
             FAULTS.install()
         try:
             mapping.backend.vacate(mapping.address, mapping.info.nbytes)
-        except (CapabilityError, RuntimeError):  # others are a signal handler's, which may have come afterwards
-            mapping.vacated = False
-            self._vacated -= 1
+        except (CapabilityError, RuntimeError) as error:
+            if not raised_by_handler(error):  # else it may have come afterwards
+                mapping.vacated = False
+                self._vacated -= 1
             raise
         if mapping.descriptor is not None:
             mapping.descriptor.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -147,3 +148,23 @@ def test_results_that_cannot_be_rebuilt_release_their_lease(world: World) -> Non
     with pytest.raises(CodecError, match="SystemExit: unpickled"):
         client.call("kept")
     assert client.get_server_info()["leases"] == 0
+
+
+class SignalsItsReader(torch.nn.Linear):
+    """A module whose unpickling sends a signal to its reader."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return signal.raise_signal, (signal.SIGUSR1,)
+
+
+def test_the_exception_of_a_signal_handler_ends_the_call(world: World) -> None:
+    """Also one that ends the process, while the result is rebuilt."""
+    world.share("kept", managed=True)(lambda: SignalsItsReader(2, 2))
+    client = world.client()
+    previous = signal.signal(signal.SIGUSR1, lambda *_: sys.exit(3))
+    try:
+        with pytest.raises(SystemExit):
+            client.call("kept")
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+    client.ping()

@@ -235,7 +235,7 @@ def start(
     variables = os.environ if env is None else env
     if fresh or _zygote is None or not _zygote.can(args, variables):
         options: dict[str, Any] = {"cwd": cwd, "env": env, "pass_fds": pass_fds, "text": text, **group}
-        return subprocess.Popen(args, stdin=stdin, stdout=stdout, stderr=stderr, **options)
+        return subprocess.Popen(args, -1 if text else 0, stdin=stdin, stdout=stdout, stderr=stderr, **options)
     ours: list[IO[Any] | None] = [None, None, None]
     with ExitStack() as theirs:
 

@@ -246,7 +246,7 @@ class World(Shelf):
             self.begin(move)
             self.loop.create_task(self.restore(move, reservation))
         else:
-            assert not reservation.sizes
+            assert not reservation._taken
         if move is not None:
             await move.over.wait()
         if self.store.get(stored.object_id) and not stored.cold:

@@ -346,8 +346,10 @@ class ObjectStore:
         return count + 1
 
     def adopt(self, other: ObjectStore, spec_of: Callable[[str], EndpointSpec]) -> None:
-        """List the objects of another store as objects of this one."""
+        """List the objects of another store as objects of this one; those in segments are in use there, and stay there."""
         for stored in other._by_key.values():
+            if stored.record.segments:
+                continue
             self.add(spec_of(stored.endpoint), stored.cache_key, stored.record, stored.live, adopted=stored.adopted)
 
     def lookup(self, key: str) -> StoredObject | None:
