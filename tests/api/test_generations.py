@@ -390,8 +390,8 @@ def test_later_generations_are_not_replaced(world: World, load: Any, role: str) 
     assert load().generation == 5
 
 
-def test_invalidations_discard_candidates(world: World, load: Any, role: str) -> None:
-    """An invalidated call's earlier candidates are outdated; those of other calls are not."""
+def test_invalidations_discard_candidates(world: World, load: Any, builds: Builds, role: str) -> None:
+    """An invalidated call's earlier candidates are outdated, also those that are being built; those of other calls are not."""
     load()
     candidate, another = world.provider.prepare("load"), world.provider.prepare("load", 4)
     load.invalidate()
@@ -399,6 +399,15 @@ def test_invalidations_discard_candidates(world: World, load: Any, role: str) ->
         world.provider.promote(candidate)
     assert world.provider.promote(another).generation == 1
     assert world.provider.promote(world.provider.prepare("load")).previous_id == ""
+    builds.go.clear()
+
+    def invalidate() -> None:
+        eventually(lambda: world.waiting() == 1)
+        load.invalidate()
+        builds.go.set()
+
+    error, _ = at_once(lambda: world.provider.prepare("load"), invalidate)
+    assert isinstance(error, RefreshError) and "therefore is no candidate" in str(error)
 
 
 def test_calls_do_not_join_preparations(world: World, load: Any, builds: Builds, role: str) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 from unittest.mock import patch
 
 from shared_rpc.cli.app import main
-from tests.kit.forks import run
 from tests.kit.processes import PYTHONPATH
 
 MODULE = ("-m", "shared_rpc.cli")
@@ -126,13 +125,14 @@ def cli(
 
 def spawn(*arguments: str, cwd: Path | None = None, **options: Any) -> Ran:
     """Run ``shared-rpc`` in a process of its own."""
-    done = run(
+    done = subprocess.run(
         [sys.executable, *MODULE, *arguments],
-        **options,
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},
         text=True,
         stdin=subprocess.DEVNULL,
         cwd=cwd,
         timeout=50,
         env={**os.environ, "PYTHONPATH": PYTHONPATH},
+        check=False,
     )
     return Ran(done.returncode, done.stdout or "", done.stderr or "")

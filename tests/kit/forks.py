@@ -1,9 +1,8 @@
 """Python processes that begin as forks of one that has imported torch: an import takes 2 seconds of a core, a fork 30 ms.
 
-:func:`start` and :func:`run` are :class:`subprocess.Popen` and :func:`subprocess.run`, except for how the process begins.
-Nothing of the interpreter is replaced. Of the product, one function is, in forks that are brokers: the one by which a broker
-starts its workers, see :func:`_nest`. :mod:`shared_rpc.zygote.child`, which has tests of its own, makes a fork equal to a new
-process.
+:func:`start` is :class:`subprocess.Popen`, except for how the process begins. Nothing of the interpreter is replaced. Of the
+product, one function is, in forks that are brokers: the one by which a broker starts its workers, see :func:`_nest`.
+:mod:`shared_rpc.zygote.child`, which has tests of its own, makes a fork equal to a new process.
 
 ``fresh=True`` is for tests of real starts; with ``SHARED_RPC_TESTS=fresh`` in the environment, as in ``nox -s deep``, every
 process is a new one.
@@ -179,8 +178,8 @@ class Process:
                 self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
 
-    def communicate(self, input: Any = None, timeout: float | None = None) -> tuple[Any, Any]:
-        """Write the input, read both outputs to their ends, and wait for the end."""
+    def communicate(self, timeout: float | None = None) -> tuple[Any, Any]:
+        """Close the input, read both outputs to their ends, and wait for the end."""
         found: dict[IO[Any] | None, Any] = {}
 
         def read(stream: IO[Any]) -> None:
@@ -191,10 +190,9 @@ class Process:
         readers = [threading.Thread(target=read, args=(one,), daemon=True) for one in streams if one and not one.closed]
         for reader in readers:
             reader.start()
-        if self.stdin is not None and not self.stdin.closed:
-            with suppress(BrokenPipeError), self.stdin:
-                if input:
-                    self.stdin.write(input)
+        if self.stdin is not None:
+            with suppress(BrokenPipeError):
+                self.stdin.close()
         self.wait(timeout)
         for reader in readers:
             reader.join(timeout)
@@ -255,17 +253,6 @@ def start(
         nested = any("shared_rpc.broker" in word for word in args)  # a module to run, or in a piece of code
         pid = _zygote.fork(args, variables, fds | {fd: fd for fd in pass_fds}, cwd, nested=nested, **group)
     return Process(pid, *ours)
-
-
-def run(args: Sequence[str], *, input: Any = None, timeout: float | None = None, **options: Any) -> Any:
-    """Run such a process like :func:`subprocess.run`, by default with pipes."""
-    process = start(args, **{**dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE), **options})
-    try:
-        output, errors = process.communicate(input, timeout)
-    except BaseException:
-        process.kill()
-        raise
-    return subprocess.CompletedProcess(args, process.returncode, output, errors)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import settings
@@ -467,6 +468,14 @@ def test_restores_are_joined(world: World) -> None:
     assert world.capacity.used(GPU) == 80 and len(world.moves) == 1
     world.end()
     assert all(ask.there for ask in asks) and world.capacity.used(GPU) == 80
+
+
+def test_cancelled_moves_stop_copying() -> None:
+    """Not only the move that follows the copy."""
+    move = Move([], "file")
+    move.copying = Mock()
+    move.cancel()
+    assert move.cancelled and move.copying.cancel.called
 
 
 def test_cancelled_requests_block_no_other(world: World) -> None:

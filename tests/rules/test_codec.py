@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import io
 import logging
 import math
 import os
@@ -27,10 +28,11 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from shared_rpc.codec import by_value
+from shared_rpc.codec import by_value, skeleton
 from shared_rpc.codec.arguments import decode_arguments, encode_arguments
 from shared_rpc.codec.results import decode_result, publish
 from shared_rpc.errors import CapabilityError, CodecError
+from shared_rpc.memory.devices import torch_device
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.records import Record
 from shared_rpc.memory.segments import Segment
@@ -256,6 +258,14 @@ def test_ids_of_uncounted_hooks_are_not_reused(
 
 
 # Refusals: each has the path to the part, and leaves nothing behind.
+
+
+def test_gpus_are_pickled_by_their_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process numbers them differently; a device without a number is the receiver's."""
+    monkeypatch.setattr(skeleton, "device_id", {"cuda:1": "GPU-1"}.__getitem__)
+    reduce = skeleton._Pickler(io.BytesIO(), skeleton.Scan("cpu")).reducer_override
+    assert reduce(torch.device("cuda:1")) == (torch_device, ("GPU-1",))
+    assert reduce(torch.device("cuda")) is reduce(torch.device("cpu")) is NotImplemented
 
 
 def test_standard_output_and_loggers_are_pickled_by_name(

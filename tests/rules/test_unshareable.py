@@ -123,9 +123,10 @@ def test_unshareable_tensors_are_refused_as_results(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_packed_weights_stay_on_the_cpu() -> None:
-    """With memory shared on a GPU they are refused: no ``.to()`` moves them."""
+    """With memory shared on a GPU they are refused: no ``.to()`` moves them. There they are shared."""
     model = nn.ModuleDict({"model": nn.ModuleDict({"fc": nn.Linear(2, 2)})}).eval()
     model = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+    publish(model, "cpu", "read_write", "load").close()
     with pytest.raises(CapabilityError) as caught:
         publish(model, "cuda", "read_write", "load")
     text = str(caught.value)
