@@ -215,7 +215,7 @@ class Exchanges:
                 news.append(exchange)
                 answer = self._read(frame)
                 exchange.frame, exchange.answer = frame, answer  # the answer last: its thread looks at it without the lock
-                del self.pending[exchange.number]
+                self.pending.pop(exchange.number, None)
             del buffers.frames[0]
         return news
 

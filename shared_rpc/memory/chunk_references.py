@@ -56,7 +56,7 @@ class ChunkReferences:
 
     def __init__(self, dropped: Callable[[], object] = lambda: None) -> None:
         self._notify = dropped
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may close the client of the thread that has it
         self._closed = False
         #: Holds that keep the arenas of earlier chunks mapped, by the segments' ids.
         self.holds: dict[str, MappingHold] = {}

@@ -59,7 +59,7 @@ class Pool:
         self.options = options
         #: Maximum bytes of a message's blocks in the pool.
         self.largest = options.limit // 4
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may close the client of the thread that has it
         self._arenas: dict[str, list[Arena]] = {}
         self._chunks: dict[int, Chunk] = {}
         #: Chunk numbers of different pools differ: a number received in a wrong session frees nothing there.
@@ -82,8 +82,7 @@ class Pool:
             finally:
                 complete = len(chunks) == len(needed)
                 if not complete:
-                    for taken in chunks:
-                        self._free(taken)
+                    self.release([taken.number for taken in chunks])
         return chunks if complete else None
 
     def acquire_one(self, device: str, nbytes: int) -> Chunk | None:
@@ -129,15 +128,11 @@ class Pool:
         freed = 0
         with self._lock:
             for number in numbers:
-                chunk = self._chunks.get(number)
+                chunk = self._chunks.pop(number, None)
                 if chunk is not None:
-                    self._free(chunk)
+                    chunk.arena.extents.release(chunk.offset, chunk.nbytes)
                     freed += 1
         return freed
-
-    def _free(self, chunk: Chunk) -> None:
-        del self._chunks[chunk.number]
-        chunk.arena.extents.release(chunk.offset, chunk.nbytes)
 
     @property
     def nbytes(self) -> int:

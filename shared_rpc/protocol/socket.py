@@ -140,7 +140,7 @@ class FrameBuffers(FrameDecoder):
     def wrote(self, count: int) -> None:
         """Remove written bytes, and drop the references to their descriptors."""
         self.written += count
-        while count:
+        while count and self._outbox:
             data, owners = self._outbox.popleft()
             self.queued_fds -= len(owners)
             if count < len(data):

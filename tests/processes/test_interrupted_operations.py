@@ -6,6 +6,7 @@ closed.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import random
@@ -260,6 +261,25 @@ def test_interrupted_first_operations_leave_nothing(server: Child, watcher: Clie
         place = interrupt(whole, point, kind)
         clients[-1].close()
         check_left(watcher, before, place)
+
+
+def test_handlers_may_close_the_client(server: Child, base_path: str) -> None:
+    """At any point: the operation ends, or fails with an error of the library."""
+    operation = OPERATIONS["a tensor there and back"]
+    with Client(base_path, device="cpu", timeout=30.0) as client:
+        for _ in range(3):
+            operation(client)
+        points = points_of(lambda: operation(client))
+    earlier = signal.getsignal(signal.SIGUSR1)
+    try:
+        for point in sorted({point for point, _ in chosen(points)}):
+            with Client(base_path, device="cpu", timeout=30.0) as client:
+                operation(client)
+                signal.signal(signal.SIGUSR1, lambda *_, client=client: client.close())
+                place, raised = interrupted_at(point, functools.partial(operation, client))
+            assert raised.partition(":")[0] in ("", "ConnectionClosed", "ProtocolError"), f"at {place}"
+    finally:
+        signal.signal(signal.SIGUSR1, earlier)
 
 
 @contextmanager
