@@ -60,12 +60,6 @@ FACTS = """
 """
 
 
-def test_a_script_is_a_fork(place: Place) -> None:
-    """Without this, the other tests would compare python with itself."""
-    script = place.write("import sys; print('torch' in sys.modules)")
-    assert [ran.output for ran in place.both(script)] == ["False\n", "True\n"]
-
-
 def test_a_script_sees_the_same(place: Place, tmp_path: Path) -> None:
     """Its names, arguments, path, streams, descriptors, environment, directory, umask, limits and signals."""
     place.write(FACTS, "sub/script.py")

@@ -6,10 +6,7 @@ import json
 import subprocess
 from pathlib import Path
 
-import pytest
-
-from shared_rpc import AsyncClient, Provider, Server
-from shared_rpc.errors import ServerBusy
+from shared_rpc import Provider, Server
 from tests.kit.brokers import BrokerApp, begun, is_running, worker_pids
 from tests.kit.processes import Child, eventually
 
@@ -114,17 +111,3 @@ def test_stop_all_ends_every_server(app: BrokerApp, base_path: str) -> None:
         assert {held["pid"] for held in json.loads(child.process.stdout.read())} == {broker.pid, other.pid}
         assert mine.running
     assert [broker.close()[0], other.close()[0]] == [0, 0]
-
-
-@pytest.mark.anyio
-async def test_the_asynchronous_client_stops_a_server(app: BrokerApp) -> None:
-    """Like the blocking one; the asker alone does not count as use."""
-    broker = app.start()
-    async with AsyncClient(app.base_path, device="cpu") as client, AsyncClient(app.base_path, device="cpu") as other:
-        await other.ping()
-        with pytest.raises(ServerBusy, match="1 clients"):
-            await client.stop_server(if_idle=True)
-        await other.close()
-        held = await client.stop_server()
-    assert (held["pid"], held["objects"], held["socket_paths"]) == (broker.pid, 0, [f"{app.base_path}-cpu.sock"])
-    assert not is_running(broker.pid)

@@ -27,11 +27,7 @@ def loaded_by(code: str) -> set[str]:
 @pytest.mark.parametrize(
     "code",
     [
-        "import shared_rpc",
         "from shared_rpc import Client, Handle, Provider, Server, errors",
-        "import shared_rpc.operations.client",
-        "import shared_rpc.server.server",
-        "import shared_rpc.provider.provider",
         "import shared_rpc.cli.app",
         "from shared_rpc import Provider; provider = Provider(execution_mode='local'); provider.share('f')(lambda x: x)",
         "import sys; from shared_rpc.cli.__main__ import main; sys.argv[1:] = ['ls']; sys.exit = print; main()",
