@@ -51,13 +51,17 @@ class AsyncLink(Link):
         # Requests of coroutines of the same turn of the loop are sent in one write.
         with self._lock:
             exchange = self._exchanges.begin(request)
-        exchange.waits = True
         try:
             with anyio.CancelScope(deadline=deadline):
                 await self._await(exchange)
             if exchange.answer is None:
                 await self._withdraw(exchange)
-        except BaseException:
+        except GeneratorExit:  # a coroutine is closed in a wait
+            exchange.waits = True
+            self._give_up(exchange)
+            raise
+        except BaseException as error:
+            exchange.waits = exchange.waits or isinstance(error, anyio.get_cancelled_exc_class())
             self._give_up(exchange)
             raise
         return self._finish(exchange)
@@ -80,9 +84,11 @@ class AsyncLink(Link):
             while exchange.updates:
                 info = exchange.updates.popleft()
                 if request.on_event is not None:
+                    exchange.waits = True
                     result = request.on_event(info)
                     if inspect.isawaitable(result):
                         await result
+                    exchange.waits = False
                 # Several answers may have arrived at once, and the caller's deadline may have passed.
                 await anyio.lowlevel.checkpoint()
             if exchange.answer is not None:

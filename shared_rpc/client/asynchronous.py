@@ -133,13 +133,13 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
 
     async def _connected(self, state: OperationState) -> AsyncLink:
         """Return the link; if there is none, one operation at a time connects."""
-        with anyio.CancelScope(deadline=state.deadline):
+        with anyio.CancelScope(deadline=state.deadline) as scope:
             async with self._connecting:
                 session = self._new_session(state.patience, state.deadline - anyio.current_time())
                 outdated = await self._run(session, timeout=None)
             if outdated:
                 await self._run(renew_handles(self, outdated), timeout=RENEWAL)
-        return cast("AsyncLink", self._connected_link())
+        return cast("AsyncLink", self._connected_link(scope.cancelled_caught))
 
 
 class ShieldedThreadJob:

@@ -282,14 +282,15 @@ class BaseClient(Context):
             raise ConnectionClosed(f"this client was closed during {request.what}") from error
         return request.repeatable and (hung_up or (request.unwritten and not link.usable))
 
-    def _connected_link(self) -> Any:
+    def _connected_link(self, late: bool = False) -> Any:
         """Return the link after an attempt to connect, which may have lost it again.
 
+        :param late: True if the attempt was ended by its deadline.
         :raises ConnectionClosed: if the client is closed.
-        :raises ConnectError: without a link.
+        :raises ConnectError: if it was ended without a link.
         """
         self._check_open()
-        if self._link is None:
+        if late and self._ready_link() is None:
             raise ConnectError(f"cannot connect to {self.socket_path} in time")
         return self._link
 

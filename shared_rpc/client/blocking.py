@@ -121,15 +121,27 @@ class BlockingDriver(BaseClient, BlockingMethods):
 
     def _connected(self, state: OperationState) -> BlockingLink:
         """Return the link; if there is none, one operation at a time connects. A signal handler may connect within that."""
-        seconds = RETRY if state.patience < self._patience else threading.TIMEOUT_MAX
-        if not self._connecting.acquire(timeout=max(min(seconds, state.deadline - time.monotonic()), 0.0)):
-            raise ConnectError(f"cannot connect to {self.socket_path}: another thread is already waiting for its server")
+        until = min(state.deadline, time.monotonic() + RETRY) if state.patience < self._patience else state.deadline
+        # _is_owned() is private, as in shared_rpc.forks.
+        nested = self._connecting._is_owned()  # type: ignore[attr-defined]
         try:
+            self._check_open()
+            while not self._connecting.acquire(timeout=max(min(RETRY, until - time.monotonic()), 0.0)):
+                self._check_open()
+                if time.monotonic() >= until:
+                    raise ConnectError(
+                        f"cannot connect to {self.socket_path}: another thread is already waiting for its server"
+                    )
             self._patience = state.patience
             session = self._new_session(state.patience, state.deadline - time.monotonic())
             outdated = drive(session, functools.partial(self._perform, state))
         finally:
-            self._connecting.release()
+            if not nested:
+                try:  # a signal handler may raise after a call, that of suppress() too
+                    while True:
+                        self._connecting.release()
+                except RuntimeError:  # it is not this thread's any more
+                    pass
         if outdated:
             seconds = min(RENEWAL, max(state.deadline - time.monotonic(), 0.0))
             self._run(renew_handles(self, outdated), patience=0, timeout=seconds)

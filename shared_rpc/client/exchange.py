@@ -29,7 +29,7 @@ from shared_rpc.protocol import exported as x
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.catalogue import NUMBERS, decode_message
 from shared_rpc.protocol.frames import Frame
-from shared_rpc.protocol.socket import FrameBuffers
+from shared_rpc.protocol.socket import FrameBuffers, encoded
 from shared_rpc.protocol.tasks import TaskInfo
 
 #: Seconds for the server's part of the handshake, and for its answer to a request that it answers at once.
@@ -132,9 +132,11 @@ class Exchanges:
         if number is None:
             number = next(self._ids) % LAST_ID + 1
         exchange = Exchange(number, request)
+        request.unwritten = True
         message, owners = request.addressed(self._sent) if request.segments else (request.message, [])
+        buffers = encoded(message, number, request.payload, owners)
         exchange.begin, request.unwritten = self._buffers.queued, False
-        self._buffers.queue(message, number, request.payload, owners)
+        self._buffers.add(buffers, owners)
         request.sent = True
         exchange.end = self._buffers.queued
         if request.segments:

@@ -218,10 +218,9 @@ class Link:
         finally:
             if not intact:
                 with self._lock:
-                    if self._thread == threading.get_ident():
-                        self._reader = None
                     self._break(ConnectionClosed(_INTERRUPTED))
                     if exchange is not None:
+                        self._leave(exchange)
                         self._exchanges.abandon(exchange)
         self._attend()
 
@@ -458,16 +457,19 @@ class BlockingLink(Link):
         :raises ConnectionClosed: if the server disconnects, or the link is closed.
         """
         exchange: Exchange | None = None
+        thread, earlier = threading.get_ident(), self._reader
         try:
-            exchange = self._start(request, threading.get_ident())
+            exchange = self._start(request, thread)
             if request.transfer is not None:
                 request.transfer.poll()  # while the server works
             try:
                 self._await(exchange, deadline)
             except TooLate:
                 self._withdraw(exchange)
-        except BaseException as error:
-            if exchange is not None or not isinstance(error, SharedRPCError):  # else nothing was queued
+        except BaseException:
+            if exchange is None and self._thread == thread and self._reader is not earlier:
+                exchange = self._reader  # interrupted in the return
+            if exchange is not None or not request.unwritten:  # else nothing was queued
                 self._give_up(exchange)
             raise
         return self._finish(exchange)

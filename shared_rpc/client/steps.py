@@ -55,7 +55,7 @@ class Request(msgspec.Struct):
     sent: bool = False
     #: The number of connections that broke during the request.
     tries: int = 0
-    #: True if the connection broke before a byte of the request was written.
+    #: True if no byte of the request was written: it cannot be encoded, or the connection broke before.
     unwritten: bool = False
 
     def disconnected(self, written: int, size: int) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, overload
 
-from shared_rpc.client.steps import BlockingMethods, CoroutineMethods, Pause, Within, Work, query
+from shared_rpc.client.steps import BlockingMethods, CoroutineMethods, Pause, Request, Within, Work, ask, query
 from shared_rpc.client.suspension import Context
 from shared_rpc.errors import BufferNotFound, DeadlineExceeded
 from shared_rpc.operations.binding import Opened, Steps, Unbound, operation
@@ -37,7 +37,7 @@ class ServerOperations:
     def ping(ctx: Context) -> Steps[float]:
         """Make one round trip; return the seconds that it took."""
         begin = time.perf_counter()
-        yield from query(m.Ping(), "ping")
+        yield from ask(Request(m.Ping(), "ping"), m.Answer)
         return time.perf_counter() - begin
 
     @operation
@@ -96,7 +96,7 @@ class ServerOperations:
         :raises CapabilityError: in the local role, which has no server.
         :raises DeadlineExceeded: if it has not ended after ``timeout`` seconds.
         """
-        yield from query(m.Ping(), "ping")  # of the server that is there now
+        yield from ask(Request(m.Ping(), "ping"), m.Answer)  # of the server that is there now
         server, path = (yield from ctx._reached()), ctx.socket_path
         with ExitStack() as stack:
             pidfd = -1

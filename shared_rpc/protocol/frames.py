@@ -172,12 +172,10 @@ class FrameDecoder:
         with memoryview(partial) as view:
             body, payload = bytes(view[HEADER_SIZE : end - payload_size]), bytes(view[end - payload_size : end])
         frame = Frame(kind, request_id, body, payload, self.fds[:count])
-        del (
-            self.fds[:count],
-            partial[:end],
-        )  # before the frame is added: a descriptor has one owner, also if this is interrupted
-        self.frames.append(frame)
+        # Before the frame is added: a descriptor has one owner, also if this is interrupted.
+        del self.fds[:count], partial[:end]
         self._header = None
+        self.frames.append(frame)
         return True
 
     def _check_beginning(self) -> None:

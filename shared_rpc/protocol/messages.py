@@ -47,7 +47,7 @@ class Answer(Message):
     @classmethod
     def of(cls, value: Any) -> Answer:
         """Return the answer with a value."""
-        return cls(msgspec.Raw(_encode(value)))
+        return _NOTHING if value is None else cls(msgspec.Raw(_encode(value)))
 
 
 class Query(Message, Generic[R]):
@@ -65,6 +65,8 @@ class Query(Message, Generic[R]):
 
 
 _encode = msgspec.msgpack.Encoder().encode
+#: The answer to a ping, which is encoded once.
+_NOTHING = Answer(msgspec.Raw(_encode(None)))
 
 
 @functools.cache

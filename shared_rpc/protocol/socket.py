@@ -78,6 +78,15 @@ def _refuse_strange(fds: Iterable[int], files: bool) -> None:
             raise ProtocolError(f"received a {kind} where descriptors of memory are expected")
 
 
+def encoded(message: Message, request_id: int, payload: bytes = b"", owners: Sequence[FdOwner] = ()) -> list[bytes]:
+    """Return the buffers of a frame.
+
+    :raises ProtocolError: if there are more descriptors than a frame can carry.
+    """
+    kind, body = encode_message(message)
+    return encode_frame(kind, request_id, body, payload, len(owners))
+
+
 class FdOwner(Protocol):
     """The owner of an open descriptor, which is not closed while the owner is referenced."""
 
@@ -91,10 +100,18 @@ class FrameBuffers(FrameDecoder):
         super().__init__(limits)
         #: Bytes, and the owners of their descriptors.
         self._outbox: deque[tuple[memoryview, list[FdOwner]]] = deque()
-        #: Total bytes queued and written; and the number of descriptors in the outbox.
+        #: Total bytes queued; and the number of descriptors in the outbox.
         self.queued = 0
-        self.written = 0
         self.queued_fds = 0
+        self._removed = 0
+        #: The bytes of the latest write, until they are removed from the outbox. They are counted by the expression that writes
+        #: them, in C: a signal handler may run before the next one.
+        self._wrote: list[int] = []
+
+    @property
+    def written(self) -> int:
+        """Total bytes written."""
+        return self._removed + sum(self._wrote)
 
     @property
     def unsent(self) -> int:
@@ -113,17 +130,21 @@ class FrameBuffers(FrameDecoder):
         :param owners: those of the descriptors, referenced until the frame is written.
         :raises ProtocolError: if there are more descriptors than a frame can carry.
         """
-        kind, body = encode_message(message)
-        buffers = encode_frame(kind, request_id, body, payload, len(owners))
-        self.queued += sum(map(len, buffers))
-        self.queued_fds += len(owners)
+        self.add(encoded(message, request_id, payload, owners), owners)
+
+    def add(self, buffers: Sequence[bytes], owners: Sequence[FdOwner]) -> None:
+        """Queue an encoded frame with its descriptors, at once: a signal handler may queue another one."""
         first, begin = memoryview(buffers[0]), 0
+        entries: list[tuple[memoryview, list[FdOwner]]] = []
         # One sendmsg(2) takes a limited number of descriptors and needs a byte to carry them.
         while len(owners) - begin > FDS_PER_MESSAGE:
-            self._outbox.append((first[:1], [*owners[begin : begin + FDS_PER_MESSAGE]]))
+            entries.append((first[:1], [*owners[begin : begin + FDS_PER_MESSAGE]]))
             first, begin = first[1:], begin + FDS_PER_MESSAGE
-        self._outbox.append((first, [*owners[begin:]]))
-        self._outbox.extend((memoryview(buffer), []) for buffer in buffers[1:])
+        entries.append((first, [*owners[begin:]]))
+        entries += [(memoryview(buffer), []) for buffer in buffers[1:]]
+        self.queued += sum(map(len, buffers))
+        self.queued_fds += len(owners)
+        self._outbox.extend(entries)
 
     def _joined(self) -> list[memoryview]:
         """Return the bytes of one write, without descriptors, so that none are sent before their turn."""
@@ -137,9 +158,11 @@ class FrameBuffers(FrameDecoder):
                 break
         return joined
 
-    def wrote(self, count: int) -> None:
+    def _remove_written(self) -> None:
         """Remove written bytes, and drop the references to their descriptors."""
-        self.written += count
+        count = self._wrote[0]
+        self._removed += count
+        del self._wrote[0]
         while count and self._outbox:
             data, owners = self._outbox.popleft()
             self.queued_fds -= len(owners)
@@ -169,6 +192,7 @@ class FrameSocket(FrameBuffers):
         #: The result of recvmsg(2), until it is split into bytes and descriptors. It is stored here by the expression that
         #: waits for it, in C, so that a signal handler that raises in this wait loses nothing.
         self._read: list[Any] = []
+        self._flushing = False
 
     def limit(self, seconds: float) -> None:
         """Limit the time that a blocking socket waits for every connect and read. The kernel enforces it (SO_RCVTIMEO,
@@ -228,8 +252,19 @@ class FrameSocket(FrameBuffers):
     def flush(self) -> bool:
         """Write queued bytes; return False if some are left.
 
+        In a signal handler that has interrupted a write, nothing is written: that continues afterwards.
+
         :raises ConnectionClosed: if the peer has hung up.
         """
+        if self._flushing:
+            return False
+        self._flushing = True
+        try:
+            return self._write()
+        finally:
+            self._flushing = False
+
+    def _write(self) -> bool:
         for _ in range(_WRITES):
             if not self._outbox:
                 return True
@@ -238,11 +273,11 @@ class FrameSocket(FrameBuffers):
                 if owners:
                     numbers = struct.pack(f"{len(owners)}i", *[owner.number for owner in owners])
                     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, numbers)]
-                    count = self.sock.sendmsg([data[:_WRITE]], rights, _SEND)
+                    self._wrote.extend(map(self.sock.sendmsg, ([data[:_WRITE]],), (rights,), (_SEND,)))
                 elif len(self._outbox) == 1:
-                    count = self.sock.send(data[:_WRITE], _SEND)
+                    self._wrote.extend(map(self.sock.send, (data[:_WRITE],), (_SEND,)))
                 else:
-                    count = self.sock.sendmsg(self._joined(), (), _SEND)
+                    self._wrote.extend(map(self.sock.sendmsg, (self._joined(),), ((),), (_SEND,)))
             except OSError as error:
                 if error.errno is None:  # a signal handler's own
                     raise
@@ -252,7 +287,7 @@ class FrameSocket(FrameBuffers):
                 with suppress(OSError):
                     self.sock.shutdown(socket.SHUT_RDWR)
                 raise ConnectionClosed(f"the connection broke: {error}") from error
-            self.wrote(count)
+            self._remove_written()
         return not self._outbox
 
     def close(self) -> None:

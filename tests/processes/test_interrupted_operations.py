@@ -38,7 +38,7 @@ class Stopped(Exception):
     """An exception of an app, raised by its handler."""
 
 
-KINDS = (Interrupted, KeyboardInterrupt, TimeoutError, Stopped)
+KINDS = (Interrupted, KeyboardInterrupt, TimeoutError, Stopped, DeadlineExceeded)
 
 SERVER = """
 import os, time, torch
@@ -200,8 +200,10 @@ def interrupt(operation: Callable[[], object], point: int, kind: type[BaseExcept
 
 
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
-def test_interrupted_operations_leave_nothing(watcher: Client, base_path: str, operation: Callable[[Client], object]) -> None:
-    """At any point where a handler may run: the next operation succeeds, and nothing is left after closing the client."""
+def test_interrupted_operations_leave_nothing(
+    watcher: Client, base_path: str, threads: ThreadPoolExecutor, operation: Callable[[Client], object]
+) -> None:
+    """At any point where a handler may run: the next operations of all threads succeed, and nothing is left after closing."""
     with Client(base_path, device="cpu", timeout=30.0) as client:
         for _ in range(3):
             operation(client)
@@ -214,6 +216,7 @@ def test_interrupted_operations_leave_nothing(watcher: Client, base_path: str, o
             operation(client)
             for point, kind in pairs[begin : begin + ENDURED]:
                 places.append(interrupt(lambda: operation(client), point, kind))
+                assert threads.submit(client.ping).result(10)
                 operation(client)
         check_left(watcher, before, places)
 

@@ -210,3 +210,19 @@ def test_client_timeouts_hold(stopping_server: Child, broker_app: BrokerApp, ope
         operation(client)
     assert time.monotonic() - begin < PROMPT
     os.kill(stopping_server.pid, signal.SIGCONT)
+
+
+def test_reconnections_end_in_time(stopping_server: Child, broker_app: BrokerApp, base_path: str) -> None:
+    """With the error of the new connection, not with that of the earlier one."""
+
+    async def main() -> None:
+        async with AsyncClient(base_path, device="cpu", timeout=0.5) as client:
+            await client.ping()
+            sigstop(stopping_server.pid)
+            client._link.close("the network is down")
+            with pytest.raises(errors.ConnectError, match="in time"):
+                await client.ping()
+            os.kill(stopping_server.pid, signal.SIGCONT)
+            await client.ping()
+
+    asyncio.run(main())

@@ -71,7 +71,8 @@ class Connection:
             part = data[:limit] if limit is not None else data
             limit = limit - len(part) if limit is not None else None
             feed(self._written, part)
-            self.buffers.wrote(len(part))
+            self.buffers._wrote.append(len(part))
+            self.buffers._remove_written()
 
     def sent(self) -> list[tuple[int, m.Message]]:
         """Return the output since the last call, with the requests' numbers."""
