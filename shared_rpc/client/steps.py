@@ -227,6 +227,8 @@ class BlockingMethods(Driver):
         def method(self: BlockingMethods, /, *args: Any, **kwargs: Any) -> Any:
             return self._run(body(self, *args, **kwargs))
 
+        # torch.compile must not trace it as a part of its caller; see shared_rpc.codec.modes.
+        method.__dict__["_torchdynamo_disable"] = True
         return method
 
     @abstractmethod

@@ -83,9 +83,11 @@ _TRACED = "shared_rpc.codec.recurrent"
 
 
 def keep_untraced() -> None:
-    """Exclude the functions of the loaded codec modules from tracing, whether called by compiled code or compiled."""
+    """Exclude the functions of the loaded codec modules, and operations of clients, from tracing, whether called by compiled
+    code or compiled.
+    """
     for name, module in list(sys.modules.items()):
-        if not name.startswith("shared_rpc.codec.") or name == _TRACED:
+        if not name.startswith(("shared_rpc.codec.", "shared_rpc.client.steps")) or name == _TRACED:
             continue
         for function in _functions(module):
             function.__dict__["_torchdynamo_disable"] = True  # not traced as a part of its caller
