@@ -293,6 +293,8 @@ async def coroutines(asynchronous: AsyncClient, held: AsyncHandle[Net]) -> None:
     assert_type(await asynchronous.ping(), float)
     assert_type(await asynchronous.execute("load", 4, callback=lambda info: print(info.progress)), Any)
     assert_type(await asynchronous.list_tasks(), list[TaskInfo])
+    assert_type(await asynchronous.get_server_info(), ServerInfo)
+    assert_type(await held.get_object_info(), ObjectInfo)
     async with await asynchronous.create_buffer(4, ttl=60) as buffer:
         assert_type(buffer, AsyncHandle[torch.Tensor])
     async with await asynchronous.open_channel("weights", timeout=1) as channel:
@@ -321,11 +323,12 @@ async def coroutines(asynchronous: AsyncClient, held: AsyncHandle[Net]) -> None:
     held.revision + 1  # type: ignore[operator]
 
 
-# Replies: dicts whose keys are known, the same of all three.
+# Replies: dicts whose keys are known, the same of all three by one description of each operation.
 
 
 def replies(client: Client, handle: Handle[Net]) -> None:
     """By a client."""
+    provider.get_runtime_info()["role"]  # type: ignore[typeddict-item]
     assert_type(client.get_server_info(), ServerInfo)
     assert_type(client.list_endpoints(), dict[str, EndpointSpec])
     assert_type(client.list_objects(), list[ListedObjectInfo])
@@ -342,37 +345,6 @@ def replies(client: Client, handle: Handle[Net]) -> None:
     assert_type(client.get_server_info()["workers"][0]["state"], Literal["starting", "ready", "draining", "ended"])
     client.get_server_info()["object"]  # type: ignore[misc]
     client.list_runs()[0]["lease"]  # type: ignore[misc]
-
-
-def replies_within(handle: Handle[Net]) -> None:
-    """By a provider."""
-    assert_type(provider.get_server_info(), ServerInfo)
-    assert_type(provider.list_objects(), list[ListedObjectInfo])
-    assert_type(provider.get_object_info(handle), ObjectInfo)
-    assert_type(provider.holders(handle.object_id), list[HolderInfo])
-    assert_type(provider.list_devices(), list[DeviceInfo])
-    assert_type(provider.list_sessions(), list[SessionInfo])
-    assert_type(provider.get_statistics(), dict[str, EndpointStatistics])
-    assert_type(provider.reload(), ReloadInfo)
-    assert_type(provider.stop_server(), StopInfo)
-    provider.get_runtime_info()["role"]  # type: ignore[typeddict-item]
-
-
-async def replies_awaited(client: AsyncClient, held: AsyncHandle[Net]) -> None:
-    """By the client for coroutines."""
-    assert_type(await client.get_server_info(), ServerInfo)
-    assert_type(await client.list_endpoints(), dict[str, EndpointSpec])
-    assert_type(await client.list_objects(), list[ListedObjectInfo])
-    assert_type(await client.get_object_info(held), ObjectInfo)
-    assert_type(await client.holders(held), list[HolderInfo])
-    assert_type(await held.get_object_info(), ObjectInfo)
-    assert_type(await client.list_devices(), list[DeviceInfo])
-    assert_type(await client.list_sessions(), list[SessionInfo])
-    assert_type(await client.list_runs(3), list[RunInfo])
-    assert_type(await client.get_statistics(), dict[str, EndpointStatistics])
-    assert_type(await client.reload(), ReloadInfo)
-    assert_type(await client.stop_server(), StopInfo)
-    (await client.list_devices())[0]["size"]  # type: ignore[misc]
 
 
 # Sources of records.
