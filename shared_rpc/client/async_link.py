@@ -56,18 +56,14 @@ class AsyncLink(Link):
                 await self._await(exchange)
             if exchange.answer is None:
                 await self._withdraw(exchange)
-        except GeneratorExit:  # a coroutine is closed in a wait
-            exchange.waits = True
-            self._give_up(exchange)
-            raise
-        except BaseException as error:
-            exchange.waits = exchange.waits or isinstance(error, anyio.get_cancelled_exc_class())
+        except BaseException:
             self._give_up(exchange)
             raise
         return self._finish(exchange)
 
     async def _withdraw(self, exchange: Exchange) -> None:
         """Withdraw a request, and wait for the server's answer to that, which gives the reason for the missing reply."""
+        exchange.waits = False
         with self._lock:
             waits = self._exchanges.withdraw(exchange)
         if waits:
@@ -77,20 +73,20 @@ class AsyncLink(Link):
     async def _await(self, exchange: Exchange) -> None:
         """Send all queued output, and handle the updates of an exchange, until its answer arrives."""
         request = exchange.request
-        await self._send()
+        await self._send(exchange)
         if request.transfer is not None:
             request.transfer.poll()  # while the server works
         while True:
             while exchange.updates:
                 info = exchange.updates.popleft()
+                exchange.waits = True
                 if request.on_event is not None:
-                    exchange.waits = True
                     result = request.on_event(info)
                     if inspect.isawaitable(result):
                         await result
-                    exchange.waits = False
                 # Several answers may have arrived at once, and the caller's deadline may have passed.
                 await anyio.lowlevel.checkpoint()
+                exchange.waits = False
             if exchange.answer is not None:
                 return
             try:
@@ -99,31 +95,37 @@ class AsyncLink(Link):
                     await self._read_for_all(exchange)
                     self._leave(exchange)
                 elif wait is not None:
+                    exchange.waits = True
                     await wait.wait()
+                    exchange.waits = False
             except BaseException:
                 self._leave(exchange)
                 raise
             if self._socket.unsent:  # for example the release of a late answer's lease
-                await self._send()
+                await self._send(exchange)
 
-    async def _send(self) -> None:
+    async def _send(self, exchange: Exchange) -> None:
         if len(self._exchanges.pending) > 1:
             # Other coroutines run too.
             if self._gathering:
                 return
-            self._gathering = True
+            self._gathering = exchange.waits = True
             try:
                 await anyio.lowlevel.checkpoint()
+                exchange.waits = False
             finally:
                 self._gathering = False
         with self._lock:
             if self._flush():
                 return
+        exchange.waits = True
         async with self._writing:
             while True:
+                exchange.waits = False
                 with self._lock:
                     if self._flush() or not self.usable:
                         return
+                exchange.waits = True
                 with suppress(anyio.ClosedResourceError, OSError, ValueError):  # closed by another task
                     await anyio.wait_writable(self._socket.sock)
 
@@ -142,9 +144,12 @@ class AsyncLink(Link):
             except BlockingIOError:
                 if exchange.answer is not None:
                     return
+                exchange.waits = True
                 try:
                     await anyio.wait_readable(self._socket.sock)
+                    exchange.waits = False
                 except (anyio.ClosedResourceError, OSError, ValueError) as error:
+                    exchange.waits = False
                     self._break(ConnectionClosed(f"the connection was closed: {error}"))
             except (ConnectionClosed, ProtocolError) as error:
                 self._break(error)

@@ -289,10 +289,11 @@ class BaseClient(Context):
         :raises ConnectionClosed: if the client is closed.
         :raises ConnectError: if it was ended without a link.
         """
+        link = self._link
         self._check_open()
-        if late and self._ready_link() is None:
+        if late and (link is None or not link.ready):
             raise ConnectError(f"cannot connect to {self.socket_path} in time")
-        return self._link
+        return link
 
 
 def end(link: Any) -> None:

@@ -135,9 +135,8 @@ class Exchanges:
         request.unwritten = True
         message, owners = request.addressed(self._sent) if request.segments else (request.message, [])
         buffers = encoded(message, number, request.payload, owners)
-        exchange.begin, request.unwritten = self._buffers.queued, False
+        exchange.begin, request.unwritten, request.sent = self._buffers.queued, False, True
         self._buffers.add(buffers, owners)
-        request.sent = True
         exchange.end = self._buffers.queued
         if request.segments:
             self._sent.update([segment.info.id for segment in request.segments if segment.info.arena])

@@ -367,12 +367,15 @@ class Link:
         """Notify the server that the session ends on purpose, if possible without blocking, and hang up. All waiting callers
         get the reason.
         """
+        ended = ConnectionClosed(reason)
         with self._lock:
-            if self.usable:
-                with suppress(SharedRPCError, OSError, ValueError):
-                    self._exchanges.goodbye()
-                    self._socket.flush()
-            self._break(ConnectionClosed(reason))
+            try:
+                if self.usable:
+                    with suppress(SharedRPCError, OSError, ValueError):
+                        self._exchanges.goodbye()
+                        self._socket.flush()
+            finally:
+                self._break(ended)
 
     def _break(self, error: Exception) -> None:
         with self._lock:

@@ -172,8 +172,8 @@ def _unmapped(object_id: str, handle: Lease[Any] | None) -> None:
     with MAPPINGS.changing:
         try:
             MAPPINGS.suspend(object_id, functools.partial(_has_active, object_id))
-        except BaseException as error:
-            if handle is not None and not raised_by_handler(error):  # else some of the memory may be unmapped
+        except (CapabilityError, RuntimeError) as error:  # after others some of the memory may be unmapped
+            if handle is not None and not raised_by_handler(error):
                 handle._cancel_suspension()
             raise
 

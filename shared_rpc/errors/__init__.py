@@ -37,6 +37,7 @@ in this tree: it arrives with its own type, see :func:`from_wire`.
 from __future__ import annotations
 
 import copyreg
+import functools
 import signal
 import traceback
 from collections.abc import Callable, Iterable, Mapping
@@ -473,6 +474,13 @@ def raised_by_handler(error: BaseException) -> bool:
     Python's own handler of SIGINT has no frame. A handler that calls ``sys.exit()`` is distinguished from other code by its
     frame.
     """
-    handlers = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()}
+    handlers = {_code_of(handler) for handler in map(signal.getsignal, signal.valid_signals()) if callable(handler)}
     passed = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
     return isinstance(error, KeyboardInterrupt) or any(code in handlers for code in passed)
+
+
+def _code_of(function: Callable[..., object]) -> object:
+    """Return the code that a call of a function, a partial or another object executes; None if that is not Python's."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)

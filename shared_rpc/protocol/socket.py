@@ -142,8 +142,9 @@ class FrameBuffers(FrameDecoder):
             first, begin = first[1:], begin + FDS_PER_MESSAGE
         entries.append((first, [*owners[begin:]]))
         entries += [(memoryview(buffer), []) for buffer in buffers[1:]]
-        self.queued += sum(map(len, buffers))
-        self.queued_fds += len(owners)
+        size, count = sum(map(len, buffers)), len(owners)
+        self.queued += size
+        self.queued_fds += count
         self._outbox.extend(entries)
 
     def _joined(self) -> list[memoryview]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 import sys
 from collections.abc import Callable
@@ -157,11 +158,12 @@ class SignalsItsReader(torch.nn.Linear):
         return signal.raise_signal, (signal.SIGUSR1,)
 
 
-def test_the_exception_of_a_signal_handler_ends_the_call(world: World) -> None:
+@pytest.mark.parametrize("kind", [lambda handler: handler, functools.partial], ids=["function", "partial"])
+def test_the_exception_of_a_signal_handler_ends_the_call(world: World, kind: Callable[[Any], Any]) -> None:
     """Also one that ends the process, while the result is rebuilt."""
     world.share("kept", managed=True)(lambda: SignalsItsReader(2, 2))
     client = world.client()
-    previous = signal.signal(signal.SIGUSR1, lambda *_: sys.exit(3))
+    previous = signal.signal(signal.SIGUSR1, kind(lambda *_: sys.exit(3)))
     try:
         with pytest.raises(SystemExit):
             client.call("kept")
