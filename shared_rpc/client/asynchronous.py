@@ -121,7 +121,7 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
     async def _exchange(self, request: Request, state: OperationState) -> Reply:
         self._begin(request, state)
         while True:
-            # Without a scope, which takes longer than all else here.
+            # A ready link needs no cancel scope, which takes longer than all else here.
             link = self._ready_link() or await self._connected(state)
             self._address(request, state, link)
             try:

@@ -137,12 +137,12 @@ def allocated(workers: list[Any], *then: Any, bare: Any = None) -> str:
             raise WorkerCrashed("no worker can be started")
         return bare
 
-    everybody = [worker for worker in (*workers, bare) if worker is not None and ("gpu" in gpus_of(worker) or worker.bare)]
+    able = [worker for worker in (*workers, bare) if worker is not None and ("gpu" in gpus_of(worker) or worker.bare)]
     supervisor: Any = SimpleNamespace(workers=workers, bare=start_bare)
 
     async def play() -> str:
         asked = asyncio.create_task(RelayedMemory((), supervisor).allocate("gpu", 1))
-        for worker, step in zip(everybody, then, strict=False):
+        for worker, step in zip(able, then, strict=False):
             step(worker, await asyncio.wait_for(worker.sent.get(), 5))
         with closing(await asyncio.wait_for(asked, 5)) as segment:
             return segment.info.id
