@@ -69,9 +69,13 @@ class RelayedMemory(DeviceMemory):
         try:
             answer, fds = await self._ask(worker, message, 1)
         except WorkerCrashed:
-            answer, fds = await self._ask(await self._able({device}, worker), message, 1)
+            worker = await self._able({device}, worker)
+            answer, fds = await self._ask(worker, message, 1)
         assert answer.segment is not None, "an answer without an error has a segment"
-        return Segment.owning(answer.segment, fds[0])
+        segment = Segment.owning(answer.segment, fds[0])
+        if segment.info.mechanism in EXPORTER_OWNED:
+            worker.memory.add(segment.owner)
+        return segment
 
     async def _ask(self, worker: Worker, message: w.Allocate | w.FreeBytes, new: int) -> tuple[w.Allocated, list[int]]:
         """Send a request to a worker; return its answer, and the ``new`` descriptors of the answer's frame.
@@ -86,7 +90,6 @@ class RelayedMemory(DeviceMemory):
                 f"the worker (pid {worker.pid}) returned an invalid answer to a request for memory: {len(fds)} descriptors "
                 f"instead of {new}"
             )
-        worker.keeps_memory |= answer.segment is not None and answer.segment.mechanism in EXPORTER_OWNED
         return answer, fds
 
     async def _copied_on_gpus(self, orders: Sequence[CopyOrder], steps: Steps) -> list[Written]:

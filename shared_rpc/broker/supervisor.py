@@ -183,10 +183,10 @@ class Supervisor:
             return self._bare
 
     async def _end_unused(self, worker: Worker) -> None:
-        """End the bare worker after a period without an order, unless its process owns memory."""
+        """End the bare worker after a period without an order, while no memory is in use that ends with it."""
         while worker is self._bare:
             left = worker.requests.answered_at + _UNUSED - time.monotonic()
-            if len(worker.requests) or worker.keeps_memory or left > 0:
+            if len(worker.requests) or worker.memory or left > 0:
                 await anyio.sleep(max(left, _UNUSED / 10))
             else:
                 self._bare = None

@@ -13,11 +13,13 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, Literal
+from weakref import WeakSet
 
 from shared_rpc.broker.requests import WorkerRequests
 from shared_rpc.errors import WorkerCrashed
 from shared_rpc.execution.child import Child, Process, last_lines
 from shared_rpc.execution.stream import FramedStream
+from shared_rpc.memory.segments import Descriptor
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.catalogue import decode_message
 from shared_rpc.protocol.frames import Frame
@@ -134,8 +136,8 @@ class Worker:
         self.runs: set[Any] = set()
         #: Arenas of clients that the worker has mapped, by session.
         self.arenas: dict[str, set[str]] = {}
-        #: True if it has allocated memory that ends with it.
-        self.keeps_memory = False
+        #: Open descriptors of memory that ends with it.
+        self.memory: WeakSet[Descriptor] = WeakSet()
         #: The reason why the broker ended the worker.
         self.condemned = ""
         #: The worker's reason for refusing the app.

@@ -7,20 +7,27 @@ import functools
 import os
 from contextlib import closing
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
+from unittest.mock import AsyncMock, Mock
+from weakref import WeakSet
 
+import anyio
 import pytest
 
 from shared_rpc.broker import memory as broker_memory
+from shared_rpc.broker import supervisor
 from shared_rpc.broker.memory import RelayedMemory
 from shared_rpc.broker.requests import WorkerRequests
+from shared_rpc.broker.supervisor import Supervisor
+from shared_rpc.broker.worker import WorkerCommand
 from shared_rpc.errors import CapabilityError, WorkerCrashed
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.copies import CopyOrder
+from shared_rpc.memory.segments import Descriptor
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.messages import Error, Message
-from shared_rpc.protocol.records import SegmentInfo
+from shared_rpc.protocol.records import Mechanism, SegmentInfo
 
 
 class Link:
@@ -120,7 +127,8 @@ class FakeWorker:
     def __init__(self, pid: int, gpu: str = "gpu") -> None:
         self.pid, self.congested, self.bare = pid, False, gpu == ""
         self.served = {"app": SimpleNamespace(devices=[SimpleNamespace(id=gpu)])}
-        self.keeps_memory = False
+        self.memory: WeakSet[Descriptor] = WeakSet()
+        self.retire = Mock()
         self.sent: asyncio.Queue[int] = asyncio.Queue()
         self.requests = WorkerRequests(lambda message, number, *_: self.sent.put_nowait(number))
 
@@ -160,9 +168,9 @@ def says(answer: Message) -> Any:
     return lambda worker, number: worker.requests.take(answer, Frame(0, number, b""))
 
 
-def allocates(worker: FakeWorker, number: int, fds: int = 1) -> None:
+def allocates(worker: FakeWorker, number: int, fds: int = 1, mechanism: Mechanism = "vmm") -> None:
     """Answer with a segment that is named after the worker."""
-    info = SegmentInfo(str(worker.pid), 1, "gpu", mechanism="vmm")
+    info = SegmentInfo(str(worker.pid), 1, "gpu", mechanism=mechanism)
     frame = Frame(0, number, b"", b"", [os.open(os.devnull, os.O_RDONLY) for _ in range(fds)])
     worker.requests.take(w.Allocated(info), frame)
 
@@ -191,6 +199,21 @@ def test_a_stuck_worker_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_workers_that_do_not_see_the_gpu_are_not_asked() -> None:
     """The worker without the app does."""
     assert allocated([FakeWorker(1, "other")], allocates, bare=FakeWorker(3, "")) == "3"
+
+
+@pytest.mark.asyncio
+async def test_an_idle_bare_worker_ends_once_its_memory_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Objects of mechanisms without memory of their own would end with it."""
+    workers = Supervisor(WorkerCommand("app.py"), Mock(), Mock(), Mock())
+    workers._bare = worker = cast("Any", FakeWorker(3, ""))
+    monkeypatch.setattr(workers, "bare", AsyncMock(return_value=worker))
+    asked = asyncio.create_task(RelayedMemory((), workers).allocate("gpu", 1))
+    allocates(worker, await asyncio.wait_for(worker.sent.get(), 5), mechanism="ipc")
+    segment = await asked
+    monkeypatch.setattr(supervisor, "_UNUSED", 0.0)
+    monkeypatch.setattr(anyio, "sleep", AsyncMock(side_effect=(segment.close() for _ in range(1))))
+    await workers._end_unused(worker)
+    assert segment.closed and worker.retire.called
 
 
 @pytest.mark.asyncio
