@@ -124,6 +124,14 @@ async def test_handles_and_leases_survive_a_restart(
         assert client.get_server_info()["leases"] == 0
 
 
+def test_an_object_is_stored_before_the_reply(app: BrokerApp, manager: ServiceManager) -> None:
+    """By a broker that is killed before the end of its loop's turn."""
+    never = "from shared_rpc.broker.fd_store import FdStore\nFdStore.__init__.__defaults__ = (None, lambda write: None)\n"
+    manager.start(program=app.program(never))
+    buffer = app.connect().create_buffer(16)
+    assert manager.objects() == [buffer.object_id]
+
+
 def test_dropped_objects_leave_the_store(app: BrokerApp, manager: ServiceManager) -> None:
     """By invalidation, and for the budget; exactly the others exist after a restart."""
     broker = manager.start(max_bytes=12 << 10)
