@@ -161,7 +161,6 @@ class ServerInfo(ExecutorInfo, ServerStatistics):
     uptime: float
     clients: int
     sessions: int
-    connections: int
     ready: bool
     source: SourceInfo | None
 

@@ -353,7 +353,6 @@ class Core:
             "uptime": self._clock.now() - self._began,
             "clients": len(self.sessions.ids - self.apart(asker)),
             "sessions": len(self.sessions),
-            "connections": self.sessions.connections,
             "ready": True,
             "source": self.sources.info(),
             **self.runs.statistics.totals(),

@@ -128,8 +128,7 @@ SERVERS: Sequence[Read[Sequence[Core]]] = (
         _sum(lambda core: core.transfers.info()["chunks"]),
     ),
     Read("leases", "Leases of clients and of unfetched results.", "gauge", _sum(lambda core: len(core.leases))),
-    Read("sessions", "Client processes.", "gauge", _sum(lambda core: len(core.sessions))),
-    Read("connections", "Connections of clients.", "gauge", _sum(lambda core: core.sessions.connections)),
+    Read("sessions", "Open sessions, one for each client.", "gauge", _sum(lambda core: len(core.sessions))),
     Read(
         "tasks",
         "Remembered tasks, by status.",

@@ -90,7 +90,6 @@ class RemoteClient:
         :raises OSError: if the kernel cannot watch the socket.
         """
         self._silence = asyncio.get_running_loop().call_later(_HANDSHAKE_TIMEOUT, self._handshake_timed_out)
-        self.core.sessions.connections += 1
         self._intake.connections[self.stream] = self._exhausts
         self.stream.start()
 
@@ -102,7 +101,6 @@ class RemoteClient:
         self._intake.leave(self.stream)
         if self._silence is not None:
             self._silence.cancel()
-            self.core.sessions.connections -= 1
         callers = tuple(self.waiting.values())
         self.waiting.clear()
         for caller in callers:

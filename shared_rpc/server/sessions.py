@@ -60,8 +60,6 @@ class Sessions:
         self._objects = objects
         self._leases = leases
         self._on_end = on_end
-        #: The number of connections, including those without a session.
-        self.connections = 0
         self._by_id: dict[str, Session] = {}
 
     def peer_of(self, session_id: Holder) -> Peer | None:

@@ -97,7 +97,7 @@ def test_the_connection_that_exhausts_descriptors_is_logged(served: Served) -> N
         attacker.descriptors_of_half_frames(stack, served.path)
         line = served.broker.expect_error("closed the connection of pid")
     assert f"pid {os.getpid()}: it holds " in line
-    eventually(lambda: served.client.get_server_info()["connections"] == 1)
+    eventually(lambda: served.client.get_server_info()["sessions"] == 1)
 
 
 # Objects: the descriptors of a small broker.

@@ -46,7 +46,7 @@ def header(kind: int = NUMBERS[m.Ping], *, fds: int = 0, body: int = 0, payload:
 def account(server: Server) -> dict[str, int]:
     """Return all that a client could leave behind in the server's process."""
     info = server.info()
-    held = {name: info[name] for name in ("connections", "sessions", "leases", "running", "objects")}
+    held = {name: info[name] for name in ("sessions", "leases", "running", "objects")}
     return {**held, "fds": open_fds(), "threads": threading.active_count()}
 
 
@@ -193,7 +193,7 @@ def test_sent_connections_are_closed(server: Server) -> None:
     """The server closes a client's own connection: otherwise it would stay open after the client's death."""
     with Raw(server.socket_path) as raw:
         raw.send(b"s", [raw.sock.fileno()])
-    eventually(lambda: server.info()["connections"] == 1)
+    eventually(lambda: server.info()["sessions"] == 1)
 
 
 @pytest.mark.parametrize("sent", [PING, header(NUMBERS[m.Call], body=1, fds=2)], ids=["a frame", "half a frame"])
@@ -379,7 +379,7 @@ def test_excess_connections_are_refused(world: World, good: Client) -> None:
         error = refused(raw)
         assert error.code == "server-busy"
         assert "3 connections (max_connections)" in error.text
-    eventually(lambda: server.info()["connections"] == 1)
+    eventually(lambda: server.info()["sessions"] == 1)
     with Raw(server.socket_path) as raw:
         assert isinstance(raw.ask(m.Ping()), m.Answer)
 
@@ -404,7 +404,7 @@ def test_a_server_without_free_descriptors_refuses_connections(world: World, mem
         assert "nearly all of its 64 file descriptors open" in refused(others[-1]).text
         first.say(m.Ping(), fds=[memory] * 30)
         assert "file descriptors were lost: this process" in refused(first).text
-    eventually(lambda: client.get_server_info()["connections"] == 1)
+    eventually(lambda: client.get_server_info()["sessions"] == 1)
 
 
 FLOOD = """
