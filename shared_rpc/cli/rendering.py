@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress as RichProgress
     from rich.progress import ProgressColumn
+    from rich.text import Text
 
 T = TypeVar("T")
 
@@ -37,15 +38,21 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
     """Print a table, a line for each row; columns whose name ends in ``>`` are right-aligned."""
     from rich.console import Console
     from rich.table import Table
-    from rich.text import Text
 
     console = Console(soft_wrap=False, width=width())
     shown = Table(title=title, title_justify="left", header_style="bold", box=None, pad_edge=False)
     for column in columns:
         shown.add_column(column.rstrip(">"), justify="right" if column.endswith(">") else "left", overflow="fold")
     for row in rows:
-        shown.add_row(*(Text(one_line(str(cell))) for cell in row))
+        shown.add_row(*map(cell, row))
     console.print(shown)
+
+
+def cell(value: object, style: str = "") -> Text:
+    """Return a cell of a table. Untrusted text has no control characters."""
+    from rich.text import Text
+
+    return value if isinstance(value, Text) else Text(one_line(str(value)), style)
 
 
 def listing(title: str, items: Collection[T], columns: Mapping[str, Callable[[T], object]], json: bool = False) -> None:

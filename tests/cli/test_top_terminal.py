@@ -147,7 +147,7 @@ def test_without_textual(world: World, tty: Terminal) -> None:
     top = tty(command=without)
     assert top.end() == 1
     assert "the live view needs the package textual: pip install 'shared-rpc[top]'" in " ".join(top.text.split())
-    once = tty("--once", command=without, columns=60)
+    once = tty("--once", command=without, columns=140)
     assert once.end() == 0
     assert any(line.startswith("table(key=1)") for line in once.lines)
     assert ALTERNATE not in top.written + once.written

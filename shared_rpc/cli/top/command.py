@@ -5,19 +5,13 @@ from __future__ import annotations
 import functools
 import sys
 import time
-from collections.abc import Callable
 from contextlib import closing
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from shared_rpc.cli.options import BasePath, Socket
 from shared_rpc.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from shared_rpc import Client
 
 
 def top(
@@ -37,34 +31,29 @@ def top(
     from rich.console import Console
 
     from shared_rpc.cli.discovery import PATIENCE, the_server
-    from shared_rpc.cli.rendering import width
-
-    find = functools.partial(the_server, socket, base_path, timeout=PATIENCE)
-    console = Console(highlight=False, width=width())
-    if once or not sys.stdout.isatty() or not console.is_terminal or console.is_dumb_terminal:
-        _print_once(find, interval, console)
-        return
-    try:
-        from shared_rpc.cli.top.app import run
-    except ImportError as error:
-        raise ConfigurationError(
-            "the live view needs the package textual: pip install 'shared-rpc[top]'; "
-            "'shared-rpc top --once' prints the same without it"
-        ) from error
-    code = run(find, interval)
-    if code:
-        raise typer.Exit(code)
-
-
-def _print_once(find: Callable[[str], Client], interval: float, console: Console) -> None:
-    """Print the second of two snapshots, because rates need two."""
-    from shared_rpc.cli.top.tables import ObjectChoice, arranged, objects, others, summary
+    from shared_rpc.cli.rendering import table, width
+    from shared_rpc.cli.top.tables import OTHERS, arranged, objects, summary
     from shared_rpc.cli.top.watching import ServerWatcher
 
-    with closing(ServerWatcher(find)) as watcher:
-        watcher.poll()
-        time.sleep(interval)
-        shot = watcher.poll()
-    tables = [*others(shot), objects(shot, arranged(shot.objects, ObjectChoice()))]
-    for text in (summary(shot), *(table.lines() for table in tables)):
-        console.print(text, end="\n\n", no_wrap=True, overflow="ellipsis")
+    console = Console(highlight=False, width=width())
+    with closing(ServerWatcher(functools.partial(the_server, socket, base_path, timeout=PATIENCE))) as watcher:
+        if once or not sys.stdout.isatty() or not console.is_terminal or console.is_dumb_terminal:
+            watcher.poll()
+            time.sleep(interval)  # rates need two snapshots
+            shot = watcher.poll()
+            console.print(summary(shot), no_wrap=True, overflow="ellipsis")
+            for columns, rows in (*(make(shot) for make in OTHERS), objects(shot, arranged(shot.objects))):
+                if rows:
+                    table("", columns, rows)
+            return
+        try:
+            from shared_rpc.cli.top.app import TopApp
+        except ImportError as error:
+            raise ConfigurationError(
+                "the live view needs the package textual: pip install 'shared-rpc[top]'; "
+                "'shared-rpc top --once' prints the same without it"
+            ) from error
+        app = TopApp(watcher, interval)
+        app.run()
+    if app.return_code:
+        raise typer.Exit(app.return_code)

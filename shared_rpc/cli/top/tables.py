@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from rich.text import Text
 
-from shared_rpc.cli.rendering import copies_of, lasted, origin, percent, several, size, steps, tier_of
+from shared_rpc.cli.rendering import cell, copies_of, lasted, origin, percent, several, size, steps, tier_of
 from shared_rpc.cli.top.watching import Rates, Snapshot
 from shared_rpc.errors import one_line
 from shared_rpc.protocol.infos import ListedObjectInfo
@@ -30,39 +30,10 @@ ORDERS: dict[str, tuple[Callable[[ListedObjectInfo], Any], bool]] = {
 
 
 class Table(NamedTuple):
-    """A table. A column whose name ends in ``>`` is right-aligned; ``keys`` are the ids of rows that can be selected."""
+    """A table for :func:`shared_rpc.cli.rendering.table` or the live view."""
 
     columns: tuple[str, ...]
-    rows: Sequence[Sequence[Text]]
-    keys: Sequence[str] = ()
-
-    def aligned(self, first: int | None = None) -> list[Sequence[Text]]:
-        """Pad all cells to the width of their column; return the row of titles, then the others.
-
-        :param first: maximum width of the first column.
-        """
-        rows = [[_text(name.rstrip(">")) for name in self.columns], *self.rows]
-        for name, column in zip(self.columns, zip(*rows, strict=True), strict=True):
-            width = max(cell.cell_len for cell in column)
-            if name == self.columns[0] and first is not None:
-                width = min(width, first)
-            for cell in column:
-                cell.align("right" if name.endswith(">") else "left", width)
-        return rows
-
-    def lines(self) -> Text:
-        """Return the table as text, one line for each row."""
-        head, *rows = (Text("  ").join(cells) for cells in self.aligned())
-        head.stylize("bold reverse")
-        return Text("\n").join([head, *rows])
-
-
-class ObjectChoice(NamedTuple):
-    """The user's filter and sort order of objects."""
-
-    sort: str = "size"
-    reverse: bool = False
-    filter: str = ""
+    rows: Sequence[Sequence[object]]
 
 
 def summary(shot: Snapshot) -> Text:
@@ -87,19 +58,15 @@ def summary(shot: Snapshot) -> Text:
     return Text.assemble(("shared-rpc top", "bold"), facts, Text("  ").join(pieces))
 
 
-def others(shot: Snapshot) -> list[Table]:
-    """Return the tables other than the table of objects, the most important first, without empty ones."""
-    tables = (make(shot) for make in (_memory, _builds, _calls, _workers, _clients))
-    return [table for table in tables if table.rows]
-
-
-def arranged(found: Sequence[ListedObjectInfo], choice: ObjectChoice) -> list[ListedObjectInfo]:
-    """Return the objects that pass the filter, sorted."""
-    (key, descending), wanted = ORDERS[choice.sort], choice.filter.casefold()
-    shown = [item for item in found if wanted in (item["endpoint"] or "buffer").casefold()]
+def arranged(
+    found: Sequence[ListedObjectInfo], order: str = "size", reverse: bool = False, wanted: str = ""
+) -> list[ListedObjectInfo]:
+    """Return the objects of endpoints whose name contains ``wanted``, sorted."""
+    key, descending = ORDERS[order]
+    shown = [item for item in found if wanted.casefold() in (item["endpoint"] or "buffer").casefold()]
     # By id first, so that equal ones do not change places.
     shown.sort(key=lambda item: str(item["object_id"]))
-    shown.sort(key=key, reverse=descending != choice.reverse)
+    shown.sort(key=key, reverse=descending != reverse)
     return shown
 
 
@@ -108,15 +75,15 @@ def objects(shot: Snapshot, shown: Sequence[ListedObjectInfo]) -> Table:
     return Table(
         ("objects", "size>", "held>", "age>", "state", "used>", "active>", "tier", "device", "gen>", "endpoint", "held by"),
         [
-            _row(
+            (
                 origin(item),
                 size(item["nbytes"]),
-                _text(item["leases"], "green" if item["leases"] else "dim"),
+                cell(item["leases"], "green" if item["leases"] else "dim"),
                 lasted(shot.wall - item["created_at"]),
                 _state(item),
                 lasted(shot.wall - item["last_accessed_at"]),
-                _text(item["active"], "green" if item["active"] else "dim"),
-                _text(tier_of(item), "dim" if item["tier"] == "device" else "cyan"),
+                cell(item["active"], "green" if item["active"] else "dim"),
+                cell(tier_of(item), "dim" if item["tier"] == "device" else "cyan"),
                 _device(item["device"]),
                 item["generation"],
                 item["endpoint"][:_NAME],
@@ -124,7 +91,6 @@ def objects(shot: Snapshot, shown: Sequence[ListedObjectInfo]) -> Table:
             )
             for item in shown
         ],
-        [item["object_id"] for item in shown],
     )
 
 
@@ -147,7 +113,7 @@ def _memory(shot: Snapshot) -> Table:
         rest = max(total - free - one["used"], 0) if limit is None and free is not None else 0
         whole = bar([(own, "green"), (kept, "cyan"), (rest, "yellow")], total if limit is None else limit)
         sizes = ("-" if nbytes is None else size(nbytes) for nbytes in (own, kept, limit, free, total))
-        rows.append(_row(_device(one["id"]), whole, *sizes))
+        rows.append((_device(one["id"]), whole, *sizes))
     return Table(("memory", "█ objects ▓ buffers ▒ others", "objects>", "buffers>", "quota>", "free>", "total>"), rows)
 
 
@@ -158,9 +124,9 @@ def _builds(shot: Snapshot) -> Table:
             progress = run["progress"]
             done = bar([(percent(progress) or 0.0, "green")], 100.0)
             took = "-" if run["started_at"] is None else lasted(shot.wall - run["started_at"])
-            state = _text(run["status"], "green" if run["status"] == "running" else "dim")
+            state = cell(run["status"], "green" if run["status"] == "running" else "dim")
             name = run["cache_key"] or run["endpoint"]
-            rows.append(_row(name, done, steps(progress), took, state, len(run["tasks"]), run["calls"]))
+            rows.append((name, done, steps(progress), took, state, len(run["tasks"]), run["calls"]))
     return Table(("builds", "progress", "", "took>", "state", "tasks>", "calls>"), rows)
 
 
@@ -171,18 +137,18 @@ def _calls(shot: Snapshot) -> Table:
         rate, counts = shot.rates.get(name), counters[name]
         share = f"{min(rate.hits / rate.calls, 1.0):.0%}" if rate is not None and rate.calls else "-"
         totals = [counts["calls"], counts["builds"], counts["joined"]]
-        errors = _text(counts["errors"], "red" if counts["errors"] else "")
-        rows.append(_row(name, f"{rate.calls:.1f}" if rate is not None else "-", share, *totals, errors))
+        errors = cell(counts["errors"], "red" if counts["errors"] else "")
+        rows.append((name, f"{rate.calls:.1f}" if rate is not None else "-", share, *totals, errors))
     return Table(("calls", "calls/s>", "hits>", "calls>", "builds>", "joined>", "errors>"), rows)
 
 
 def _workers(shot: Snapshot) -> Table:
     rows = []
     for one in shot.server["workers"]:
-        state = _text(one["state"], "green" if one["state"] == "ready" else "yellow")
-        restarts = _text(one["restarts"], "red" if one["restarts"] else "")
+        state = cell(one["state"], "green" if one["state"] == "ready" else "yellow")
+        restarts = cell(one["restarts"], "red" if one["restarts"] else "")
         device = _device(one["device"] or shot.server["device"])
-        rows.append(_row(one["pid"], state, one["runs"], restarts, device, lasted(one["uptime"])))
+        rows.append((one["pid"], state, one["runs"], restarts, device, lasted(one["uptime"])))
     return Table(("worker", "state", "runs>", "restarts>", "device", "up>"), rows)
 
 
@@ -190,8 +156,12 @@ def _clients(shot: Snapshot) -> Table:
     rows = []
     for one in sorted(shot.sessions, key=lambda one: (-one["leases"], one["since"], one["session"])):
         since, command = lasted(shot.wall - one["since"]), shot.commands.get(one["pid"], "")
-        rows.append(_row(one["pid"], one["leases"], size(one["nbytes"]), since, command))
+        rows.append((one["pid"], one["leases"], size(one["nbytes"]), since, command))
     return Table(("client", "leases>", "holds>", "since>", "command"), rows)
+
+
+#: The tables above the objects, the most important first.
+OTHERS = (_memory, _builds, _calls, _workers, _clients)
 
 
 def bar(parts: Sequence[tuple[float, str]], total: float) -> Text:
@@ -208,12 +178,12 @@ def bar(parts: Sequence[tuple[float, str]], total: float) -> Text:
 
 def _state(item: ListedObjectInfo) -> Text:
     if item["kind"] == "buffer":
-        return _text("" if item["state"] == "listed" else item["state"], "yellow")
+        return cell("" if item["state"] == "listed" else item["state"], "yellow")
     if item["stale"]:
-        return _text("stale", "red")
+        return cell("stale", "red")
     if not item["current"]:
-        return _text("old", "yellow")
-    return _text("" if item["cached"] else "uncached", "dim")
+        return cell("old", "yellow")
+    return cell("" if item["cached"] else "uncached", "dim")
 
 
 def _holders(shot: Snapshot, item: ListedObjectInfo) -> str:
@@ -222,15 +192,6 @@ def _holders(shot: Snapshot, item: ListedObjectInfo) -> str:
         command = f"{holder['pid']} {one_line(shot.commands.get(holder['pid'], ''))}".rstrip()
         found.append(f"task {one_line(holder['session'])}, not fetched" if holder["kind"] == "task" else command)
     return ", ".join(found)
-
-
-def _row(*cells: object) -> list[Text]:
-    return [cell if isinstance(cell, Text) else _text(cell) for cell in cells]
-
-
-def _text(value: object, style: str = "") -> Text:
-    # Untrusted text has no control characters.
-    return Text(one_line(str(value)), style, overflow="ellipsis")
 
 
 def _device(device: str) -> str:

@@ -5,21 +5,17 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shared_rpc import Client
-from shared_rpc.cli.rendering import command_of
+from shared_rpc.cli.rendering import command_of, several
 from shared_rpc.errors import SharedRPCError
 from shared_rpc.protocol.infos import DeviceInfo, EndpointStatistics, ListedObjectInfo, RunInfo, ServerInfo, SessionInfo
 
-#: Seconds to wait for facts of the device driver before showing the latest known ones; and if none are known yet.
-_DEVICE_PATIENCE, _FIRST_DEVICE_PATIENCE = 0.2, 1.0
-
-#: A request of the user: it returns its result as a text.
-Action = Callable[[Client], str]
+#: A request of the user: it returns the number of dropped objects.
+Action = Callable[[Client], int]
 
 
 class Rates(NamedTuple):
@@ -65,7 +61,7 @@ def rates(earlier: Snapshot, at: float, endpoints: Mapping[str, EndpointStatisti
 
 
 class ServerWatcher:
-    """A client of the watched server or its successor. Used by one thread at a time.
+    """A client of the watched server or its successor. One thread at a time may poll.
 
     :param find: returns a client of the server to watch, given the socket of the previous one. It raises a
         :class:`SharedRPCError` with the reason if there is none.
@@ -76,10 +72,6 @@ class ServerWatcher:
         self._client: Client | None = None
         self._path = ""
         self._latest: Snapshot | None = None
-        self._devices: list[DeviceInfo] = []
-        self._pool = ThreadPoolExecutor(1, "shared-rpc-top-devices")
-        self._asking: Future[list[DeviceInfo]] | None = None
-        self._commands: dict[int, str] = {}
 
     def poll(self) -> Snapshot:
         """Query the server; return a snapshot.
@@ -89,7 +81,6 @@ class ServerWatcher:
         try:
             if self._client is None:
                 self._client = self._find(self._path)
-                self._devices, self._asking = [], None
             self._latest = self._ask(self._client)
             self._path = self._client.socket_path
         except (SharedRPCError, OSError) as error:
@@ -97,12 +88,10 @@ class ServerWatcher:
             raise SharedRPCError(f"server lost; reconnecting: {error}" if self._path else str(error)) from error
         return self._latest
 
-    def execute(self, action: Action, server_id: str) -> str:
-        """Execute an action if the server still has this id; return the result as a text for the user."""
+    def execute(self, action: Action) -> str:
+        """Execute an action; return the result as a text for the user."""
         try:
-            if self._client is None or self._client.get_server_info()["server_id"] != server_id:
-                return "not done: the server has exited"
-            return action(self._client)
+            return f"{several(action(self._client), 'object')} dropped" if self._client else "not done: no server answers"
         except (SharedRPCError, OSError) as error:
             return str(error)
 
@@ -114,22 +103,15 @@ class ServerWatcher:
                 client.close()
 
     def _ask(self, client: Client) -> Snapshot:
-        devices = self._ask_devices(client)
+        devices, known = (self._latest.devices, self._latest.commands) if self._latest is not None else ((), {})
+        with suppress(SharedRPCError, OSError):  # the worker of a GPU may be too busy to answer
+            devices = client.list_devices()
         server, objects = client.get_server_info(), client.list_objects()
         runs, endpoints = client.list_runs(), client.get_statistics()
         sessions = [one for one in client.list_sessions() if one["pid"] != os.getpid()]
         pids = {holder["pid"] for item in objects for holder in item["holders"]} | {one["pid"] for one in sessions}
         # A command line is read once for each process.
-        self._commands = {pid: self._commands.get(pid) or command_of(pid) for pid in pids}
+        commands = {pid: known.get(pid) or command_of(pid) for pid in pids}
         at = time.monotonic()
         speed = rates(self._latest, at, endpoints) if self._latest is not None else {}
-        return Snapshot(at, time.time(), server, objects, devices, runs, sessions, endpoints, speed, self._commands)
-
-    def _ask_devices(self, client: Client) -> list[DeviceInfo]:
-        """Return the latest known facts of the devices: the worker of a GPU may be busy, and answers a later poll then."""
-        self._asking = self._asking or self._pool.submit(client.list_devices)
-        with suppress(SharedRPCError, OSError):  # a timeout is an OSError too
-            self._devices = self._asking.result(_DEVICE_PATIENCE if self._devices else _FIRST_DEVICE_PATIENCE)
-        if self._asking.done():
-            self._asking = None
-        return self._devices
+        return Snapshot(at, time.time(), server, objects, devices, runs, sessions, endpoints, speed, commands)
