@@ -19,11 +19,12 @@ from shared_rpc.execution.outcomes import Completed, Failure
 from shared_rpc.execution.run import Owner, Run
 from shared_rpc.execution.transfer import Transfers
 from shared_rpc.memory.records import Arguments, Record
-from shared_rpc.memory.segments import Segment
+from shared_rpc.memory.segments import Segment, refer
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.infos import ExecutorInfo
 from shared_rpc.protocol.messages import Message
+from shared_rpc.protocol.records import sent_infos
 from shared_rpc.server.state.descriptors import open_limit
 
 #: Maximum number of queued calls, and of bytes of their arguments. If none is queued, a call is always admitted.
@@ -171,12 +172,14 @@ class WorkerExecutor:
         arguments, transfer = place.arguments, self.transfers.find(place.session)
         # Chunks are not returned to a session that has ended.
         lent = transfer is not None
-        infos = [segment.info for segment in arguments.segments]
-        known = worker.arenas.get(place.session, ()) if lent else ()
-        kept = [number for number, info in enumerate(infos) if info.arena and info.id in known]
+        refs, owners = refer(arguments.segments, worker.arenas.get(place.session, ()) if lent else ())
+        body = arguments.body()
+        if not lent:
+            body["chunks"], refs = [], [msgspec.structs.replace(info, arena=False) for info in sent_infos(refs)]
         message = w.StartRun(
             run.spec.name,
-            **arguments.body(kept, lent=lent),
+            **body,
+            segments=refs,
             pooled=run.pooled and lent,
             chain=sorted(run.chain),
             key=self.key,
@@ -186,7 +189,6 @@ class WorkerExecutor:
             request_id=run.request_id,
             cached=run.cached,
         )
-        owners = tuple([segment.owner for number, segment in enumerate(arguments.segments) if number not in kept])
         self._waiting.remove(run)
         take, lost = functools.partial(self._take, run), functools.partial(self._lost, run)
         try:
@@ -195,7 +197,7 @@ class WorkerExecutor:
             refusal = CapabilityError(f"cannot send the call of {run.spec.name!r} to worker {worker.pid}: {error}")
             self._end(run, Failure.of(refusal))
             return
-        if lent and (arenas := [info.id for info in infos if info.arena]):
+        if lent and (arenas := [info.id for info in sent_infos(refs) if info.arena]):
             worker.arenas.setdefault(place.session, set()).update(arenas)
         place.worker = worker
         worker.runs.add(run)
@@ -332,20 +334,16 @@ def _outcome(message: w.RunFinished | w.RunFailed, frame: Frame, transfer: Forwa
     """
     if isinstance(message, w.RunFailed):
         return Failure(message.code, message.text, message.detail, frame.payload)
-    arenas: dict[int, Segment] = {}
-    for number in message.kept:
-        arena = transfer.result_segment(message.segments[number].id) if transfer is not None else None
-        if arena is None:
-            return Failure.of(ConnectionClosed("the client's session ended before its call"))
-        arenas[number] = arena
-    new = len(message.segments) - len(arenas)
+    new = len(sent_infos(message.segments))
     if len(frame.fds) != new:
         raise ProtocolError(f"the worker sent a result with {len(frame.fds)} descriptors instead of {new}")
-    fds = iter(frame.detach_fds())
-    segments = [
-        arenas[number].duplicate() if number in arenas else Segment.owning(info, next(fds))
-        for number, info in enumerate(message.segments)
-    ]
+    for number, ref in enumerate(message.segments):
+        if isinstance(ref, str):
+            arena = transfer.result_segment(ref) if transfer is not None else None
+            if arena is None:
+                return Failure.of(ConnectionClosed("the client's session ended before its call"))
+            frame.known[number] = arena.owner
+    segments = Segment.received(message.segments, frame)
     return Completed(
         Record(
             frame.payload,

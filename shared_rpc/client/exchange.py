@@ -29,6 +29,7 @@ from shared_rpc.protocol import exported as x
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.catalogue import NUMBERS, decode_message
 from shared_rpc.protocol.frames import Frame
+from shared_rpc.protocol.records import sent_infos
 from shared_rpc.protocol.socket import FrameBuffers, encoded
 from shared_rpc.protocol.tasks import TaskInfo
 
@@ -226,19 +227,19 @@ class Exchanges:
             answer = decode_message(frame)
         except ProtocolError as error:
             return str(error)
-        if isinstance(answer, m.Result) and len(answer.segments) == len(frame.fds) + len(answer.kept):
+        if isinstance(answer, m.Result) and len(frame.fds) == len(sent_infos(answer.segments)):
             # First those that the server took for known: a new slab may take the place of one of them.
-            for number in answer.kept:
-                if 0 <= number < len(answer.segments) and (owner := self.known.get(answer.segments[number].id)) is not None:
+            for number, ref in enumerate(answer.segments):
+                if isinstance(ref, str) and (owner := self.known.get(ref)) is not None:
                     frame.known[number] = owner
             place = 0
-            for number, info in enumerate(answer.segments):
-                if number in answer.kept:
+            for number, ref in enumerate(answer.segments):
+                if isinstance(ref, str):
                     continue
-                if (info.arena or info.slab) and info.id not in self.known:
-                    with Segment.owning(info, frame.fds.pop(place)) as segment:
+                if (ref.arena or ref.slab) and ref.id not in self.known:
+                    with Segment.owning(ref, frame.fds.pop(place)) as segment:
                         frame.known[number] = segment.owner
-                        self.known.add(info, segment.owner)
+                        self.known.add(ref, segment.owner)
                 else:
                     place += 1
         return answer

@@ -79,7 +79,7 @@ def _request(
         table = _NO_TENSORS if arguments.table == EMPTY_TABLE else msgspec.Raw(arguments.table)
         message = kind(endpoint, arguments.args, arguments.kwargs, table, freed=freed, pooled=pooled)
         return Request(message, what, transfer=transfer)
-    message = kind(endpoint, **arguments.body([]), freed=freed, pooled=pooled)
+    message = kind(endpoint, **arguments.body(), freed=freed, pooled=pooled)
     return Request(message, what, b"".join(arguments.skeletons), segments=arguments.segments, transfer=transfer)
 
 

@@ -21,7 +21,7 @@ import msgspec
 from shared_rpc.client.handle import Lease
 from shared_rpc.client.transfer import ClientTransfer, TransferClosed
 from shared_rpc.errors import ProtocolError, SharedRPCError
-from shared_rpc.memory.segments import Descriptor, Segment
+from shared_rpc.memory.segments import Descriptor, Segment, refer
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.tasks import TaskInfo
@@ -79,15 +79,12 @@ class Request(msgspec.Struct):
         """Return the parts of an abandoned request that its answer needs."""
         return Request(self.message, self.what, transfer=self.transfer)
 
-    def addressed(self, sent: set[str]) -> tuple[m.Message, list[Descriptor]]:
-        """Return the message of a call and its descriptors, except those of arenas already ``sent`` over the connection."""
-        kept = [
-            number
-            for number, segment in enumerate(self.segments)
-            if segment.descriptor is None or (segment.info.arena and segment.info.id in sent)
-        ]
-        owners = [segment.owner for number, segment in enumerate(self.segments) if number not in kept]
-        return msgspec.structs.replace(self.message, kept=kept), owners
+    def addressed(self, sent: set[str]) -> tuple[m.Message, Sequence[Descriptor]]:
+        """Return the message of a call and its descriptors, except those of the server's own segments, and of arenas already
+        ``sent`` over the connection.
+        """
+        refs, owners = refer(self.segments, sent.union(each.info.id for each in self.segments if each.descriptor is None))
+        return msgspec.structs.replace(self.message, segments=refs), owners
 
 
 class Reply(msgspec.Struct):

@@ -16,6 +16,7 @@ from shared_rpc.memory.records import Arguments
 from shared_rpc.memory.segments import Segment, new_segment_id
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.frames import Frame
+from shared_rpc.protocol.records import sent_infos
 
 SegmentOf = Callable[[str], Segment | None]
 
@@ -29,20 +30,15 @@ def read_arguments(
         sends a descriptor of every segment except arenas.
     """
     transfer = transfers.find(session)
-    if transfer is None and (message.freed or message.chunks or any(info.arena for info in message.segments)):
+    infos = sent_infos(message.segments)
+    if transfer is None and (message.freed or message.chunks or any(info.arena for info in infos)):
         transfer = transfers.of(session)
     if transfer is not None and message.freed:
         transfer.release_results(message.freed)
-    memory = message.segments or message.skeletons or message.kept or message.chunks
+    memory = message.segments or message.skeletons or message.chunks
     if not (memory or frame.fds or frame.payload):
         return Arguments(message.args, message.kwargs, bytes(message.table), nbytes=len(frame.body))
-    numbers, kept = range(len(message.segments)), set(message.kept)
-    if (
-        len(numbers) != len(frame.fds) + len(kept)
-        or not kept.issubset(numbers)
-        or sum(message.skeletons) != len(frame.payload)
-        or min(message.skeletons, default=0) < 0
-    ):
+    if len(infos) != len(frame.fds) or sum(message.skeletons) != len(frame.payload) or min(message.skeletons, default=0) < 0:
         raise ProtocolError("the descriptors or skeletons of a call do not match its message")
     arguments = Arguments(message.args, message.kwargs, bytes(message.table), chunks=message.chunks)
     arguments.nbytes = len(frame.body) + len(frame.payload)
@@ -53,25 +49,24 @@ def read_arguments(
     try:
         if transfer is not None and message.chunks:
             arguments.pooled = transfer.lent(message.chunks)
-        for number, info in enumerate(message.segments):
-            found: Segment | None
-            if info.arena:
-                assert transfer is not None, "it was created for the arena"
-                found = transfer.arena(info.id) if number in kept else transfer.add_arena(info, sent.popleft())
-            elif number in kept:
-                found = segment_of(info.id) if segment_of is not None else None
-                if found is not None:
+        for ref in message.segments:
+            if isinstance(ref, str):
+                found = transfer.arena(ref) if transfer is not None else None
+                if found is None and segment_of is not None and (own := segment_of(ref)) is not None:
                     # Mapped for writing, like the existing mapping; restored memory is mapped as it is shared, since it may be
                     # sealed.
-                    found = found.duplicate("read_write" if found.info.id == found.info.name else None)
+                    found = own.duplicate("read_write" if own.info.id == own.info.name else None)
+                if found is None:
+                    unknown.append(ref[:100])
+                    continue
+            elif ref.arena:
+                assert transfer is not None, "it was created for the arena"
+                found = transfer.add_arena(ref, sent.popleft())
             else:
                 # With a new id, no client can pass its memory off as another segment.
-                own = info if trusted else msgspec.structs.replace(info, id=new_segment_id())
-                found = Segment.owning(own, sent.popleft(), foreign=not trusted)
-            if found is not None:
-                arguments.segments.append(found)
-            else:
-                unknown.append(info.id[:100])
+                info = ref if trusted else msgspec.structs.replace(ref, id=new_segment_id())
+                found = Segment.owning(info, sent.popleft(), foreign=not trusted)
+            arguments.segments.append(found)
         if unknown:  # not before: the client sends an arena only once, even if this call fails
             raise SegmentNotFound(f"this server does not have the segments {', '.join(unknown)[:1000]} any more", unknown)
         start = 0

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from shared_rpc.memory.segments import Segment
+from shared_rpc.memory.segments import Descriptor, Segment, refer
 from shared_rpc.protocol.records import EMPTY_TABLE, NO_ARGS, NO_KWARGS
 
 
@@ -45,18 +45,13 @@ class Record(msgspec.Struct, eq=False):
         if self.private_nbytes < 0:
             self.private_nbytes = len(self.skeleton)
 
-    def body(self, known: Container[str]) -> dict[str, Any]:
-        """Return the fields of a :class:`~shared_rpc.protocol.messages.RecordBody`.
+    def body(self, known: Container[str]) -> tuple[dict[str, Any], tuple[Descriptor, ...]]:
+        """Return the fields of a :class:`~shared_rpc.protocol.messages.RecordBody`, and the descriptors to send with it.
 
-        :param known: the ids of the segments whose descriptors the reader already has.
+        :param known: the ids of the segments that the reader has.
         """
-        infos = [segment.info for segment in self.segments]
-        return {
-            "table": msgspec.Raw(self.table),
-            "segments": infos,
-            "kept": [number for number, info in enumerate(infos) if info.id in known],
-            "chunks": list(self.chunks),
-        }
+        refs, owners = refer(self.segments, known)
+        return {"table": msgspec.Raw(self.table), "segments": refs, "chunks": list(self.chunks)}, owners
 
     def close(self) -> None:
         """Close the descriptors. Mappings of the memory, here and elsewhere, stay valid."""
@@ -87,21 +82,14 @@ class Arguments(msgspec.Struct):
     pooled: dict[int, ChunkSink] = msgspec.field(default_factory=dict)
     nbytes: int = 0
 
-    def body(self, kept: list[int], *, lent: bool = True) -> dict[str, Any]:
-        """Return the fields of a :class:`~shared_rpc.protocol.messages.Call`.
-
-        :param kept: the numbers of segments that the reader has by id.
-        :param lent: False if there is no session to which chunks would be returned.
-        """
-        infos = [segment.info for segment in self.segments]
+    def body(self) -> dict[str, Any]:
+        """Return the fields of a :class:`~shared_rpc.protocol.messages.Call`, except ``segments``."""
         return {
             "args": self.args,
             "kwargs": self.kwargs,
             "table": msgspec.Raw(self.table),
-            "segments": infos if lent else [msgspec.structs.replace(info, arena=False) for info in infos],
             "skeletons": [len(skeleton) for skeleton in self.skeletons],
-            "kept": kept,
-            "chunks": list(self.chunks) if lent else [],
+            "chunks": list(self.chunks),
         }
 
     def detach_pooled(self) -> dict[int, ChunkSink]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -14,7 +14,7 @@ import msgspec
 from shared_rpc.errors import CapabilityError
 from shared_rpc.forks import after_fork
 from shared_rpc.memory.closing import CLOSER, LARGE, THREAD
-from shared_rpc.protocol.records import EXPORTER_OWNED, Access, SegmentInfo
+from shared_rpc.protocol.records import EXPORTER_OWNED, Access, SegmentInfo, SegmentRef
 
 if TYPE_CHECKING:
     from shared_rpc.protocol.frames import Frame
@@ -79,10 +79,18 @@ class Segment(msgspec.Struct, eq=False, weakref=True):
         return cls(info, descriptor)
 
     @classmethod
-    def received(cls, infos: Iterable[SegmentInfo], frame: Frame) -> list[Segment]:
-        """Create the owners of a frame's descriptors, one for each info, and remove these from the frame."""
-        fds, known = frame.fds, frame.known
-        return [Segment(info, known[n]) if n in known else cls.owning(info, fds.pop(0)) for n, info in enumerate(infos)]
+    def received(cls, segments: Iterable[SegmentRef], frame: Frame) -> list[Segment]:
+        """Return the segments of a frame's message, and remove their descriptors from the frame."""
+        received: list[Segment] = []
+        for number, segment in enumerate(segments):
+            owner: Descriptor | None = frame.known.get(number)
+            if owner is None:
+                assert not isinstance(segment, str), "all known segments are in the frame"
+                received.append(cls.owning(segment, frame.fds.pop(0)))
+            else:
+                assert owner.info is not None, "it is a segment's"
+                received.append(cls(owner.info, owner))
+        return received
 
     def fileno(self) -> int:
         """Return the descriptor's number, still owned by this object.
@@ -150,6 +158,17 @@ class KnownSegments(dict[str, T]):
             self._slabs.append(info.id)
             while len(self._slabs) > KEPT_SLABS:
                 self.pop(self._slabs.popleft(), None)
+
+
+def refer(segments: Iterable[Segment], known: Container[str]) -> tuple[list[SegmentRef], tuple[Descriptor, ...]]:
+    """Return the segments for a message, and the descriptors to send with it.
+
+    :param known: the ids of the segments that the reader has.
+    :raises ValueError: if another segment is closed.
+    """
+    sent = [segment for segment in segments if segment.info.id not in known]
+    refs = [segment.info.id if segment.info.id in known else segment.info for segment in segments]
+    return refs, tuple([segment.owner for segment in sent])
 
 
 class Backend(Protocol):

@@ -187,7 +187,7 @@ def take_result(ctx: Context, what: str, reply: Reply, transfer: ClientTransfer 
         if message.owner and message.owner not in MAPPINGS.servers:
             MAPPINGS.servers[message.owner] = ctx.socket_path
         value = ctx._values.get(message.object_id) if message.object_id else None
-        if value is not None and outdated(message.object_id, message.segments):
+        if value is not None and outdated(message.object_id, [segment.info for segment in result.segments]):
             ctx._values.pop(message.object_id, None)
             value = None
         if value is None:

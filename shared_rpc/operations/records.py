@@ -168,7 +168,7 @@ def _allocated(ctx: Context, header: RecordHeader, ttl: float | None, question: 
         leases.append((yield Lend(made, None)))
         segments = Segment.received(made.segments, reply.frame)
         [hold] = yield Work(functools.partial(_held, segments, server.server_id))
-        used = replace(made.segments[0], nbytes=info.nbytes, access=info.access)
+        used = replace(segments[0].info, nbytes=info.nbytes, access=info.access)
         parts.append(SegmentBytes(used, hold, writable=True))
     return ExportedRecord(header, parts, leases, allocated=True)
 

@@ -19,7 +19,7 @@ from shared_rpc.protocol.infos import (
     SessionInfo,
     StopInfo,
 )
-from shared_rpc.protocol.records import EMPTY_TABLE, NO_ARGS, NO_KWARGS, SegmentInfo
+from shared_rpc.protocol.records import EMPTY_TABLE, NO_ARGS, NO_KWARGS, SegmentRef
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
 
@@ -28,7 +28,7 @@ R = TypeVar("R")
 #: Lists in requests. Their lengths are checked before anything is built: a frame can hold millions of elements.
 Ids = Annotated[list[str], msgspec.Meta(max_length=100_000)]
 Chunks = Annotated[list[int], msgspec.Meta(max_length=100_000)]
-Segments = Annotated[list[SegmentInfo], msgspec.Meta(max_length=10_000)]
+Segments = Annotated[list[SegmentRef], msgspec.Meta(max_length=10_000)]
 Numbers = Annotated[list[int], msgspec.Meta(max_length=10_000)]
 
 
@@ -101,8 +101,8 @@ class Call(Message):
     """Call of an endpoint: the server runs it, joins its run, or returns the cached result.
 
     ``args`` and ``kwargs`` are a list and a dict in the encoding of :mod:`shared_rpc.protocol.values`. ``table`` is a tensor
-    table over ``segments``. Their descriptors are in the frame, except those of the numbers ``kept``, which the server has by
-    id. The payload has one skeleton of each size in ``skeletons``.
+    table over ``segments``: new ones, arenas that were sent before, and those of the server's own objects. The payload has one
+    skeleton of each size in ``skeletons``.
 
     The call uses the chunks ``chunks`` of the caller's pool, whose arenas the server keeps mapped for the session. ``freed``
     are chunks of the server's pool that it returns. ``pooled`` allows the result in that pool.
@@ -116,7 +116,6 @@ class Call(Message):
     table: msgspec.Raw = msgspec.Raw(EMPTY_TABLE)
     segments: Segments = []
     skeletons: Numbers = []
-    kept: Numbers = []
     chunks: Chunks = []
     freed: Chunks = []
     pooled: bool = False
@@ -126,14 +125,12 @@ class Call(Message):
 class RecordBody(Message):
     """Record sent from a worker to its broker, or from a server to a client. The payload is its skeleton.
 
-    The descriptors of the segments are in the frame, except those of the numbers ``kept``: arenas of the pool of results of
-    this session, which were sent before. The result uses the pool's chunks ``chunks``. ``freed`` are returned chunks of the
-    client's pool.
+    Arenas and slabs among the ``segments`` are sent once. The result uses the chunks ``chunks`` of the session's pool of
+    results. ``freed`` are returned chunks of the client's pool.
     """
 
     table: msgspec.Raw = msgspec.Raw(EMPTY_TABLE)
-    segments: list[SegmentInfo] = []
-    kept: list[int] = []
+    segments: list[SegmentRef] = []
     chunks: list[int] = []
     freed: list[int] = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
@@ -50,6 +51,15 @@ class SegmentInfo(msgspec.Struct, frozen=True, array_like=True):
     def incarnation(self, number: int) -> SegmentInfo:
         """Return the description of another incarnation; 0 is the first one."""
         return msgspec.structs.replace(self, id=f"{self.name}.{number}" if number else self.name)
+
+
+#: A segment in a message: its description if its descriptor is in the frame, or the id of one that the reader has.
+SegmentRef = SegmentInfo | str
+
+
+def sent_infos(segments: Iterable[SegmentRef]) -> list[SegmentInfo]:
+    """Return the descriptions of the segments whose descriptors are in the frame of their message, in its order."""
+    return [segment for segment in segments if not isinstance(segment, str)]
 
 
 class StorageEntry(msgspec.Struct, frozen=True, array_like=True):

@@ -25,6 +25,7 @@ from shared_rpc.protocol import sources as s
 from shared_rpc.protocol.catalogue import NUMBERS, decode_message
 from shared_rpc.protocol.frames import CLIENT, HELLO, Frame
 from shared_rpc.protocol.peers import Peer
+from shared_rpc.protocol.records import sent_infos
 from shared_rpc.protocol.socket import FdOwner
 from shared_rpc.server.core import Core
 from shared_rpc.server.sessions import Session
@@ -299,19 +300,19 @@ class RemoteCaller(msgspec.Struct, eq=False):
         record, stored = outcome.record, outcome.stored
         assert record is not None, "a result for another process has a record"
         transfer, known = self.core.transfers.find(self.session), self._client.known
+        body, owners = record.body(known)
         message = m.Result(
-            **record.body(known),
+            **body,
             freed=transfer.returned() if transfer is not None and self._waiter is not None and self._waiter.pooled else [],
             object_id=stored.object_id if stored is not None else "",
             generation=stored.generation if stored is not None else 1,
             managed=outcome.managed,
             owner=self.core.server_id if stored is not None else "",
         )
-        owners = tuple([segment.owner for number, segment in enumerate(record.segments) if number not in message.kept])
         if self.reply(message, record.skeleton, owners):
             if owners and self._number:  # an answer to number 0 is not sent
-                for info in message.segments:
-                    if (info.arena or info.slab) and info.id not in known:
+                for info in sent_infos(message.segments):
+                    if info.arena or info.slab:
                         known.add(info, True)
             return True
         if transfer is not None:

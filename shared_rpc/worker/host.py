@@ -31,6 +31,7 @@ from shared_rpc.protocol.catalogue import decode_message, encode_message
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.messages import Error, Message
 from shared_rpc.protocol.options import ServeOptions
+from shared_rpc.protocol.records import sent_infos
 from shared_rpc.protocol.socket import FdOwner
 from shared_rpc.protocol.tasks import Progress
 from shared_rpc.provider.app import override, socket_of
@@ -258,17 +259,17 @@ class WorkerHost:
         assert record is not None, "a result for a broker is published"
         transfer = executor.transfers.find(run.session)
         sent = transfer.sent if transfer is not None else set()
+        body, owners = record.body(sent)
         message = w.RunFinished(
-            **record.body(sent),
+            **body,
             freed=executor.transfers.returned(run.session),
             nbytes=record.nbytes,
             device=record.device,
             private_nbytes=record.private_nbytes,
         )
-        owners = tuple([segment.owner for number, segment in enumerate(record.segments) if number not in message.kept])
         try:
             self._stream.send(message, run.number, record.skeleton, owners)
-            sent.update([info.id for info in message.segments if info.arena])
+            sent.update([info.id for info in sent_infos(message.segments) if info.arena])
         except Exception as error:
             if transfer is not None:
                 transfer.release_results(record.chunks)

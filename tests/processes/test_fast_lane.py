@@ -19,7 +19,7 @@ from shared_rpc.errors import CapabilityError
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.protocol import messages as m
-from shared_rpc.protocol.records import SegmentInfo, StorageEntry, TensorEntry, TensorTable
+from shared_rpc.protocol.records import SegmentInfo, StorageEntry, TensorEntry, TensorTable, sent_infos
 from shared_rpc.protocol.values import TensorRef, encode
 from tests.kit.processes import eventually, open_fds
 from tests.kit.raw import Raw, sealed_memory
@@ -143,7 +143,8 @@ def chunk_call(endpoint: str = "doubled", arena: str = "mine", **fields: Any) ->
     """Return a call with four floats in a chunk of an arena."""
     table = TensorTable(("cpu",), (StorageEntry(0, 0, 16, 0, 1),), (TensorEntry(0, "float32", 0, (4,), (1,)),))
     raw = msgspec.Raw(msgspec.msgpack.encode(table))
-    return m.Call(endpoint, [encode(TensorRef(0))], table=raw, segments=[SegmentInfo(arena, 4096, "cpu", arena=True)], **fields)
+    fields = {"segments": [SegmentInfo(arena, 4096, "cpu", arena=True)], **fields}
+    return m.Call(endpoint, [encode(TensorRef(0))], table=raw, **fields)
 
 
 def returned(raw: Raw, count: int, *answers: m.Message) -> list[int]:
@@ -187,7 +188,7 @@ class TestHostile:
             answers = [raw.ask(call, fds=[arena]) for call in calls]
             assert [type(answer) for answer in answers] == [m.Result] * 64 + [m.Error] * 16
             with Raw(server.socket_path) as stranger:
-                error = stranger.ask(chunk_call(arena="arena-0", kept=[0], chunks=[1]))
+                error = stranger.ask(chunk_call(segments=["arena-0"], chunks=[1]))
                 assert isinstance(error, m.Error) and error.code == "segment-not-found"
         eventually(lambda: open_fds() <= fds + 1)
 
@@ -206,11 +207,8 @@ class TestHostile:
         with Raw(server.socket_path) as raw:
             result = raw.ask(m.Call("cached"))
             assert isinstance(result, m.Result)
-            claim = chunk_call(kept=[0], chunks=[1])
-            for arena, why in ((False, "belongs to no pool"), (True, "does not have the segments")):
-                claim.segments = [msgspec.structs.replace(info, arena=arena) for info in result.segments]
-                error = raw.ask(claim)
-                assert isinstance(error, m.Error) and why in error.text
+            error = raw.ask(chunk_call(segments=[info.id for info in sent_infos(result.segments)], chunks=[1]))
+            assert isinstance(error, m.Error) and "belongs to no pool" in error.text
         found = MAPPINGS.find(mine.data_ptr())
         assert found is not None
         assert not found[0].pooled

@@ -24,7 +24,7 @@ from shared_rpc.protocol import generations as g
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.catalogue import NUMBERS, VERSION
 from shared_rpc.protocol.frames import HEADER_SIZE, MAX_FDS, Limits
-from shared_rpc.protocol.records import SegmentInfo, StorageEntry, TensorEntry, TensorTable
+from shared_rpc.protocol.records import SegmentInfo, SegmentRef, StorageEntry, TensorEntry, TensorTable
 from shared_rpc.protocol.values import SkeletonRef, TensorRef, encode
 from shared_rpc.server import remote as remote_module
 from tests.kit.deep import deep
@@ -237,15 +237,19 @@ def test_descriptors_with_a_blocking_close_do_not_block(
 
 
 def tensor_call(
-    *, storage: tuple[int, int, int] = (0, 0, 16), dtype: str = "float32", segments: int = 1, nbytes: int = 4096, **more: object
+    *further: SegmentRef,
+    storage: tuple[int, int, int] = (0, 0, 16),
+    dtype: str = "float32",
+    nbytes: int = 4096,
+    **more: object,
 ) -> m.Call:
-    """Return a call of ``total`` with one tensor."""
+    """Return a call of ``total`` with one tensor, in the first of its segments."""
     table = TensorTable(("cpu",), (StorageEntry(*storage),), (TensorEntry(0, dtype, 0, (4,), (1,)),))
     info = SegmentInfo("chosen by the client", nbytes, "cpu")
     fields = {
         "args": [encode(TensorRef(0))],
         "table": msgspec.Raw(msgspec.msgpack.encode(table)),
-        "segments": [info] * segments,
+        "segments": [info, *further],
         **more,
     }
     return m.Call("total", **fields)  # type: ignore[arg-type]
@@ -275,12 +279,11 @@ REFUSED: dict[str, tuple[m.Message | bytes, str, bytes]] = {
     "a long id": (g.GetObject("x", "x" * (7 << 20)), "", b""),
     "a long request": (g.GetObject("x" * (9 << 20)), "the limit for its kind is 8388608", b""),
     "a long list": (m.Release([""] * 100_001), "of length <= ", b""),
-    "more segments than memory": (tensor_call(segments=2), "do not match", b""),
+    "more segments than memory": (tensor_call(SegmentInfo("another", 4096, "cpu")), "do not match", b""),
     "a negative size": (tensor_call(skeletons=[-1, 1]), "do not match", b""),
     "a dtype that is none": (tensor_call(dtype="load"), "", b""),
     "no table": (tensor_call(table=msgspec.Raw(b"\xc0")), "", b""),
-    "a place without a segment": (tensor_call(kept=[-1]), "", b""),
-    "an unknown segment": (tensor_call(segments=2, kept=[0, 0]), "does not have the segments", b""),
+    "an unknown segment": (tensor_call("unknown"), "does not have the segments", b""),
     "a storage beyond its segment": (tensor_call(storage=(0, 4090, 16)), "", b""),
     "a segment larger than its memory": (tensor_call(nbytes=8192), "", b""),
     "no pickle": (tensor_call(args=[encode(SkeletonRef(0))], skeletons=[4]), "", b"\x80\x05K."),

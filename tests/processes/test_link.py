@@ -283,7 +283,7 @@ async def test_arenas_arrive_before_later_replies_are_taken() -> None:
             # The one who reads asked first, and is answered last.
             answer = m.Result(msgspec.Raw(EMPTY_TABLE), [msgspec.structs.replace(segment.info, arena=True)], owner="server")
             server.queue(answer, 2, owners=[segment.owner])
-            server.queue(msgspec.structs.replace(answer, kept=[0]), 1)
+            server.queue(msgspec.structs.replace(answer, segments=[segment.info.id]), 1)
             server.flush()
     assert sorted(taken) == [1, 2]
     transfer.close()

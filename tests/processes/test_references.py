@@ -29,7 +29,7 @@ from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.records import Record
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import messages as m
-from shared_rpc.protocol.records import Access, SegmentInfo, StorageEntry, TensorEntry, TensorTable
+from shared_rpc.protocol.records import Access, StorageEntry, TensorEntry, TensorTable, sent_infos
 from shared_rpc.protocol.values import TensorRef, encode
 from tests.kit.raw import Raw
 from tests.kit.world import World
@@ -165,8 +165,7 @@ def named(segment_id: str, nbytes: int = 16) -> m.Call:
         "where",
         [encode(TensorRef(0))],
         table=msgspec.Raw(msgspec.msgpack.encode(table)),
-        segments=[SegmentInfo(segment_id, 4096, "cpu")],
-        kept=[0],
+        segments=[segment_id],
     )
 
 
@@ -176,7 +175,7 @@ def test_tensors_that_exceed_the_named_segment_are_refused(world: World) -> None
     with world.client() as good, Raw(good.socket_path) as raw, good.call("weights", 4):
         result = raw.ask(m.Call("weights", [4]))
         assert isinstance(result, m.Result)
-        (info,) = result.segments
+        (info,) = sent_infos(result.segments)
         error = raw.ask(named(info.id, info.nbytes + 16))
         assert isinstance(error, m.Error)
         assert error.code == "codec"

@@ -145,8 +145,8 @@ def test_an_arena_is_sent_once(setting: Setting, ran: Callable[..., tuple[w.RunF
     first, fds = ran([100], [])
     setting.start(7)
     setting.said(first, setting.peers[0].sent[-1][1], fds)
-    again = msgspec.structs.replace(first, chunks=[101], kept=[0])
-    unknown = msgspec.structs.replace(again, segments=[msgspec.structs.replace(first.segments[0], id="another")])
+    again = msgspec.structs.replace(first, chunks=[101], segments=[first.segments[0].id])
+    unknown = msgspec.structs.replace(again, segments=["another"])
     for message in (again, unknown):
         setting.start(7)
         setting.said(message, setting.peers[0].sent[-1][1])

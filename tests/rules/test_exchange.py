@@ -26,13 +26,13 @@ from shared_rpc.client.session import LeaseBook, connect
 from shared_rpc.client.steps import Reply, Request
 from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, ProtocolError
 from shared_rpc.memory.backends.host import HOST
-from shared_rpc.memory.segments import KEPT_SLABS, KnownSegments
+from shared_rpc.memory.segments import KEPT_SLABS, KnownSegments, refer
 from shared_rpc.protocol import exported as x
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.catalogue import decode_message, encode_message
 from shared_rpc.protocol.frames import FrameDecoder, encode_frame
 from shared_rpc.protocol.generations import Generation
-from shared_rpc.protocol.records import EMPTY_TABLE
+from shared_rpc.protocol.records import EMPTY_TABLE, sent_infos
 from shared_rpc.protocol.socket import FrameBuffers
 from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
 from tests.kit.descriptors import new_fd, nothing_leaks
@@ -364,12 +364,11 @@ def test_both_sides_know_the_same_segments(results: list[list[int]], chance: Ran
         connection, server, taken = Connection(), KnownSegments[bool](), []
         for numbers in results:
             segments, exchange = [memories[number] for number in numbers], connection.ask()
-            kept = [place for place, segment in enumerate(segments) if segment.info.id in server]
-            came = [segment for place, segment in enumerate(segments) if place not in kept]
-            for segment in came:
-                server.add(segment.info, True)
-            answer = m.Result(msgspec.Raw(EMPTY_TABLE), [segment.info for segment in segments], kept)
-            fds = [os.dup(segment.fileno()) for segment in came]
+            refs, owners = refer(segments, server)
+            for info in sent_infos(refs):
+                server.add(info, True)
+            answer = m.Result(msgspec.Raw(EMPTY_TABLE), refs)
+            fds = [os.dup(owner.number) for owner in owners]
             feed(connection.buffers, frame_of(answer, exchange.number, fds=len(fds)), fds)
             connection.exchanges.deliver()
             taken.append((segments, exchange))
