@@ -153,7 +153,7 @@ def rebuild_tensor(
 
     :param device: used only for a tensor without bytes; otherwise the memory determines it.
     :param name: a :class:`StorageName`; nothing for a tensor without bytes.
-    :raises StaleHandleError, BufferNotFound: if the server no longer owns the object.
+    :raises StaleHandleError: if the server no longer owns the object.
     :raises ConnectError: if there is no server at the socket.
     """
     storage = rebuild_storage(*name) if name else torch.UntypedStorage(0, device=device)

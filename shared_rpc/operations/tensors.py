@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from shared_rpc.client.results import ReceivedResult, result_of
 from shared_rpc.client.steps import Operation, Request, Work
-from shared_rpc.errors import BufferNotFound, ConnectError, ProtocolError, StaleHandleError
+from shared_rpc.errors import ConnectError, ProtocolError, StaleHandleError
 from shared_rpc.forks import after_fork, fork_safe_lock
 from shared_rpc.lifecycle.finalizer import FINALIZER
 from shared_rpc.memory.mapping import MAPPINGS, MappingHold
@@ -49,7 +49,7 @@ def _held(result: ReceivedResult) -> dict[str, MappingHold]:
 def taken_from(socket_path: str, object_id: str, segment: str) -> tuple[MappingHold, Handle[Any]]:
     """Return a segment of an object, mapped, and this process's lease on the object, of the handle's lifetime.
 
-    :raises StaleHandleError, BufferNotFound: if the server no longer owns the object.
+    :raises StaleHandleError: if the server no longer owns the object.
     :raises ConnectError: if there is no server at the socket.
     """
     key = (socket_path, object_id, segment if not object_id else "")
@@ -67,7 +67,7 @@ def taken_from(socket_path: str, object_id: str, segment: str) -> tuple[MappingH
                 "socket at the same path"
             )
             raise
-        except (StaleHandleError, BufferNotFound) as error:
+        except StaleHandleError as error:
             error.add_note(
                 "a tensor in shared memory is sent by name: until it is received, its sender or another process must hold the "
                 "object, or the server must cache it; a buffer can be made with ttl= or keep=True"

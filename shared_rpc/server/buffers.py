@@ -77,10 +77,7 @@ class Buffers:
 
         :raises BufferNotFound: if it is not listed.
         """
-        return self.deliver(caller, self.table.named(message.name) if message.name else message.object_id)
-
-    def deliver(self, caller: Caller, object_id: str) -> Answer:
-        """Send a buffer, see :meth:`get`."""
+        object_id = self.table.named(message.name) if message.name else message.object_id
         return self._tiers.serve(
             caller,
             lambda: self.table.listed(object_id),

@@ -140,7 +140,7 @@ class Core:
         self.release = state.release
         self.tiers = Tiers(state, spill)
         self.buffers = Buffers(state, self.tiers)
-        self.generations = Generations(state, self.tiers, self.buffers)
+        self.generations = Generations(state, self.tiers)
         self.runs = Runs(state, self.tiers, self.generations)
         self.records = Records(state, self.tiers, self.generations, self.runs)
         self.sources = Sources(state, self.runs, self.records, self._joiner, options.source_grace)

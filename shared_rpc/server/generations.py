@@ -11,7 +11,6 @@ from shared_rpc.protocol import generations as g
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.generations import Generation
 from shared_rpc.protocol.specs import EndpointSpec
-from shared_rpc.server.buffers import Buffers
 from shared_rpc.server.requests import Answer, Caller, handles
 from shared_rpc.server.shared import State
 from shared_rpc.server.state.objects import StoredObject
@@ -43,11 +42,10 @@ class Generations:
     generation of every key.
     """
 
-    def __init__(self, state: State, tiers: Tiers, buffers: Buffers) -> None:
+    def __init__(self, state: State, tiers: Tiers) -> None:
         self._state = state
         self._tiers = tiers
         self._objects = state.objects
-        self._buffers = buffers
         #: The latest generation of each key with its position, in order of positions.
         self._latest: OrderedDict[str, tuple[int, Generation]] = OrderedDict()
         self._position = 0
@@ -142,15 +140,12 @@ class Generations:
 
     @handles(g.GetObject)
     def get_object(self, caller: Caller, message: g.GetObject) -> Answer:
-        """Send an existing object, current or not, with a lease; at once if it is on its device.
+        """Send an existing object, listed or not, with a lease; at once if it is on its device.
 
         :raises StaleHandleError: if the server does not own the object any more.
         """
         if not message.object_id:
             message = g.GetObject(self._of_segment(message.segment))
-        stored = self._objects.get(message.object_id)
-        if stored is not None and stored.kind == "buffer":
-            return self._buffers.deliver(caller, message.object_id)
         return self._tiers.serve(caller, lambda: self._found(message), functools.partial(self._lend, caller))
 
     def _found(self, message: g.GetObject) -> StoredObject:

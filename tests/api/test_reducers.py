@@ -187,6 +187,15 @@ answer += [mapped_segments(), open_fds()]
 
 
 @pytest.mark.parametrize("device", ["cpu"])
+def test_holders_of_a_freed_buffer_send_its_tensors(device: str, world: World, client: Client) -> None:
+    """Until they release it: nothing changes for them."""
+    with world.serve(), client.create_buffer(4) as buffer:
+        buffer.value.fill_(7)
+        client.free_buffer(buffer)
+        code = "answer = pickle.loads(base64.b64decode(data)).tolist()"
+        assert receive(world, code, data=text_of(dumps(buffer.value))) == [7] * 4
+
+
 def test_missing_objects_are_reported(device: str, world: World) -> None:
     """The error says that the object must be held; without a server, that the socket must be at the same path."""
     world.share("get", managed=True)(lambda: torch.zeros(4))
