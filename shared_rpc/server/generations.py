@@ -151,10 +151,8 @@ class Generations:
     def _found(self, message: g.GetObject) -> StoredObject:
         stored = self._objects.get(message.object_id)
         if stored is not None:
-            if stored.listed and stored.cache_key is not None:
-                self._objects.lookup(stored.cache_key)  # this counts as an access
             return stored
-        current = self._objects.lookup(message.cache_key)
+        current = self._objects.current(message.cache_key)
         if current is not None:
             raise StaleHandleError(
                 f"object {message.object_id[:100]} was dropped, and generation {current.generation} of "
@@ -175,6 +173,7 @@ class Generations:
 
     def _lend(self, caller: Caller, stored: StoredObject) -> None:
         self._state.leases.grant(caller.session, stored.object_id)
+        stored.last_accessed_at = self._state.clock.now()
         caller.deliver(Delivery(stored.record, stored.live, stored, True))
 
     def _since(self, after: int) -> list[Generation]:

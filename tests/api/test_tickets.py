@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from shared_rpc.errors import (
     StaleHandleError,
     TicketError,
 )
+from shared_rpc.server.sweeper import BootClock
 from tests.kit.models import Tied
 from tests.kit.processes import eventually
 from tests.kit.world import World
@@ -101,6 +103,15 @@ def test_tickets_keep_nothing_alive(client: Client, path: Path) -> None:
     with pytest.raises(StaleHandleError, match=r"has no object .* any more") as caught:
         client.open_ticket(path)
     assert caught.value.reason == "object_gone"
+
+
+def test_a_ticket_counts_as_an_access(client: Client, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also to an object that is not cached."""
+    handle, now = client.call("uncached"), BootClock.now
+    handle.ticket(path)
+    monkeypatch.setattr(BootClock, "now", lambda clock: now(clock) + 1000)
+    with client.open_ticket(path) as opened:
+        assert opened.get_object_info()["last_accessed_at"] > time.time() - 500
 
 
 def test_superseded_generations_can_be_opened_while_held(client: Client, path: Path) -> None:
