@@ -196,6 +196,19 @@ def test_a_call_during_an_eviction_cancels_it(client: Client, gate: Gate, thread
         assert handle.value.tolist() == [9] * 4
 
 
+def test_a_restore_cancels_an_eviction(
+    client: Client, world: World, gate: Gate, threads: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    """Before its copy is complete."""
+    world.serve(spill_dir=tmp_path, when_full="evict", quotas={"cpu": 1 << 20})
+    client.call("model", 4).release()
+    evicted = threads.submit(client.evict, "model")
+    assert gate.begun.wait(30)
+    assert client.restore("model") == []
+    with pytest.raises(ServerBusy, match="requested during the move"):
+        evicted.result(30)
+
+
 def test_writes_during_a_copy_cause_another_copy(client: Client, raw: Raw, gate: Gate, threads: ThreadPoolExecutor) -> None:
     """A page outlives the lease of a process that has it mapped."""
     object_id = held(raw, client)
