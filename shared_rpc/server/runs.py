@@ -346,7 +346,7 @@ class Runs:
             self._capacity.require_descriptors(descriptors)
             request = self._capacity.request(run, sizes, first=first)
         except SharedRPCError as error:
-            self._discard(record)
+            self._discard(outcome, record)
             self._close(run, Failure.of(error))
             return
         if request.granted:
@@ -370,9 +370,10 @@ class Runs:
             self._close(run, Failure.of(error))
         finally:
             if not kept:
-                self._discard(record)
+                self._discard(outcome, record)
 
-    def _discard(self, record: Record) -> None:
+    def _discard(self, outcome: Completed, record: Record) -> None:
+        outcome.live = None  # the callers still hold the outcome
         record.close()
         self._executor.reclaim()
 

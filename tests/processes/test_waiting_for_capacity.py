@@ -13,10 +13,12 @@ import pytest
 import torch
 
 from shared_rpc import Client, Server
-from shared_rpc.errors import ConfigurationError, ServerBusy, TaskCancelled
+from shared_rpc.errors import CapabilityError, ConfigurationError, ServerBusy, TaskCancelled
 from shared_rpc.execution import device_memory
+from shared_rpc.memory.backends.host import MemfdBackend
 from shared_rpc.memory.closing import CLOSER
 from shared_rpc.memory.devices import device_id, facts_of
+from shared_rpc.memory.mapping import MAPPINGS
 from tests.kit.closings import late_closings
 from tests.kit.processes import eventually
 from tests.kit.world import World
@@ -93,6 +95,16 @@ def test_results_that_wait_for_capacity_can_be_abandoned(
         with hasty.call("line", 3, unit) as handle:
             assert handle.value[0].item() == 3
     assert waiting(server) == 0
+
+
+def test_refused_results_are_unmapped(full: Full, client: Client, unit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without another call of the endpoint: a GPU's memory, which is not unmapped in the background, would stay."""
+    monkeypatch.setattr(MemfdBackend, "unmaps_in_background", False)
+    full(1)
+    before = len(MAPPINGS)
+    with pytest.raises(CapabilityError, match="more than the quota"):
+        client.call("model", 1, 2 * unit)
+    eventually(lambda: len(MAPPINGS) == before)
 
 
 def test_waiting_tasks_report_the_capacity(full: Full, client: Client, device: str, unit: int) -> None:
