@@ -25,6 +25,7 @@ from shared_rpc.errors import (
     RemoteError,
 )
 from tests.kit.processes import eventually
+from tests.kit.raw import disconnect
 from tests.kit.world import World
 
 pytestmark = pytest.mark.usefixtures("admitted_source")
@@ -142,6 +143,46 @@ def test_records_of_another_server_answer_misses(
                 assert again.object_id == handle.object_id
     counts = client.get_statistics()["load"]
     assert (model.builds, counts["adopted"], counts["builds"], counts["misses"], counts["hits"]) == (0, 1, 0, 1, 1)
+
+
+def test_misses_of_a_lost_source_go_to_the_next(
+    source: Source, source_client: Client, world: World, client: Client, model: Model, threads: ThreadPoolExecutor
+) -> None:
+    """Including those that it had received; each is built once. The lost one ends, and does not attach itself again."""
+    calls = [threads.submit(client.call, "load", size) for size in (1, 2)]
+    next(source), next(source)
+    waiting = threads.submit(next, source)
+    eventually(lambda: world.ask(lambda core: len(core.state.waits) > 0))
+    disconnect(source_client)
+    assert isinstance(waiting.exception(10), (ConnectionClosed, ClusterError))
+    eventually(lambda: client.get_server_info()["source"]["session"] is None)  # type: ignore[index]
+    assert asked(client) == 2
+    with world.client().source() as second:
+        for _ in calls:
+            second.build(next(second)).release()
+    for call in calls:
+        call.result(10).release()
+    assert model.builds == 2
+
+
+def test_builds_continue_after_their_source_is_lost(
+    source: Source, source_client: Client, world: World, client: Client, threads: ThreadPoolExecutor, go: threading.Event
+) -> None:
+    """Callers get the object; the lost source holds nothing."""
+
+    @world.share(managed=True)
+    def waits() -> torch.Tensor:
+        go.wait(20)
+        return torch.ones(1)
+
+    call = threads.submit(client.call, "waits")
+    build = threads.submit(source.build, next(source))
+    eventually(lambda: [run["status"] for run in client.list_runs()] == ["running"])
+    disconnect(source_client)
+    assert build.exception(10) is not None
+    go.set()
+    call.result(10).release()
+    eventually(lambda: client.get_server_info()["leases"] == 0)
 
 
 def test_only_managed_and_cached_calls_are_misses(source: Source, world: World, client: Client, model: Model) -> None:

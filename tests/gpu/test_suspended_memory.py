@@ -194,11 +194,11 @@ def test_memory_of_a_lost_session_is_replaced_on_request(app: BrokerApp, world: 
     """A kernel may use it at any time: the handle is suspended, and the graph reads the earlier memory until it is resumed."""
     child = client_process(
         """
-        import socket
+        from tests.kit.raw import disconnect
         other = Client(device="cuda", timeout=60.0)
         handle, value, graph, out = graphed("weights")
         before, address = replayed(graph, out), value.data_ptr()
-        client._link._socket.sock.shutdown(socket.SHUT_RDWR)
+        disconnect(client)
         while other.get_object_info(handle.object_id)["leases"]:
             pass
         other.evict(handle.object_id, "host")

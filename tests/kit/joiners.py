@@ -9,9 +9,8 @@ from typing import Any
 
 from shared_rpc import Client
 
-#: A token for sources that a test starts itself, and the code by which a server accepts it as its own.
+#: A token for sources that a test starts itself.
 TOKEN = "the token of the tests"
-KNOWN_TOKEN = f"from shared_rpc.server import sources; sources.make_token = lambda: {TOKEN!r}"
 
 #: A joiner that builds all misses of its server, and records how it was started.
 PROGRAM = """

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Sequence
 from contextlib import closing, suppress
 
+from shared_rpc import Client
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import tiers as t
 from shared_rpc.protocol.catalogue import decode_message, encode_message
@@ -34,6 +35,12 @@ def sealed_memory(nbytes: int = 4096, seals: int = F_SEAL_SHRINK) -> int:
     if seals:
         fcntl.fcntl(fd, F_ADD_SEALS, seals)
     return fd
+
+
+def disconnect(client: Client) -> None:
+    """Break a client's connection without a message, as the kernel does at the end of its process."""
+    assert client._link is not None, "the client is not connected"
+    client._link._socket.sock.shutdown(socket.SHUT_RDWR)
 
 
 class Raw:

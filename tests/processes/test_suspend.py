@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import logging
 import mmap
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from shared_rpc.errors import HandleSuspended, ServerBusy, StaleHandleError
 from shared_rpc.memory.mapping import MAPPINGS
 from tests.kit.brokers import BrokerApp, module_broker
 from tests.kit.processes import eventually, python, rights
+from tests.kit.raw import disconnect
 from tests.kit.world import World
 
 #: Number of elements of the tensors, and their bytes in pages.
@@ -288,8 +288,7 @@ def test_the_servers_own_process_uses_the_restored_memory(world: World, tmp_path
 
 def lose(client: Client, handle: Handle[Any], other: Client) -> None:
     """Break the client's connection, without a close on either side, and wait until the server has detected it."""
-    assert client._link is not None, "the client is not connected"
-    client._link._socket.sock.shutdown(socket.SHUT_RDWR)
+    disconnect(client)
     eventually(lambda: state(other, handle)[1] == 0)
 
 

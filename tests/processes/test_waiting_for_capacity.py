@@ -19,12 +19,17 @@ from shared_rpc.memory.backends.host import MemfdBackend
 from shared_rpc.memory.closing import CLOSER
 from shared_rpc.memory.devices import device_id, facts_of
 from shared_rpc.memory.mapping import MAPPINGS
+from shared_rpc.protocol import messages as m
 from tests.kit.closings import late_closings
+from tests.kit.deep import repetitions
 from tests.kit.processes import eventually
+from tests.kit.raw import HoldingSession, Raw
 from tests.kit.world import World
 
 #: The device first: resources that its driver opens once are no leak.
 pytestmark = pytest.mark.usefixtures("device")
+
+on_the_host = pytest.mark.parametrize("device", ["cpu"], indirect=True)
 
 #: Seconds of a request that is to wait in vain.
 SHORTLY = 1.0
@@ -216,6 +221,56 @@ def test_calls_of_running_endpoints_go_first(
     large.result(30).release()
     with built.result(30) as handle:
         assert handle.value.unique().tolist() == [3]
+
+
+def hold(client: Client, session: HoldingSession, number: int, nbytes: int) -> str:
+    """Have a session acquire a model; return the object's id."""
+    with client.call("model", number, nbytes) as handle:
+        session.hold(handle.object_id)
+    return str(handle.object_id)
+
+
+@on_the_host
+def test_many_sessions_take_turns_on_two_models(full: Full, client: Client, tmp_path: Path, unit: int) -> None:
+    """With memory for one: all make progress, and find the right bytes each time."""
+    full(1, spill_dir=str(tmp_path))
+    count = repetitions(6, 50)
+
+    def take_turns(order: int) -> None:
+        with HoldingSession(client.socket_path, 300.0) as session:
+            models = []
+            for number in (1, 2):
+                models.append((number, hold(client, session, number, unit)))
+                session.suspend(models[-1][1])
+            for _ in range(4):
+                for number, object_id in models[::order]:
+                    assert session.resume(object_id) == {number}
+                    session.suspend(object_id)
+
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(take_turns, [1, -1] * (count // 2)))
+    infos = client.list_objects()
+    assert sorted(info["cache_key"] for info in infos) == [f"model(number={number}, nbytes={unit})" for number in (1, 2)]
+    assert sorted(info["tier"] for info in infos) == ["device", "file"] and not any(info["active"] for info in infos)
+    assert used(client, "cpu") == unit
+
+
+@on_the_host
+def test_the_end_of_a_session_ends_its_use_and_its_requests(
+    full: Full, client: Client, threads: ThreadPoolExecutor, unit: int
+) -> None:
+    """A waiter gets the memory that a killed process used; one that was killed itself is removed from the queue."""
+    server = full(1)
+    with HoldingSession(server.socket_path) as session, Raw(server.socket_path) as waiter:
+        hold(client, session, 1, unit)
+        waiter.say(m.Call("model", [2, unit]))
+        eventually(lambda: waiting(server) == 1)
+        answer = threads.submit(client.call, "model", 3, unit)
+        eventually(lambda: waiting(server) == 2)
+        waiter.close()
+        eventually(lambda: waiting(server) == 1)
+    with answer.result(30) as handle:
+        assert handle.value[0].item() == 3
 
 
 # Memory that was dropped, and is being freed by another thread.
