@@ -135,14 +135,7 @@ def test_objects_and_leases_emit_events(client: Client, listener: Listener) -> N
 
 def test_killed_clients_are_reported(world: World, listener: Listener) -> None:
     """Its leases as reclaimed, and its session as not closed by the client."""
-    child = world.process("""
-        from shared_rpc import Client
-        client = Client(device="cpu")
-        handle = client.call("held", 7)
-        print("attached", flush=True)
-        input()
-    """)
-    child.expect("attached")
+    child = world.peer("handle = client.call('held', 7)")
     child.kill()
     (closed,) = listener.next(i.SessionClosed)
     assert (closed.pid, closed.clean, closed.leases) == (child.pid, False, 1)

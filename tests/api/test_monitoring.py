@@ -111,14 +111,7 @@ def test_workers_have_a_device_and_restarts(broker_app: BrokerApp) -> None:
 
 def test_holders_are_processes_until_killed(client: Client, world: World) -> None:
     """With process id, handles and start time, like their sessions; a killed one is no longer listed."""
-    holder = world.process("""
-        from shared_rpc import Client
-        client = Client(device="cpu")
-        handles = [client.call("load", 4), client.call("load", 4)]
-        print("holds it", flush=True)
-        input()
-    """)
-    holder.expect("holds it")
+    holder = world.peer("handles = [client.call('load', 4), client.call('load', 4)]")
     handle = client.call("load", 4)
     mine, other = sorted(client.holders(handle), key=lambda one: one["pid"] != os.getpid())
     assert (mine["pid"], mine["leases"]) == (os.getpid(), 1)

@@ -23,20 +23,6 @@ from shared_rpc.errors import (
 from tests.kit.processes import Child
 from tests.kit.world import World, at_once
 
-#: A process that executes commands; it holds the result of ``load``.
-PEER = """
-    import sys
-    import torch
-    from shared_rpc import Client, errors
-
-    client = Client(device=sys.argv[1])
-    handle = client.call("load")
-    value = handle.value
-    print("ready", flush=True)
-    for line in sys.stdin:
-        exec(line)
-"""
-
 
 def run(peer: Child, code: str) -> None:
     """Run several lines in the other process."""
@@ -58,9 +44,7 @@ def world(world: World) -> World:
 @pytest.fixture
 def peer(world: World) -> Child:
     """Another process with a handle of the weights."""
-    child = world.process(PEER, world.device)
-    child.expect("ready")
-    return child
+    return world.peer("handle = client.call('load'); value = handle.value")
 
 
 def test_an_update_is_the_next_even_revision(world: World, role: str) -> None:

@@ -26,6 +26,7 @@ from shared_rpc.protocol.catalogue import NUMBERS
 from shared_rpc.protocol.frames import encode_frame
 from tests.kit.processes import Child
 from tests.kit.raw import Raw, frame_of, sealed_memory
+from tests.kit.world import World
 
 #: A uid without an account, different from the kernel's overflow uid.
 STRANGER = 23456
@@ -50,17 +51,17 @@ needs_another_uid = pytest.mark.skipif(os.geteuid() != 0, reason="only root can 
 needs_namespaces = pytest.mark.skipif(not _can_unshare(), reason="this machine does not allow user, pid and mount namespaces")
 
 
-def as_uid(code: str, *arguments: str, before: str = "") -> Child:
+def as_uid(world: World, code: str, *arguments: str, before: str = "") -> Child:
     """Run code as another user. See :func:`common_directory` for files that it is to reach.
 
     :param before: code that runs as this user, for imports: the other one may not be able to read where the interpreter lies.
     """
-    return Child("-c", "\n".join([textwrap.dedent(before), _DROP, textwrap.dedent(code)]), *arguments)
+    return world.start("-c", "\n".join([textwrap.dedent(before), _DROP, textwrap.dedent(code)]), *arguments)
 
 
-def in_namespaces(code: str, *arguments: str) -> Child:
+def in_namespaces(world: World, code: str, *arguments: str) -> Child:
     """Run code as this user, in user, pid and mount namespaces of its own with its own /proc: another container."""
-    return Child("-c", textwrap.dedent(code), *arguments, before=CONTAINER)
+    return world.start("-c", textwrap.dedent(code), *arguments, before=CONTAINER)
 
 
 @contextmanager

@@ -94,10 +94,6 @@ class Child:
         return self.process.returncode, errors
 
 
-#: The result of the fixture ``program``.
-Program = Callable[..., Child]
-
-
 def python(code: str, *arguments: str, **options: Any) -> Child:
     """Start a child that runs a piece of code; the options are those of :class:`Child`."""
     return Child("-c", textwrap.dedent(code), *arguments, **options)

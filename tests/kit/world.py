@@ -21,6 +21,18 @@ from tests.kit.processes import Child
 
 T = TypeVar("T")
 
+#: See :meth:`World.peer`.
+_PEER = """
+import os, sys, torch
+from shared_rpc import Client
+
+client = Client(device=sys.argv[1], connect_timeout=5.0)
+exec(sys.argv[2])
+print("ready", flush=True)
+for line in sys.stdin:
+    exec(line)
+"""
+
 ROLES = ("local", "server", "client")
 #: The code that a server's own process and the two others run.
 EACH_ROLE = ("local", "client", *deep("server"))
@@ -118,6 +130,12 @@ class World:
         """Run a piece of code in another process; a server of the endpoints is started first."""
         self._begin()
         return self.start("-c", textwrap.dedent(code), *arguments, **options)
+
+    def peer(self, code: str = "") -> Child:
+        """Start a process with a ``client`` that runs a piece of code, and then each line that it is sent."""
+        child = self.process(_PEER, self.device, textwrap.dedent(code))
+        child.expect("ready")
+        return child
 
     def run(self, code: str, process: int = 0, **names: Any) -> Any:
         """Run code in another process, where ``client`` is connected to the server; see :meth:`Interpreter.run`."""

@@ -16,18 +16,6 @@ from tests.kit.world import World
 
 on_the_host = pytest.mark.parametrize("device", ["cpu"], indirect=True)
 
-#: A process that takes orders, and has a client.
-PEER = """
-    import sys
-    import torch
-    from shared_rpc import Client
-
-    client = Client(device=sys.argv[1])
-    print("ready", flush=True)
-    for line in sys.stdin:
-        exec(line)
-"""
-
 
 @pytest.fixture
 def world(device: str, world: World) -> World:
@@ -48,9 +36,7 @@ def world(device: str, world: World) -> World:
 @pytest.fixture
 def peer(world: World) -> Child:
     """Another process with a client."""
-    child = world.process(PEER, world.device)
-    child.expect("ready")
-    return child
+    return world.peer()
 
 
 def size(device: str) -> int:

@@ -33,27 +33,6 @@ Run = Callable[..., Any]
 
 each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
-#: A process that opens the channel ``c``, and runs the body with ``channel``.
-PEER = """
-    import os, sys, time, torch
-    from shared_rpc import Client
-
-    client = Client(device="cpu", connect_timeout=5)
-    channel = client.open_channel("c")
-"""
-#: Bodies: one receives a message, and prints a line; the other one sends a message.
-RECEIVES = """
-    with channel.receive(timeout=20) as message:
-        print("received", [name for name, _ in message], flush=True)
-"""
-SENDS = """
-    channel.send({"x": torch.ones(3)})
-    print("sent", flush=True)
-"""
-STAYS = """
-    sys.stdin.readline()
-"""
-
 
 @pytest.fixture
 def device() -> str:
@@ -69,9 +48,9 @@ def client(device: str, world: World) -> Client:
 
 
 @pytest.fixture
-def peer(world: World) -> Callable[..., Child]:
-    """``peer(body, …)`` runs bodies in another process, which has opened the channel ``c``."""
-    return lambda *bodies: world.process(PEER + "".join(bodies))
+def peer(world: World) -> Callable[[], Child]:
+    """``peer()`` starts a process that opens the channel ``c``."""
+    return lambda: world.peer("channel = client.open_channel('c')")
 
 
 def samples(device: str) -> dict[str, torch.Tensor]:
@@ -176,12 +155,12 @@ def test_every_reader_gets_every_message(client: Client) -> None:
 # Ends.
 
 
-def test_a_killed_reader_is_detected_within_a_second(client: Client, peer: Callable[..., Child]) -> None:
+def test_a_killed_reader_is_detected_within_a_second(client: Client, peer: Callable[[], Child]) -> None:
     """A waiting sender gets an error with its pid, and so does every later send."""
     with client.create_channel("c", 4096) as channel:
-        reader = peer(RECEIVES, STAYS)
+        reader = peer()
         channel.send({"x": torch.ones(1)})
-        reader.expect("received")
+        reader.ask("with channel.receive(20) as message: print('received', dict(message), flush=True)", "received")
         killed: list[float] = []
         threading.Timer(0.1, lambda: killed.append(time.monotonic()) or reader.process.kill()).start()
         with pytest.raises(ChannelClosed, match=r"reader 1 of channel 'c' .* was killed") as caught:
@@ -196,11 +175,11 @@ def test_a_killed_reader_is_detected_within_a_second(client: Client, peer: Calla
         del kept
 
 
-def test_a_killed_sender_is_detected_within_a_second(client: Client, peer: Callable[..., Child]) -> None:
+def test_a_killed_sender_is_detected_within_a_second(client: Client, peer: Callable[[], Child]) -> None:
     """The reader gets the published slots, and then the error."""
     with client.create_channel("c", 4096) as channel:
-        sender = peer(SENDS, STAYS)
-        sender.expect("sent")
+        sender = peer()
+        sender.ask("channel.send({'x': torch.ones(3)}); print('sent', flush=True)", "sent")
         killed: list[float] = []
         threading.Timer(0.1, lambda: killed.append(time.monotonic()) or sender.process.kill()).start()
         names = []

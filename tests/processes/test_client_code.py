@@ -82,8 +82,7 @@ def test_the_own_pid_namespace_is_trusted(server: Callable[[str], Server], world
 @pytest.mark.parametrize(("code", "answer"), [("all", "module 1.0"), ("namespace", "module CapabilityError the server")])
 def test_other_containers_are_not_trusted(server: Callable[[str], Server], world: World, code: str, answer: str) -> None:
     """They may send code only if the server accepts it from all clients; other calls are served."""
-    child = in_namespaces(SEND, server(code).socket_path)
-    world.children.append(child)
+    child = in_namespaces(world, SEND, server(code).socket_path)
     assert child.expect("plain") == "plain 3.0"
     assert child.expect("module").startswith(answer)
 

@@ -107,23 +107,13 @@ def numbers():
     return torch.arange(1 << 18)
 """
 
-#: Lines on standard input are a client's actions.
-CLIENT = """
-import sys
-from shared_rpc import Client
-{watching}
-client = Client(device="cpu")
-handle = client.call("numbers")
-print(handle.object_id, flush=True)
-for line in sys.stdin:
-    {{
-        "suspend": handle.suspend,
-        "resume": handle.resume,
-        "evict": lambda: client.evict(handle.object_id),
-        "restore": lambda: client.restore(handle.object_id),
-    }}[line.strip()]()
-    print("done", line, flush=True)
-"""
+#: The orders for a client with a handle, by the actions' names.
+ACTIONS = {
+    "suspend": "handle.suspend()",
+    "resume": "handle.resume()",
+    "evict": "client.evict(handle.object_id)",
+    "restore": "client.restore(handle.object_id)",
+}
 
 
 @pytest.fixture
@@ -148,14 +138,13 @@ def test_killed_clients_do_not_stop_a_move(
     client: Client, killing: Killing, world: World, before: tuple[str, ...], action: str, step: str
 ) -> None:
     """The lease ends, and the object can be called, evicted and called again."""
-    child = world.process(CLIENT.format(watching=killing.code(OF_CLIENTS)))
-    broker, object_id = client.get_server_info()["pid"], child.expect("")
+    child = world.peer(killing.code(OF_CLIENTS) + "handle = client.call('numbers')")
+    broker, object_id = client.get_server_info()["pid"], client.list_objects()[0]["object_id"]
     cold = memory_of(broker)  # a file takes the place of the memory
     for earlier in before:
-        child.tell(earlier)
-        child.expect("done")
+        child.ask(f"{ACTIONS[earlier]}; print('done', flush=True)", "done")
     killing.arm(step)
-    child.tell(action)
+    child.tell(ACTIONS[action])
     assert died(killing, step) == child.pid
     eventually(lambda: client.get_object_info(object_id)["leases"] == 0)
     for _ in range(2):

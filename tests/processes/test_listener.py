@@ -23,9 +23,6 @@ from tests.kit.world import World, at_once
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
-NOBODY = 65534
-
 #: A server without torch, which serves until it reads a line.
 SERVER = """
 import sys
@@ -155,11 +152,11 @@ def test_a_directory_behind_a_link_is_refused(tmp_path: Path) -> None:
         Server(Provider(tmp_path / "link" / "s", device="cpu")).start()
 
 
-@needs_root
+@needs_another_uid
 def test_a_directory_of_another_user_is_refused(tmp_path: Path, world: World) -> None:
     """The error names the owner, and the remedy."""
-    os.chown(tmp_path, NOBODY, NOBODY)
-    with pytest.raises(ConfigurationError, match=f"belongs to uid {NOBODY}, not 0: set SHARED_TENSOR_BASE_PATH"):
+    os.chown(tmp_path, STRANGER, STRANGER)
+    with pytest.raises(ConfigurationError, match=f"belongs to uid {STRANGER}, not 0: set SHARED_TENSOR_BASE_PATH"):
         world.serve()
     os.chown(tmp_path, 0, 0)
 
@@ -181,8 +178,7 @@ def test_a_client_of_another_user_is_refused(world: World) -> None:
     """Even if directory and socket permit it: the server gets the user from the kernel."""
     with common_directory() as directory, Server(Provider(directory / "s", device="cpu")) as server:
         os.chmod(server.socket_path, 0o666)
-        child = as_uid(CONNECT, server.socket_path, before="from shared_rpc.client.link import BlockingLink")
-        world.children.append(child)
+        child = as_uid(world, CONNECT, server.socket_path, before="from shared_rpc.client.link import BlockingLink")
         assert child.expect("").startswith(
             f"ConfigurationError the server (pid {os.getpid()}) of uid 0 accepts only its own user, and this process is "
             f"of uid {STRANGER}: run both as one user"

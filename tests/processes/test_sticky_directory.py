@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,31 +13,16 @@ from shared_rpc import Client, Provider, Server
 from shared_rpc.client.starting import ServerStarter
 from shared_rpc.errors import ConfigurationError, ConnectError
 from shared_rpc.protocol.options import ServeOptions
-from tests.kit import attacker
-from tests.kit.attacker import as_uid, needs_another_uid
+from tests.kit.attacker import STRANGER, as_uid, common_directory, needs_another_uid
 from tests.kit.deep import deep
-from tests.kit.processes import Child, Program
+from tests.kit.processes import Child
 from tests.kit.world import World
-
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
-NOBODY = 65534
-
-#: Another user's program. All imports come before the change of user, who may be unable to read the interpreter's files.
-STRANGER = """
-import os, socket, sys
-{before}
-os.setgroups([])
-os.setgid({nobody})
-os.setuid({nobody})
-path = {path!r}
-{rest}
-"""
 
 LISTENING = """
 listener = socket.socket(socket.AF_UNIX)
-listener.bind(path)
-os.chmod(path, 0o777)
-listener.listen({backlog})
+listener.bind(sys.argv[1])
+os.chmod(sys.argv[1], 0o777)
+listener.listen()
 print("listening", flush=True)
 while True:
     sock, _ = listener.accept()
@@ -50,13 +33,9 @@ while True:
 @pytest.fixture
 def sticky(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A directory like /tmp, with the base paths of this process and of its children."""
-    directory = Path(tempfile.mkdtemp())
-    directory.chmod(0o1777)
-    monkeypatch.setenv("SHARED_TENSOR_BASE_PATH", f"{directory}/s")
-    for name in ("SHARED_TENSOR_ENABLED", "SHARED_TENSOR_ROLE"):
-        monkeypatch.delenv(name, raising=False)
-    yield directory
-    shutil.rmtree(directory)
+    with common_directory() as directory:
+        monkeypatch.setenv("SHARED_TENSOR_BASE_PATH", f"{directory}/s")
+        yield directory
 
 
 @pytest.fixture
@@ -66,15 +45,9 @@ def path(sticky: Path) -> str:
 
 
 @pytest.fixture
-def stranger(path: str, world: World) -> Program:
-    """``stranger(code)`` runs code as another user, after ``before`` as this one; ``path`` is the socket's there."""
-    return lambda code, before="": world.process(STRANGER.format(nobody=NOBODY, path=path, rest=code, before=before))
-
-
-@pytest.fixture
-def squatter(stranger: Program) -> Child:
+def squatter(path: str, world: World) -> Child:
     """Another user's program that listens at the address of this test's servers."""
-    child = stranger(LISTENING.format(backlog=5))
+    child = as_uid(world, LISTENING, path, before="import socket")
     child.expect("listening")
     return child
 
@@ -99,8 +72,8 @@ def client(**options: float) -> Client:
     return Client(device="cpu", **{"connect_timeout": 0.0, "timeout": 30.0, **options})
 
 
-@needs_root
-def test_servers_work_in_roots_sticky_directory(path: str, stranger: Program) -> None:
+@needs_another_uid
+def test_servers_work_in_roots_sticky_directory(sticky: Path, world: World) -> None:
     """Such as /tmp, for another user than root."""
     serving = """
 from shared_rpc import Client, Provider, Server
@@ -109,31 +82,27 @@ with Server(Provider(device="cpu")), Client(device="cpu", connect_timeout=0) as 
     print("served by uid", os.lstat(client.socket_path).st_uid)
 """
     # As root first, elsewhere, which imports everything.
-    child = stranger(
-        serving,
-        before="environ = dict(os.environ)\nos.environ['SHARED_TENSOR_BASE_PATH'] += '-root'\n"
-        + serving
-        + "os.environ.update(environ)",
-    )
+    elsewhere = "import os; environ = dict(os.environ); os.environ['SHARED_TENSOR_BASE_PATH'] += '-root'\n"
+    child = as_uid(world, serving, before=f"{elsewhere}{serving}os.environ.update(environ)")
     assert child.expect("served") == "served by uid 0"
-    assert child.expect("served") == f"served by uid {NOBODY}"
+    assert child.expect("served") == f"served by uid {STRANGER}"
 
 
-@needs_root
+@needs_another_uid
 def test_a_sticky_directory_of_a_third_user_is_refused(sticky: Path) -> None:
     """Its owner may remove the files in it."""
-    os.chown(sticky, NOBODY, NOBODY)
-    with pytest.raises(ConfigurationError, match=f"{sticky} .*uid {NOBODY}.*SHARED_TENSOR_BASE_PATH"):
+    os.chown(sticky, STRANGER, STRANGER)
+    with pytest.raises(ConfigurationError, match=f"{sticky} .*uid {STRANGER}.*SHARED_TENSOR_BASE_PATH"):
         server().start()
 
 
 # Another user's listener.
 
 
-@needs_root
+@needs_another_uid
 def test_clients_send_nothing_to_a_squatter(path: str, squatter: Child) -> None:
     """If another user's process listens first, the error is immediate, and names it and the remedies."""
-    text = rf"{path} belongs to uid {NOBODY}, not to you \(uid 0\): it is pid {squatter.pid}; choose another base_path"
+    text = rf"{path} belongs to uid {STRANGER}, not to you \(uid 0\): it is pid {squatter.pid}; choose another base_path"
     with client(connect_timeout=600.0) as mine, pytest.raises(ConnectError, match=text):
         mine.ping()
     assert squatter.expect("heard") == "heard b''"
@@ -166,27 +135,26 @@ while True:
 @pytest.mark.parametrize("when", ["asked", *deep("at once")])
 def test_answers_of_another_user_are_refused(path: str, world: World, when: str) -> None:
     """Although a process of this user listens there: the sender counts. Earlier bytes have no known sender."""
-    squatter = as_uid(ANSWERS_AS_STRANGER, path, when, before=ANSWERS)
-    world.children.append(squatter)
+    squatter = as_uid(world, ANSWERS_AS_STRANGER, path, when, before=ANSWERS)
     squatter.expect("listening")
-    text = rf"{path} belongs to uid ({attacker.STRANGER}|65534).*, not to you \(uid 0\)"
+    text = rf"{path} belongs to uid ({STRANGER}|65534).*, not to you \(uid 0\)"
     with client() as mine, pytest.raises(ConnectError, match=text):
         mine.ping()
 
 
-@needs_root
+@needs_another_uid
 def test_servers_name_the_squatter(path: str, squatter: Child) -> None:
     """With its user, its process and the remedy."""
-    text = rf"{path} belongs to uid {NOBODY}, not 0, and is served by pid {squatter.pid} .*SHARED_TENSOR_BASE_PATH"
+    text = rf"{path} belongs to uid {STRANGER}, not 0, and is served by pid {squatter.pid} .*SHARED_TENSOR_BASE_PATH"
     with pytest.raises(ConfigurationError, match=text):
         server().start()
-    assert os.lstat(path).st_uid == NOBODY
+    assert os.lstat(path).st_uid == STRANGER
 
 
 # Files that are in the way.
 
 
-@needs_root
+@needs_another_uid
 @pytest.mark.parametrize(
     ("kind", "suffix"),
     [("link", "lock"), ("pipe", "log"), ("file", "spawn")],
@@ -202,8 +170,8 @@ def test_files_of_another_user_are_refused(path: str, kind: str, suffix: str) ->
     else:
         Path(name).write_text("")
         os.chmod(name, 0o666)
-    os.lchown(name, NOBODY, NOBODY)
-    with pytest.raises(ConfigurationError, match=rf"{name} belongs to uid {NOBODY}"):
+    os.lchown(name, STRANGER, STRANGER)
+    with pytest.raises(ConfigurationError, match=rf"{name} belongs to uid {STRANGER}"):
         open_file(path, suffix)
     assert precious.read_text() == "precious"
 
@@ -218,14 +186,14 @@ def test_hard_links_to_our_files_are_refused(path: str) -> None:
     assert precious.read_text() == "7\nprecious"
 
 
-@needs_root
+@needs_another_uid
 def test_links_of_another_user_are_refused(sticky: Path, path: str) -> None:
     """They could lead to another of our own servers than the intended one."""
     os.symlink(f"{sticky}/other.sock", path)
-    os.lchown(path, NOBODY, NOBODY)
+    os.lchown(path, STRANGER, STRANGER)
     # Where fs.protected_symlinks is set, the kernel does not follow it.
-    refused = pytest.raises(ConnectError, match=f"(link of|belongs to) uid {NOBODY}")
+    refused = pytest.raises(ConnectError, match=f"(link of|belongs to) uid {STRANGER}")
     with Server(Provider(device="cpu"), socket_path=f"{sticky}/other.sock"), client() as mine, refused:
         mine.ping()
-    with pytest.raises(ConfigurationError, match=f"{path} belongs to uid {NOBODY}"):
+    with pytest.raises(ConfigurationError, match=f"{path} belongs to uid {STRANGER}"):
         server().start()

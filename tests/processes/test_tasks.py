@@ -444,8 +444,8 @@ def test_killed_submitters_do_not_stop_their_task(
     server: Server, client: Client, world: World, go: threading.Event, begun: threading.Event
 ) -> None:
     """It continues and keeps its result, which any process with the id can fetch."""
-    submitter = world.process("from shared_rpc import Client\nprint('task', Client(device='cpu').submit('held', 7))\ninput()")
-    task_id = submitter.expect("task").split()[1]
+    submitter = world.peer()
+    task_id = submitter.ask("print('task', client.submit('held', 7), flush=True)", "task")
     assert begun.wait(10)
     submitter.kill()
     eventually(lambda: server.info()["sessions"] == 0, seconds=1)
