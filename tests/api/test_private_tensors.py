@@ -13,7 +13,8 @@ from torch import nn
 
 from shared_rpc import Client
 from shared_rpc.errors import CapabilityError
-from tests.kit.models import Everything, State
+from tests.kit.models import LARGE_ARRAY as LARGE
+from tests.kit.models import Everything, arrays_of, beside_a_tensor
 from tests.kit.world import World
 
 Elsewhere = Callable[..., Any]
@@ -140,20 +141,6 @@ def test_attached_objects_can_be_arguments(device: str, world: World) -> None:
 
 
 # Memory that is no tensor's: arrays exist once for all clients, until one of them writes.
-
-
-#: Bytes that are not pickled.
-LARGE = 1 << 18
-
-
-def beside_a_tensor(device: str, *arrays: Any) -> State:
-    """An object with arrays, and a tensor that makes it shareable."""
-    return State(1, {"tensor": torch.ones(3, device=device), "arrays": list(arrays)})
-
-
-def arrays_of(value: Any) -> Any:
-    """Return the arrays of such an object."""
-    return value.moments["arrays"]
 
 
 #: The kernel's figures for the array's memory in the process: private pages.

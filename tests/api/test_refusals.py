@@ -12,7 +12,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from shared_rpc.errors import CapabilityError, CodecError, RemoteError
+from shared_rpc.errors import CapabilityError, CodecError
+from tests.kit.interrupting import raising_handler
 from tests.kit.models import Locked
 from tests.kit.world import World
 
@@ -103,25 +104,6 @@ def test_excessive_nesting_is_refused(world: World, wrap: Callable[[Any], Any], 
         made()
 
 
-class EndsWhoeverLoadsIt(ValueError):
-    """An exception whose unpickling ends the process."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return sys.exit, ("unpickled",)
-
-
-def test_exceptions_that_end_their_receiver_are_not_rebuilt(world: World) -> None:
-    """Such an exception arrives as a RemoteError with its type's name, message and traceback."""
-
-    @world.share(cache=False)
-    def fails() -> None:
-        raise EndsWhoeverLoadsIt("meant for the server")
-
-    with pytest.raises(RemoteError, match="meant for the server") as caught:
-        world.client().call("fails")
-    assert caught.value.type_name.endswith("EndsWhoeverLoadsIt")
-
-
 class EndsItsReader(torch.nn.Linear):
     """A module whose unpickling ends the process."""
 
@@ -163,10 +145,8 @@ def test_the_exception_of_a_signal_handler_ends_the_call(world: World, kind: Cal
     """Also one that ends the process, while the result is rebuilt."""
     world.share("kept", managed=True)(lambda: SignalsItsReader(2, 2))
     client = world.client()
-    previous = signal.signal(signal.SIGUSR1, kind(lambda *_: sys.exit(3)))
-    try:
+    with raising_handler(SystemExit):
+        signal.signal(signal.SIGUSR1, kind(lambda *_: sys.exit(3)))
         with pytest.raises(SystemExit):
             client.call("kept")
-    finally:
-        signal.signal(signal.SIGUSR1, previous)
     client.ping()

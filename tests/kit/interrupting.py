@@ -24,17 +24,17 @@ class Interrupted(BaseException):
 
 
 @contextlib.contextmanager
-def raising_handler(kind: type[BaseException]) -> Iterator[None]:
-    """Install a handler of SIGUSR1 that raises."""
+def raising_handler(kind: type[BaseException], of: signal.Signals = signal.SIGUSR1) -> Iterator[None]:
+    """Install a handler that raises; the earlier one is restored at the end."""
 
     def handler(number: int, frame: object) -> NoReturn:
         raise kind("from the handler")
 
-    earlier = signal.signal(signal.SIGUSR1, handler)
+    earlier = signal.signal(of, handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGUSR1, earlier)
+        signal.signal(of, earlier)
 
 
 @functools.cache

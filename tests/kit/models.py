@@ -39,7 +39,21 @@ class State:
     """The state of models apart from their parameters."""
 
     step: int
-    moments: dict[str, torch.Tensor] = field(default_factory=dict)
+    moments: dict[str, Any] = field(default_factory=dict)
+
+
+#: Bytes of an array that is not pickled.
+LARGE_ARRAY = 1 << 18
+
+
+def beside_a_tensor(device: str, *arrays: Any) -> State:
+    """An object with arrays, and a tensor that makes it shareable."""
+    return State(1, {"tensor": torch.ones(3, device=device), "arrays": list(arrays)})
+
+
+def arrays_of(value: Any) -> Any:
+    """Return the arrays of such an object."""
+    return value.moments["arrays"]
 
 
 class Everything(nn.Module):

@@ -8,6 +8,9 @@ import os
 import socket
 from collections.abc import Sequence
 from contextlib import closing, suppress
+from typing import Any
+
+import msgspec
 
 from shared_rpc import Client
 from shared_rpc.protocol import messages as m
@@ -15,7 +18,9 @@ from shared_rpc.protocol import tiers as t
 from shared_rpc.protocol.catalogue import decode_message, encode_message
 from shared_rpc.protocol.frames import Frame, encode_frame
 from shared_rpc.protocol.messages import Message
+from shared_rpc.protocol.records import SegmentInfo, SegmentRef, StorageEntry, TensorEntry, TensorTable
 from shared_rpc.protocol.socket import FrameSocket
+from shared_rpc.protocol.values import TensorRef, encode
 from tests.kit.feeding import next_frame
 
 #: linux/fcntl.h
@@ -35,6 +40,20 @@ def sealed_memory(nbytes: int = 4096, seals: int = F_SEAL_SHRINK) -> int:
     if seals:
         fcntl.fcntl(fd, F_ADD_SEALS, seals)
     return fd
+
+
+def tensor_call(
+    endpoint: str = "total",
+    *,
+    storage: tuple[int, ...] = (0, 0, 16),
+    dtype: str = "float32",
+    segments: Sequence[SegmentRef] = (SegmentInfo("chosen by the client", 4096, "cpu"),),
+    **more: Any,
+) -> m.Call:
+    """Return a call with one tensor of four elements, which lies in a segment; ``more`` are other fields of the message."""
+    table = TensorTable(("cpu",), (StorageEntry(*storage),), (TensorEntry(0, dtype, 0, (4,), (1,)),))
+    fields = {"args": [encode(TensorRef(0))], "table": msgspec.Raw(msgspec.msgpack.encode(table)), **more}
+    return m.Call(endpoint, segments=list(segments), **fields)
 
 
 def disconnect(client: Client) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import importlib
 import pickle
+import sys
 import textwrap
 import threading
 from collections.abc import Callable
@@ -61,6 +62,13 @@ class Sticky(Exception):
         raise SystemExit("pickled")
 
 
+class Ending(Exception):
+    """An exception that ends a process that unpickles it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return sys.exit, ("unpickled",)
+
+
 def raiser(world: World, error: Callable[[], BaseException]) -> None:
     """Share an endpoint that raises."""
 
@@ -74,9 +82,10 @@ def raiser(world: World, error: Callable[[], BaseException]) -> None:
     [
         (lambda: Custom("weights", where="model.bin"), "weights in model.bin"),
         (lambda: Sticky("glue"), "glue"),
+        (lambda: Ending("meant for the server"), "meant for the server"),
         (lambda: ValueError("x" * 10_000_000), "characters left out"),
     ],
-    ids=["needs arguments", "ends its pickler", "is too long"],
+    ids=["needs arguments", "ends its pickler", "ends its receiver", "is too long"],
 )
 def test_unpicklable_exceptions_become_remote_errors(world: World, error: Callable[[], Exception], message: str) -> None:
     """With their type's name, message and traceback."""

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
@@ -19,10 +18,9 @@ from shared_rpc.errors import CapabilityError
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.protocol import messages as m
-from shared_rpc.protocol.records import SegmentInfo, StorageEntry, TensorEntry, TensorTable, sent_infos
-from shared_rpc.protocol.values import TensorRef, encode
+from shared_rpc.protocol.records import SegmentInfo, sent_infos
 from tests.kit.processes import eventually, open_fds
-from tests.kit.raw import Raw, sealed_memory
+from tests.kit.raw import Raw, sealed_memory, tensor_call
 from tests.kit.world import World
 
 MIB = 1 << 20
@@ -141,10 +139,8 @@ def test_a_client_killed_while_its_argument_is_read_leaves_nothing(
 
 def chunk_call(endpoint: str = "doubled", arena: str = "mine", **fields: Any) -> m.Call:
     """Return a call with four floats in a chunk of an arena."""
-    table = TensorTable(("cpu",), (StorageEntry(0, 0, 16, 0, 1),), (TensorEntry(0, "float32", 0, (4,), (1,)),))
-    raw = msgspec.Raw(msgspec.msgpack.encode(table))
     fields = {"segments": [SegmentInfo(arena, 4096, "cpu", arena=True)], **fields}
-    return m.Call(endpoint, [encode(TensorRef(0))], table=raw, **fields)
+    return tensor_call(endpoint, storage=(0, 0, 16, 0, 1), **fields)
 
 
 def returned(raw: Raw, count: int, *answers: m.Message) -> list[int]:

@@ -24,12 +24,12 @@ from shared_rpc.protocol import generations as g
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.catalogue import NUMBERS, VERSION
 from shared_rpc.protocol.frames import HEADER_SIZE, MAX_FDS, Limits
-from shared_rpc.protocol.records import SegmentInfo, SegmentRef, StorageEntry, TensorEntry, TensorTable
-from shared_rpc.protocol.values import SkeletonRef, TensorRef, encode
+from shared_rpc.protocol.records import SegmentInfo
+from shared_rpc.protocol.values import SkeletonRef, encode
 from shared_rpc.server import remote as remote_module
 from tests.kit.deep import deep
 from tests.kit.processes import eventually, open_fds
-from tests.kit.raw import F_SEAL_SHRINK, F_SEAL_WRITE, Raw, frame_of, sealed_memory
+from tests.kit.raw import F_SEAL_SHRINK, F_SEAL_WRITE, Raw, frame_of, sealed_memory, tensor_call
 from tests.kit.world import World
 
 PING = frame_of(m.Ping())
@@ -236,25 +236,6 @@ def test_descriptors_with_a_blocking_close_do_not_block(
 # Requests that are refused; the connection stays open.
 
 
-def tensor_call(
-    *further: SegmentRef,
-    storage: tuple[int, int, int] = (0, 0, 16),
-    dtype: str = "float32",
-    nbytes: int = 4096,
-    **more: object,
-) -> m.Call:
-    """Return a call of ``total`` with one tensor, in the first of its segments."""
-    table = TensorTable(("cpu",), (StorageEntry(*storage),), (TensorEntry(0, dtype, 0, (4,), (1,)),))
-    info = SegmentInfo("chosen by the client", nbytes, "cpu")
-    fields = {
-        "args": [encode(TensorRef(0))],
-        "table": msgspec.Raw(msgspec.msgpack.encode(table)),
-        "segments": [info, *further],
-        **more,
-    }
-    return m.Call("total", **fields)  # type: ignore[arg-type]
-
-
 def test_a_valid_call_is_accepted(server: Server, memory: int) -> None:
     """The calls below are this one with one defect each."""
     os.pwrite(memory, struct.pack("4f", 1, 2, 3, 4), 0)
@@ -266,6 +247,8 @@ def test_a_valid_call_is_accepted(server: Server, memory: int) -> None:
 NESTED = Ext(1, msgspec.msgpack.encode([bytes(8 << 20)]))
 for _ in range(40):
     NESTED = Ext(1, msgspec.msgpack.encode([NESTED]))
+
+SENT = SegmentInfo("sent", 4096, "cpu")
 
 #: Requests that are sent with one descriptor of memory, a part of the error's text, and an encoded value in the frame.
 #: For all rules of tables see `rules/test_records.py`.
@@ -279,13 +262,13 @@ REFUSED: dict[str, tuple[m.Message | bytes, str, bytes]] = {
     "a long id": (g.GetObject("x", "x" * (7 << 20)), "", b""),
     "a long request": (g.GetObject("x" * (9 << 20)), "the limit for its kind is 8388608", b""),
     "a long list": (m.Release([""] * 100_001), "of length <= ", b""),
-    "more segments than memory": (tensor_call(SegmentInfo("another", 4096, "cpu")), "do not match", b""),
+    "more segments than memory": (tensor_call(segments=[SENT] * 2), "do not match", b""),
     "a negative size": (tensor_call(skeletons=[-1, 1]), "do not match", b""),
     "a dtype that is none": (tensor_call(dtype="load"), "", b""),
     "no table": (tensor_call(table=msgspec.Raw(b"\xc0")), "", b""),
-    "an unknown segment": (tensor_call("unknown"), "does not have the segments", b""),
+    "an unknown segment": (tensor_call(segments=[SENT, "unknown"]), "does not have the segments", b""),
     "a storage beyond its segment": (tensor_call(storage=(0, 4090, 16)), "", b""),
-    "a segment larger than its memory": (tensor_call(nbytes=8192), "", b""),
+    "a segment larger than its memory": (tensor_call(segments=[SegmentInfo("large", 8192, "cpu")]), "", b""),
     "no pickle": (tensor_call(args=[encode(SkeletonRef(0))], skeletons=[4]), "", b"\x80\x05K."),
     "a buffer of any size": (m.CreateBuffer((1 << 63) - 1), "", b""),
     "a record without a table": (x.Adopt(["0" * 24]), "", msgspec.msgpack.encode({"format": 1})),

@@ -272,33 +272,24 @@ def test_handlers_may_close_the_client(server: Child, base_path: str) -> None:
         for _ in range(3):
             operation(client)
         points = points_of(lambda: operation(client))
-    earlier = signal.getsignal(signal.SIGUSR1)
-    try:
+    with raising_handler(Interrupted):
         for point in sorted({point for point, _ in chosen(points)}):
             with Client(base_path, device="cpu", timeout=30.0) as client:
                 operation(client)
                 signal.signal(signal.SIGUSR1, lambda *_, client=client: client.close())
                 place, raised = interrupted_at(point, functools.partial(operation, client))
             assert raised.partition(":")[0] in ("", "ConnectionClosed", "ProtocolError"), f"at {place}"
-    finally:
-        signal.signal(signal.SIGUSR1, earlier)
 
 
 @contextmanager
 def alarm(kind: type[BaseException]) -> Iterator[None]:
     """Expect the exception of a handler that raises soon."""
-
-    def handler(number: int, frame: object) -> None:
-        raise kind("the soft time limit")
-
-    earlier = signal.signal(signal.SIGALRM, handler)
-    try:
+    with raising_handler(kind, signal.SIGALRM), pytest.raises(kind, match="from the handler"):
         signal.setitimer(signal.ITIMER_REAL, 0.05)
-        with pytest.raises(kind, match="the soft time limit"):
+        try:
             yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, earlier)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 @pytest.mark.parametrize("kind", [DeadlineExceeded, KeyboardInterrupt, Stopped])

@@ -31,7 +31,7 @@ from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.records import EMPTY_TABLE, SegmentInfo, StorageEntry, TensorEntry, TensorTable
 from shared_rpc.protocol.socket import FrameSocket
 from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
-from tests.kit.interrupting import Interrupted
+from tests.kit.interrupting import Interrupted, raising_handler
 from tests.kit.processes import eventually
 from tests.kit.raw import Raw, frame_of, sealed_memory
 
@@ -111,23 +111,17 @@ def test_an_interrupted_reader_passes_the_reading_on(ask: Ask, raw: Raw, link: B
     """Its request is withdrawn, and a waiting thread reads on."""
     waiting: list[Future[Reply]] = []
 
-    def handler(number: int, frame: object) -> None:
-        raise Interrupted
-
     def begin_another() -> None:
         eventually(lambda: link._reader is not None)
         waiting.append(ask())
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
 
-    earlier = signal.signal(signal.SIGUSR1, handler)
     thread = threading.Thread(target=begin_another)
-    try:
+    with raising_handler(Interrupted):
         thread.start()
         with pytest.raises(Interrupted):
             link.exchange(Request(m.Ping(), "ping"), time.monotonic() + 20)
-    finally:
         thread.join()
-        signal.signal(signal.SIGUSR1, earlier)
     raw.say(m.Answer.of(None), 2)
     assert waiting[0].result(20).message == m.Answer.of(None)
     assert [type(raw.hear()) for _ in range(3)] == [m.Ping, m.Ping, m.Cancel]

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy
 import pytest
 import torch
@@ -29,9 +28,8 @@ from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.records import Record
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import messages as m
-from shared_rpc.protocol.records import Access, StorageEntry, TensorEntry, TensorTable, sent_infos
-from shared_rpc.protocol.values import TensorRef, encode
-from tests.kit.raw import Raw
+from shared_rpc.protocol.records import Access, sent_infos
+from tests.kit.raw import Raw, tensor_call
 from tests.kit.world import World
 
 on_the_host = pytest.mark.parametrize("device", ["cpu"], indirect=True)
@@ -160,13 +158,7 @@ def test_another_server_gets_a_copy(remote: Remote, device: str, base_path: str)
 
 def named(segment_id: str, nbytes: int = 16) -> m.Call:
     """A call of ``where`` with a tensor in a segment that is sent by name."""
-    table = TensorTable(("cpu",), (StorageEntry(0, 0, nbytes),), (TensorEntry(0, "float32", 0, (4,), (1,)),))
-    return m.Call(
-        "where",
-        [encode(TensorRef(0))],
-        table=msgspec.Raw(msgspec.msgpack.encode(table)),
-        segments=[segment_id],
-    )
+    return tensor_call("where", storage=(0, 0, nbytes), segments=[segment_id])
 
 
 @on_the_host

@@ -25,28 +25,22 @@ from shared_rpc.execution.run import Run
 from shared_rpc.memory.records import Arguments
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.specs import EndpointSpec
-from tests.kit.brokers import BrokerApp, fds_of, worker_pids
+from tests.kit.brokers import BrokerApp, fds_of, private_memory, worker_pids
 from tests.kit.processes import Child, eventually, sigstop
 
 #: More than the capacity of a socket that is not read.
 LARGE = "x" * 4_000_000
 
 
-@pytest.fixture
-def app(broker_app: BrokerApp) -> BrokerApp:
-    """An app, not served yet."""
-    return broker_app
-
-
-def cancel_calls(app: BrokerApp, count: int, *tensors: torch.Tensor) -> None:
+def cancel_calls(broker_app: BrokerApp, count: int, *tensors: torch.Tensor) -> None:
     """Make calls with large arguments, each of which is cancelled once the broker has received it."""
-    watching = app.connect()
+    watching = broker_app.connect()
 
     def received() -> bool:
         return any(run["calls"] for run in watching.list_runs())
 
     async def main() -> None:
-        async with AsyncClient(app.base_path, device="cpu") as client:
+        async with AsyncClient(broker_app.base_path, device="cpu") as client:
             for _ in range(count):
                 call = asyncio.ensure_future(client.call("echo", [LARGE, *tensors]))
                 await asyncio.to_thread(eventually, received, 30.0)
@@ -59,17 +53,17 @@ def cancel_calls(app: BrokerApp, count: int, *tensors: torch.Tensor) -> None:
 
 
 @pytest.fixture
-def stop(app: BrokerApp) -> Iterator[Callable[[], int]]:
+def stop(broker_app: BrokerApp) -> Iterator[Callable[[], int]]:
     """``stop()`` stops the first worker and fills its socket; returns its process id."""
     stopped: list[int] = []
 
     def make() -> int:
-        client = app.connect()
+        client = broker_app.connect()
         client.call("model")
         stopped.append(worker_pids(client)[0])
         client.close()
         sigstop(stopped[-1])
-        cancel_calls(app, 1, torch.ones(1))
+        cancel_calls(broker_app, 1, torch.ones(1))
         return stopped[-1]
 
     yield make
@@ -78,23 +72,16 @@ def stop(app: BrokerApp) -> Iterator[Callable[[], int]]:
             os.kill(pid, signal.SIGCONT)
 
 
-def anonymous(pid: int) -> int:
-    """Return the bytes of private memory of a process."""
-    with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as rollup:
-        sizes = dict(line.split(":") for line in rollup.read().splitlines()[1:])
-    return int(sizes["Anonymous"].split()[0]) << 10
-
-
-def test_cancelled_calls_leave_nothing(app: BrokerApp, stop: Callable[[], int]) -> None:
+def test_cancelled_calls_leave_nothing(broker_app: BrokerApp, stop: Callable[[], int]) -> None:
     """Neither their descriptors nor their bytes stay in the broker; when the worker continues, calls are answered."""
-    broker = app.start(preload=False)  # a zygote is started late, and has descriptors
-    client = app.connect()
+    broker = broker_app.start(preload=False)  # a zygote is started late, and has descriptors
+    client = broker_app.connect()
     pid = stop()
-    fds, memory = fds_of(broker.pid), anonymous(broker.pid)
+    fds, memory = fds_of(broker.pid), private_memory(broker.pid)
     for _ in range(5):
-        cancel_calls(app, 4, torch.ones(1000), torch.ones(3_000_000))
+        cancel_calls(broker_app, 4, torch.ones(1000), torch.ones(3_000_000))
     eventually(lambda: fds_of(broker.pid) <= fds, what="descriptors are closed")
-    assert anonymous(broker.pid) - memory < 30 << 20  # 80 MB were sent
+    assert private_memory(broker.pid) - memory < 30 << 20  # 80 MB were sent
     assert client.get_server_info()["workers"][0]["runs"] == 1
     assert client.call("model").weight[0, 0] == 4
     os.kill(pid, signal.SIGCONT)
@@ -103,10 +90,10 @@ def test_cancelled_calls_leave_nothing(app: BrokerApp, stop: Callable[[], int]) 
 
 
 def test_calls_wait_until_a_worker_reads(
-    app: BrokerApp, stop: Callable[[], int], threads: concurrent.futures.ThreadPoolExecutor
+    broker_app: BrokerApp, stop: Callable[[], int], threads: concurrent.futures.ThreadPoolExecutor
 ) -> None:
     """They are answered by the next one, if this one is killed."""
-    client = app.serve()
+    client = broker_app.serve()
     pid = stop()
     calls = [threads.submit(client.call, "echo", torch.full((3_000_000,), float(number))) for number in range(8)]
     eventually(lambda: len(client.list_runs()) >= 8)
@@ -115,10 +102,10 @@ def test_calls_wait_until_a_worker_reads(
 
 
 def test_calls_go_to_a_worker_that_reads(
-    app: BrokerApp, stop: Callable[[], int], threads: concurrent.futures.ThreadPoolExecutor, tmp_path: Path
+    broker_app: BrokerApp, stop: Callable[[], int], threads: concurrent.futures.ThreadPoolExecutor, tmp_path: Path
 ) -> None:
     """One of two is stopped: once its socket is full it gets no calls, although the other one has more to do."""
-    client = app.serve(options={"workers": 2})
+    client = broker_app.serve(options={"workers": 2})
     eventually(lambda: all(worker["state"] == "ready" for worker in client.get_server_info()["workers"]))
     pid = stop()
     slow = [threads.submit(client.call, "slow", str(tmp_path / "go"), key) for key in range(3)]
@@ -127,13 +114,13 @@ def test_calls_go_to_a_worker_that_reads(
     assert [call.result(20) for call in slow] == [0, 0, 0]
 
 
-def test_calls_beyond_the_limit_fail_at_once(app: BrokerApp, stop: Callable[[], int]) -> None:
+def test_calls_beyond_the_limit_fail_at_once(broker_app: BrokerApp, stop: Callable[[], int]) -> None:
     """With an error that names the worker. Queued calls continue with the worker."""
-    app.start_program(app.program("import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (600, 600))"))
+    broker_app.start_program(broker_app.program("import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (600, 600))"))
     pid = stop()
 
     async def main() -> list[Any]:
-        async with AsyncClient(app.base_path, device="cpu") as client:
+        async with AsyncClient(broker_app.base_path, device="cpu") as client:
             calls = [asyncio.ensure_future(client.call("echo", torch.full((10,), float(number)))) for number in range(160)]
             ended = asyncio.as_completed(calls)
             for _ in range(10):

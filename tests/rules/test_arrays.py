@@ -20,23 +20,10 @@ from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.records import Record
 from shared_rpc.protocol.records import BufferEntry, TensorTable
-from tests.kit.models import State
+from tests.kit.models import LARGE_ARRAY as LARGE
+from tests.kit.models import arrays_of, beside_a_tensor
 
 Rebuilt = Callable[..., Any]
-
-
-#: Bytes that are not pickled.
-LARGE = 1 << 18
-
-
-def beside_a_tensor(device: str, *arrays: Any) -> State:
-    """An object with arrays, and a tensor that makes it shareable."""
-    return State(1, {"tensor": torch.ones(3, device=device), "arrays": list(arrays)})
-
-
-def arrays_of(value: Any) -> Any:
-    """Return the arrays of such an object."""
-    return value.moments["arrays"]
 
 
 @pytest.mark.parametrize(

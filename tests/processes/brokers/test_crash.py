@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from shared_rpc import AsyncClient, Client, errors
-from tests.kit.brokers import BrokerApp, another_worker, begun, fds_of, is_running, worker_pids
+from tests.kit.brokers import BrokerApp, another_worker, begun, fds_of, is_running, private_memory, worker_pids
 from tests.kit.deep import deep
 from tests.kit.processes import eventually, sigstop
 
@@ -193,16 +193,11 @@ def test_a_flood_on_standard_error_blocks_nothing(app: BrokerApp) -> None:
     broker = app.start()
     client = app.connect(timeout=8)
     client.call("plain")
-    before = resident(broker.pid)
+    before = private_memory(broker.pid)
     assert client.call("shout").item() == 1
-    assert resident(broker.pid) - before < 8 << 20
+    assert private_memory(broker.pid) - before < 8 << 20
     crash(client)
     assert client.call("plain").item() == 0
-
-
-def resident(pid: int) -> int:
-    """Return the bytes of memory of a process."""
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_a_child_of_the_worker_does_not_hide_its_end(app: BrokerApp) -> None:

@@ -24,36 +24,28 @@ def loaded_by(code: str) -> set[str]:
     return loaded
 
 
+#: Modules that take seconds.
+SLOW = {"torch", "shared_rpc.codec", "shared_rpc.memory.backends.vmm"}
+#: Modules of servers, and of event loops.
+OTHERS = {f"shared_rpc.{room}" for room in ("server", "broker", "observability", "execution", "provider")}
+OTHERS |= {"anyio", "asyncio", "shared_rpc.operations.channels"}
+
+
 @pytest.mark.parametrize(
-    "code",
+    ("code", "absent"),
     [
-        "from shared_rpc import Client, Handle, Provider, Server, errors",
-        "import shared_rpc.cli.app",
-        "from shared_rpc import Provider; provider = Provider(execution_mode='local'); provider.share('f')(lambda x: x)",
-        "import sys; from shared_rpc.cli.__main__ import main; sys.argv[1:] = ['ls']; sys.exit = print; main()",
+        ("from shared_rpc import Client, Handle, Provider, Server, errors", SLOW),
+        ("import shared_rpc.cli.app", SLOW),
+        ("from shared_rpc import Provider; provider = Provider(execution_mode='local'); provider.share('f')(id)", SLOW),
+        ("import sys; from shared_rpc.cli.__main__ import main; sys.argv[1:] = ['ls']; main()", {*SLOW, "typer"}),
+        ("from shared_rpc import Client; Client().close()", {*SLOW, *OTHERS}),
+        ("import shared_rpc.codec.by_value", {"torch"}),  # an app is registered before its imports
     ],
+    ids=["the names", "the command", "sharing", "a list of servers", "a client", "modules by value"],
 )
-def test_importing_loads_no_torch(code: str) -> None:
-    """Sharing a function and connecting to a server start at once; torch takes seconds."""
-    assert not {"torch", "shared_rpc.codec", "shared_rpc.memory.backends.vmm"} & loaded_by(code)
-
-
-def test_a_blocking_client_loads_no_server_and_no_event_loop() -> None:
-    """A process that only calls loads only the modules for that."""
-    loaded = loaded_by("from shared_rpc import Client; Client().close()")
-    rooms = {".".join(name.split(".")[:2]) for name in loaded if name.startswith("shared_rpc.")}
-    assert not {f"shared_rpc.{room}" for room in ("server", "broker", "observability", "execution", "provider")} & rooms
-    assert not {"anyio", "asyncio", "shared_rpc.operations.channels"} & loaded
-
-
-def test_listing_servers_loads_no_parser() -> None:
-    """It would take most of the time."""
-    assert "typer" not in loaded_by("import sys; from shared_rpc.cli.__main__ import main; sys.argv[1:] = ['ls']; main()")
-
-
-def test_registering_modules_by_value_loads_no_torch() -> None:
-    """An app being loaded is registered before its imports."""
-    assert "torch" not in loaded_by("import shared_rpc.codec.by_value")
+def test_processes_load_only_what_they_use(code: str, absent: set[str]) -> None:
+    """Sharing a function, connecting to a server and listing servers start at once; torch takes seconds."""
+    assert not absent & loaded_by(code)
 
 
 def test_importing_the_package_loads_no_submodules() -> None:
