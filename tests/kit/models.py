@@ -166,11 +166,6 @@ def net() -> dict[str, torch.Tensor]:
     }
 
 
-def raw(tensor: torch.Tensor) -> bytes:
-    """The bytes of a tensor on any device."""
-    return bytes(tensor.cpu().contiguous().flatten().view(torch.uint8).tolist()) if tensor.numel() else b""
-
-
 def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two tensors have the same address and layout."""
     return (one.data_ptr(), one.shape, one.stride(), one.dtype) == (other.data_ptr(), other.shape, other.stride(), other.dtype)

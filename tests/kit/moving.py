@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import closing
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import tiers as t
@@ -12,6 +12,8 @@ from shared_rpc.protocol.catalogue import decode_message
 from tests.kit.brokers import BrokerApp, memory_of
 from tests.kit.processes import eventually
 from tests.kit.raw import HoldingSession
+
+T = TypeVar("T")
 
 #: The app of a broker whose GPUs are :data:`tests.kit.fake_driver.GPUS`; ``watching`` is code of its workers.
 APP = """
@@ -55,15 +57,13 @@ class MovedBuffer:
     def session(self) -> HoldingSession:
         """Begin a session with its broker."""
         session = HoldingSession(self._path)
-        server = session.ask(m.GetServerInfo())
-        assert isinstance(server, m.Answer), server
-        self.pid = m.GetServerInfo.read(server)["pid"]
+        self.pid = session.query(m.GetServerInfo())["pid"]
         return session
 
-    def ask(self, message: m.Message) -> m.Message:
-        """Send a request in a new session."""
+    def query(self, message: m.Query[T]) -> T:
+        """Send a query in a new session."""
         with self.session() as session:
-            return session.ask(message)
+            return session.query(message)
 
     def move(self, move: str) -> HoldingSession:
         """Begin a move, in a session that receives the answer."""
@@ -89,16 +89,12 @@ class MovedBuffer:
     @property
     def tier(self) -> str:
         """The current tier."""
-        reply = self.ask(m.GetObjectInfo(self.object_id))
-        assert isinstance(reply, m.Answer), reply
-        return str(m.GetObjectInfo.read(reply)["tier"])
+        return str(self.query(m.GetObjectInfo(self.object_id))["tier"])
 
     @property
     def is_copied(self) -> bool:
         """True if the broker counts a copy of it in a lower tier: it has no other objects."""
-        reply = self.ask(m.GetServerInfo())
-        assert isinstance(reply, m.Answer), reply
-        return bool(m.GetServerInfo.read(reply)["copies"])
+        return bool(self.query(m.GetServerInfo())["copies"])
 
     def write(self) -> None:
         """Write other bytes to it, like a process that maps it."""
@@ -119,9 +115,7 @@ class MovedBuffer:
 
     def workers(self) -> list[int]:
         """Return the process ids of the workers that are ready."""
-        reply = self.ask(m.GetServerInfo())
-        assert isinstance(reply, m.Answer), reply
-        return [worker["pid"] for worker in m.GetServerInfo.read(reply)["workers"] if worker["state"] == "ready"]
+        return [worker["pid"] for worker in self.query(m.GetServerInfo())["workers"] if worker["state"] == "ready"]
 
 
 class _Reply(NamedTuple):

@@ -8,7 +8,7 @@ import os
 import socket
 from collections.abc import Sequence
 from contextlib import closing, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -22,6 +22,8 @@ from shared_rpc.protocol.records import SegmentInfo, SegmentRef, StorageEntry, T
 from shared_rpc.protocol.socket import FrameSocket
 from shared_rpc.protocol.values import TensorRef, encode
 from tests.kit.feeding import next_frame
+
+T = TypeVar("T")
 
 #: linux/fcntl.h
 F_ADD_SEALS, F_SEAL_SHRINK, F_SEAL_WRITE = 1033, 0x2, 0x8
@@ -116,6 +118,12 @@ class Raw:
         """Send a message, and receive its answer."""
         self.say(message, number, payload, fds)
         return self.hear(number)
+
+    def query(self, message: m.Query[T], number: int = 1) -> T:
+        """Send a query, and return the value of its answer."""
+        answer = self.ask(message, number)
+        assert isinstance(answer, m.Answer), answer
+        return message.read(answer)
 
     def hear_end(self) -> None:
         """Read until the other side disconnects."""

@@ -20,10 +20,10 @@ import torch
 
 from shared_rpc import Client, Provider
 from shared_rpc.errors import DeadlineExceeded
+from tests.kit.brokers import BrokerApp
 from tests.kit.deep import repetitions
 from tests.kit.interrupting import Interrupted, interrupted_at, points_of, raising_handler
 from tests.kit.processes import Child, eventually, rights
-from tests.kit.world import World
 
 # Descriptors that are dropped with the frames of an operation are closed by finalisers, which warn.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
@@ -40,34 +40,19 @@ class Stopped(Exception):
 
 KINDS = (Interrupted, KeyboardInterrupt, TimeoutError, Stopped, DeadlineExceeded)
 
-SERVER = """
-import os, time, torch
-from shared_rpc import Provider
-
-provider = Provider(device="cpu")
-
-@provider.share(cache=False)
-def doubled(x):
-    return x * 2
-
-@provider.share(managed=True)
-def kept(n=4):
-    return torch.ones(n)
-
+ENDPOINTS = """
 @provider.share(cache=False, managed=True)
 def own(n=4):
     return {"a": torch.ones(n), "b": torch.zeros(2)}
 
 @provider.share(cache=False, managed=True)
-def slow():
+def slow_own():
     time.sleep(0.3)
     return torch.ones(4)
 
 @provider.share(cache=False)
 def fails():
     raise ValueError("as meant")
-
-print("ready", flush=True)
 """
 
 ARGUMENT = torch.arange(1000.0)
@@ -79,25 +64,24 @@ def no_leaks() -> None:
 
 
 @pytest.fixture
-def server(world: World) -> Child:
+def server(broker_app: BrokerApp) -> Child:
     """A server process with the endpoints above."""
-    child = world.process(SERVER, environ={"SHARED_TENSOR_ROLE": "server"})
-    child.expect("ready")
-    return child
+    broker_app.write(ENDPOINTS)
+    return broker_app.start_script()
 
 
 @pytest.fixture
-def watcher(server: Child, world: World) -> Client:
+def watcher(server: Child, broker_app: BrokerApp) -> Client:
     """A client that observes the server."""
-    client = world.client(connect_timeout=5.0)
+    client = broker_app.connect()
     client.ping()
     return client
 
 
 @pytest.fixture
-def client(server: Child, world: World) -> Client:
+def client(server: Child, broker_app: BrokerApp) -> Client:
     """A client whose operations are interrupted."""
-    return world.client(connect_timeout=5.0)
+    return broker_app.connect()
 
 
 def release(client: Client | Provider) -> None:
@@ -121,35 +105,35 @@ def buffer(client: Client) -> None:
 
 def update(client: Client) -> None:
     """Write in place: the next update completes an interrupted one."""
-    with client.call("kept") as handle, client.update(handle) as value:
+    with client.call("held") as handle, client.update(handle) as value:
         value.fill_(3)
 
 
 def suspension(client: Client) -> None:
     """Suspend and resume an object, also by a block."""
-    with client.call("kept") as handle:
+    with client.call("held") as handle:
         handle.suspend()
         with handle.active() as value:
             value.sum()
         handle.resume()
-        assert handle.value.sum() == 4
+        assert handle.value.sum() == 28
 
 
 def record(client: Client) -> None:
     """Export a record, and adopt it as the next generation."""
-    with client.call("kept") as handle, client.export(handle) as exported, client.allocate(exported.header) as room:
+    with client.call("held") as handle, client.export(handle) as exported, client.allocate(exported.header) as room:
         exported.segments[0].copy_to(room.segments[0])
         client.adopt(room)
 
 
 def candidate(client: Client) -> None:
     """Prepare a candidate, and promote it."""
-    with client.prepare("kept", 8) as prepared:
+    with client.prepare("held", 8) as prepared:
         client.promote(prepared)
 
 
 OPERATIONS: dict[str, Callable[[Client], object]] = {
-    "a tensor there and back": lambda client: client.call("doubled", ARGUMENT),
+    "a tensor there and back": lambda client: client.call("echo", ARGUMENT),
     "attach and release": release,
     "a task": task,
     "a buffer": buffer,
@@ -222,7 +206,7 @@ def test_interrupted_operations_leave_nothing(
 
 def test_an_interrupted_resumption_beside_an_active_handle(client: Client, watcher: Client) -> None:
     """The object stays active for the other handle: the server may not evict it."""
-    with client.call("kept") as active, client.call("kept") as other:
+    with client.call("held") as active, client.call("held") as other:
         other.suspend()
         points = points_of(other.resume)
         for point, kind in chosen(points):
@@ -236,7 +220,7 @@ def test_an_interrupted_resumption_beside_an_active_handle(client: Client, watch
 
 def test_an_interrupted_suspension_exposes_no_unmapped_memory(client: Client) -> None:
     """The handle is suspended, or its memory is mapped."""
-    with client.call("kept") as handle:
+    with client.call("held") as handle:
         address, points = handle.value.data_ptr(), points_of(handle.suspend)
         for point, kind in chosen(points):
             handle.resume()
@@ -295,7 +279,7 @@ def alarm(kind: type[BaseException]) -> Iterator[None]:
 @pytest.mark.parametrize("kind", [DeadlineExceeded, KeyboardInterrupt, Stopped])
 def test_interrupted_waits_keep_the_session(client: Client, watcher: Client, kind: type[BaseException]) -> None:
     """They end at once, and the request is withdrawn. Handles stay valid, also those of uncached objects."""
-    with client.call("own") as handle, client.call("kept") as other:
+    with client.call("own") as handle, client.call("held") as other:
         for _ in range(3):
             with alarm(kind):
                 next(client.refreshes())
@@ -308,15 +292,15 @@ def test_a_result_after_an_interrupted_wait_is_released(client: Client, watcher:
     client.call("own").release()
     before, descriptors = held(watcher), len(os.listdir("/proc/self/fd"))
     with alarm(KeyboardInterrupt):
-        client.call("slow")
-    client.call("slow").release()
+        client.call("slow_own")
+    client.call("slow_own").release()
     check_left(watcher, before, "a wait")
     eventually(lambda: len(os.listdir("/proc/self/fd")) <= descriptors)
 
 
 def test_interrupted_waits_do_not_affect_other_threads(client: Client, watcher: Client) -> None:
     """Their waits go on, whichever thread was reading."""
-    with ThreadPoolExecutor(3) as pool, client.call("kept"):
+    with ThreadPoolExecutor(3) as pool, client.call("held"):
         others = [client.refreshes() for _ in range(3)]
         for other in others:
             other.__enter__()
@@ -324,7 +308,7 @@ def test_interrupted_waits_do_not_affect_other_threads(client: Client, watcher: 
         for _ in range(5):
             with alarm(KeyboardInterrupt):
                 next(client.refreshes())
-        generation = client.refresh("kept")
+        generation = client.refresh("held")
         assert [each.result(30) for each in news] == [generation] * 3
     assert watcher.get_server_info()["sessions"] == 2
 
@@ -333,7 +317,7 @@ def test_interrupted_waits_do_not_affect_other_threads(client: Client, watcher: 
     "operation",
     [
         release,
-        lambda provider: provider.execute("kept", callback=lambda info: None),
+        lambda provider: provider.execute("held", callback=lambda info: None),
         lambda provider: provider.free_buffer(provider.create_buffer(4096)),
     ],
     ids=["a release", "a task", "a buffer"],
@@ -342,7 +326,7 @@ def test_interrupted_operations_in_the_servers_process_leave_nothing(operation: 
     """The next one succeeds, and no buffer or run is left."""
     provider = Provider(execution_mode="local", device="cpu")
     provider.share("own", managed=True, cache=False)(lambda: torch.ones(4))
-    provider.share("kept", managed=True)(lambda: torch.ones(4))
+    provider.share("held", managed=True)(lambda: torch.ones(4))
 
     def left() -> tuple[int, int]:
         return provider.get_server_info()["buffers"], len(provider.list_runs())

@@ -212,10 +212,20 @@ class World(Shelf):
             self.store.evict([stored], place)
         return stored
 
+    def copy_of(self, stored: StoredObject) -> LowerCopy | None:
+        """Return the copy of an object's first segment on the host."""
+        return self.store.copies.get(stored.record.segments[0].info.id, "host")
+
     def copy(self, stored: StoredObject, tier: Tier = "host") -> None:
         """Give an object copies."""
         for one in stored.record.segments:
             self.store.copies.add(one.info, LowerCopy(segment(one.info), tier))
+
+    def spoil(self, stored: StoredObject) -> None:
+        """Make an object's copy stale."""
+        copy = self.copy_of(stored)
+        assert copy is not None
+        copy.revision = STALE
 
     def ask(self, session: str, stored: StoredObject | None = None, *, first: bool = False, **sizes: int) -> Ask:
         """Request an object for a session, or capacity: ``cpu=10, gpu=20``."""
@@ -367,16 +377,19 @@ def test_pinned_objects_stay(world: World) -> None:
 
 
 def test_refusing_servers_drop_unpinned_objects_without_holders(worlds: Callable[..., World]) -> None:
-    """Least recently used first, if that suffices, although it could be moved."""
-    world = worlds({GPU: 150}, when_full="refuse")
+    """The least recently used first, as many as necessary, if that suffices, although they could be moved."""
+    world = worlds({GPU: 200}, when_full="refuse")
     world.put("pinned", {GPU: 50}, pinned=True)
     world.put("held", {GPU: 50}, active="b")
-    idle = world.put("idle", {GPU: 50})
-    with pytest.raises(ServerBusy, match="51 bytes on GPU-1 do not fit"):
-        world.capacity.take({GPU: 51})
+    late, early = (world.put(name, {GPU: 50}) for name in ("late", "early"))
+    world.store.lookup("late")
+    with pytest.raises(ServerBusy, match="101 bytes on GPU-1 do not fit"):
+        world.capacity.take({GPU: 101})
     assert world.dropped == []
     with world.capacity.take({GPU: 50}):
-        assert world.dropped == [idle] and world.going == []
+        assert world.dropped == [early] and world.going == []
+        with world.capacity.take({GPU: 50}):
+            assert world.dropped == [early, late]
 
 
 def test_a_server_that_refuses_drops_an_object_that_is_copied_ahead(worlds: Callable[..., World]) -> None:
@@ -530,19 +543,16 @@ def test_copies_of_objects_on_their_device_are_freed_first(worlds: Callable[...,
     warm = world.put("warm", {GPU: 50}, ready=True, active="b")
     world.put("x", {GPU: 50})
     world.ask("a", gpu=50)
-    assert world.store.copies.get(warm.record.segments[0].info.id, "host") is None and world.going == [(["x"], "host")]
+    assert world.copy_of(warm) is None and world.going == [(["x"], "host")]
 
 
 def test_stale_copies_are_dropped_before_good_ones(worlds: Callable[..., World]) -> None:
     """Although their objects were used later."""
     world = worlds({}, host_limit=200, when_full="refuse")
     good, stale = (world.put(name, {GPU: 100}, ready=True) for name in ("good", "stale"))
-    copies = [world.store.copies.get(one.record.segments[0].info.id, "host") for one in (good, stale)]
-    assert copies[0] is not None and copies[1] is not None
-    copies[1].revision = STALE
+    world.spoil(stale)
     with world.capacity.take({HOST: 100}):
-        left = [world.store.copies.get(one.record.segments[0].info.id, "host") for one in (good, stale)]
-        assert left == [copies[0], None]
+        assert world.copy_of(good) is not None and world.copy_of(stale) is None
 
 
 def test_host_copies_are_spilled_to_files(worlds: Callable[..., World]) -> None:
@@ -585,25 +595,20 @@ def test_copies_of_evicted_objects_are_kept(worlds: Callable[..., World]) -> Non
     kept, dropped = (world.put(name, {GPU: 50}, ready=True) for name in "yz")
     world.ask("a", gpu=100)
     assert world.going == [(["x"], "host"), (["y"], "host")]
-    copies = [world.store.copies.get(one.record.segments[0].info.id, "host") for one in (kept, dropped)]
-    assert copies[0] is not None and copies[1] is None
+    assert world.copy_of(kept) is not None and world.copy_of(dropped) is None
 
 
 def test_stale_copies_are_dropped_when_the_host_is_short(worlds: Callable[..., World]) -> None:
     """The least recently used first, as many as necessary; not good ones, nor those of cold objects."""
     world = worlds({}, when_full="refuse")
-    good, first, second = (world.put(name, {GPU: 100}, ready=True) for name in ("good", "1", "2"))
+    _good, first, second = (world.put(name, {GPU: 100}, ready=True) for name in ("good", "1", "2"))
     world.put("cold", {GPU: 100}, "host")
-    copies = {one: world.store.copies.get(one.record.segments[0].info.id, "host") for one in (good, first, second)}
     for one in (first, second):
-        copy = copies[one]
-        assert copy is not None
-        copy.revision = STALE
+        world.spoil(one)
     first.last_accessed_at = world.clock.time + 1
     drop = world.capacity.drop_stale_copies
     assert not drop(0) and drop(1)
-    left = [world.store.copies.get(one.record.segments[0].info.id, "host") is not None for one in (first, second)]
-    assert left == [True, False]
+    assert world.copy_of(first) is not None and world.copy_of(second) is None
     assert drop(1000) and world.store.copies.nbytes("host") == 200 and not drop(1000)
 
 

@@ -1,6 +1,6 @@
 """Values encoded and rebuilt in one process: the result equals the original, and refusals name the part.
 
-`test_modes.py` compares all attributes of many kinds of values; here are sharing, and attributes that torch does not keep.
+`test_subjects.py` compares all attributes of many kinds of values; here are sharing, and attributes that torch does not keep.
 """
 
 from __future__ import annotations

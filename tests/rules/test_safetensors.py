@@ -11,13 +11,16 @@ from typing import Any
 import pytest
 import torch
 
+from shared_rpc import Progress
+from shared_rpc.context import CURRENT_RUN, RunContext
 from shared_rpc.errors import CapabilityError, CheckpointError
 from shared_rpc.extras import safetensors
 from shared_rpc.extras.safetensors import find, load
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.records import Record
-from tests.kit.models import net, raw
+from tests.kit.interpreter import bits
+from tests.kit.models import net
 
 save_file = pytest.importorskip("safetensors.torch").save_file
 
@@ -47,8 +50,20 @@ def test_every_bit_round_trips(file: Path, device: str, no_leaks: None) -> None:
     loaded, expected = load(file, device), net()
     assert loaded.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert (loaded[name].dtype, loaded[name].shape, loaded[name].device.type) == (tensor.dtype, tensor.shape, device)
-        assert raw(loaded[name]) == raw(tensor), name
+        assert (bits(loaded[name]), loaded[name].device.type) == (bits(tensor), device), name
+
+
+def test_progress_is_reported_in_bytes(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From zero to all, never decreasing; the message is the file."""
+    monkeypatch.setattr(safetensors, "_PART", 1000)
+    seen: list[Progress] = []
+    token = CURRENT_RUN.set(RunContext(frozenset(), seen.append))
+    load(file, "cpu")
+    CURRENT_RUN.reset(token)
+    total = sum(tensor.nbytes for tensor in net().values())
+    done = [progress.done for progress in seen]
+    assert (done, done[0], done[-1]) == (sorted(done), 0, total)
+    assert {(progress.total, progress.message) for progress in seen} == {(total, str(file))}
 
 
 def test_large_tensors_are_read_in_parts(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +108,7 @@ def test_an_index_and_its_folder_are_read(tmp_path: Path) -> None:
     for path in (tmp_path, index):
         loaded = load(path, "cpu")
         assert sorted(loaded) == names
-        assert all(raw(loaded[name]) == raw(tensors[name]) for name in names)
+        assert all(bits(loaded[name]) == bits(tensors[name]) for name in names)
 
 
 def test_only_selected_tensors_are_read(file: Path) -> None:
@@ -165,3 +180,18 @@ def test_folders_without_a_checkpoint_are_reported(tmp_path: Path) -> None:
     """With the expected files."""
     with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor"):
         load(tmp_path, "cpu")
+
+
+@pytest.mark.whole_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+def test_loading_to_a_gpu_needs_only_the_weights(tmp_path: Path, published: Callable[..., Record]) -> None:
+    """Loading and publishing 256 MiB takes 256 MiB, and a little for torch itself."""
+    torch.zeros(1, device="cuda")
+    save_file({f"w{number}": torch.ones(1 << 22) * number for number in range(16)}, tmp_path / "x.safetensors")
+    before, _ = torch.cuda.mem_get_info()
+    weights = load(tmp_path / "x.safetensors", "cuda")
+    published(weights)
+    after, _ = torch.cuda.mem_get_info()
+    assert 256 <= (before - after) >> 20 <= 256 + 32
+    assert {name: tensor[-1].item() for name, tensor in weights.items()} == {f"w{number}": number for number in range(16)}
