@@ -71,7 +71,7 @@ class _Tracer:
                 return None
             if frame.f_code.co_name == "__del__" or frame.f_code.co_qualname in _CALLBACKS:
                 return None
-            frame.f_trace_opcodes = True
+            frame.f_trace, frame.f_trace_opcodes = self.trace, True  # in this order for Python 3.13
             self._last.pop(frame, None)
         elif event == "exception":
             self._last.pop(frame, None)
