@@ -24,10 +24,8 @@ def verify(
     size: Annotated[
         # Its name, because typer 0.27 would derive one from the metavar.
         str | None,
-        typer.Option("--size", metavar="SIZE", help="Size of the model; 64MiB by default, 1GiB on a GPU; 8MiB at least."),
+        typer.Option("--size", metavar="SIZE", help="Size of the model; 64MiB by default, 1GiB on a GPU; 16MiB at least."),
     ] = None,
-    lifetimes: Annotated[int, typer.Option(min=1, help="Processes that come and go.")] = 4,
-    cycles: Annotated[int, typer.Option(min=1, help="Attaches and releases of one process.")] = 1000,
     check: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="Only this check; the error for an unknown name lists all names. May be repeated."),
@@ -49,7 +47,7 @@ def verify(
             signal.signal(number, signal.default_int_handler)
     try:
         nbytes = in_bytes(f"--size {size}", size) if size is not None else None
-        settings = verification.Settings(device, workers, nbytes, lifetimes, cycles, tuple(check or ()))
+        settings = verification.Settings(device, workers, nbytes, tuple(check or ()))
         with bars(Console(stderr=True), TimeElapsedColumn()) as bar:
             task = bar.add_task("", total=1)
             report = verification.verify(settings, lambda title, done: bar.update(task, completed=done, description=title))

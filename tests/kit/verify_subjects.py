@@ -14,7 +14,7 @@ from shared_rpc.extras.verification.app import Subject
 class Copying(Subject):
     """Attaches to a copy of the model."""
 
-    def attach(self, *args: Any, **options: Any) -> tuple[str, float]:
+    def attach(self, *args: Any, **options: Any) -> tuple[str, str]:
         """See :class:`Subject`."""
         attached = super().attach(*args, **options)
         self._held[-1]._value = copy.deepcopy(self._held[-1].value)
@@ -22,17 +22,17 @@ class Copying(Subject):
 
 
 class Leaking(Subject):
-    """Keeps a descriptor, a megabyte and a handle of every attach."""
+    """Keeps a descriptor, a megabyte and a handle of some attaches."""
 
     def __init__(self, server: str) -> None:
         super().__init__(server)
         self._kept: list[Any] = []
 
-    def cycles(self, count: int, nbytes: int, seed: int) -> float:
+    def cycles(self, count: int, nbytes: int, seed: int) -> None:
         """See :class:`Subject`."""
-        for _ in range(count):
+        for _ in range(20):
             self._kept.append((self.client.call("model", nbytes, seed), os.urandom(1 << 20), os.dup(0)))
-        return super().cycles(count, nbytes, seed)
+        super().cycles(count, nbytes, seed)
 
 
 class Changeable(Subject):
@@ -46,7 +46,7 @@ class Changeable(Subject):
 class Haunting(Subject):
     """Leaves a forked child that has the memory mapped."""
 
-    def attach(self, *args: Any, **options: Any) -> tuple[str, float]:
+    def attach(self, *args: Any, **options: Any) -> tuple[str, str]:
         """See :class:`Subject`."""
         attached = super().attach(*args, **options)
         if os.fork() == 0:
@@ -57,6 +57,6 @@ class Haunting(Subject):
 class Careless(Subject):
     """Attaches to the writable model in place of the protected one."""
 
-    def attach(self, nbytes: int, seed: int, endpoint: str = "model") -> tuple[str, float]:
+    def attach(self, nbytes: int, seed: int, endpoint: str = "model") -> tuple[str, str]:
         """See :class:`Subject`."""
         return super().attach(nbytes, seed)

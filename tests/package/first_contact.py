@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_VERIFY = ("verify", "--size", "8MiB", "--workers", "2", "--lifetimes", "5", "--cycles", "20")
+_VERIFY = ("verify", "--size", "16MiB", "--workers", "2")
 #: Seconds for any of the commands.
 _LIMIT = 120
 

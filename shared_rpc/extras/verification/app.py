@@ -5,10 +5,8 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
-import math
 import resource
 import sys
-import time
 from typing import TYPE_CHECKING, Any
 
 from shared_rpc import Client, Provider
@@ -28,12 +26,11 @@ def build(nbytes: int, seed: int, device: str) -> torch.nn.Module:
     """Build a stack of linear layers with random weights; the same bits for the same arguments, in any process of a machine."""
     import torch
 
-    generator = torch.Generator(device).manual_seed(seed)
+    torch.manual_seed(seed)
     stack = torch.nn.Sequential()
     for _ in range(nbytes // LAYER):
-        linear = torch.nn.Linear(_WIDTH, _WIDTH, bias=False, device="meta")  # without an initialisation
-        weight = torch.empty(_WIDTH, _WIDTH, device=device).normal_(0, math.sqrt(2 / _WIDTH), generator=generator)
-        linear.weight = torch.nn.Parameter(weight)
+        linear = torch.nn.Linear(_WIDTH, _WIDTH, bias=False, device=device)
+        torch.nn.init.kaiming_normal_(linear.weight)  # with the default, the outputs of many layers would be zeros
         stack.extend([linear, torch.nn.GELU()])
     return stack.eval().requires_grad_(False)
 
@@ -55,23 +52,20 @@ class Subject:
         #: Handles acquired by ``attach``. The other commands use the last one.
         self._held: list[Any] = []
 
-    def attach(self, nbytes: int, seed: int, endpoint: str = "model") -> tuple[str, float]:
-        """Call an endpoint, and keep the handle. Returns the object's id, and seconds."""
-        begin = time.perf_counter()
+    def attach(self, nbytes: int, seed: int, endpoint: str = "model") -> tuple[str, str]:
+        """Call an endpoint, and keep the handle. Returns the object's id, and the digest of the model."""
         self._held.append(self.client.call(endpoint, nbytes, seed))
-        return self._held[-1].object_id, time.perf_counter() - begin
+        return self._held[-1].object_id, self.digest()
 
     def detach(self) -> None:
         """Release all handles."""
         while self._held:
             self._held.pop().release()
 
-    def cycles(self, count: int, nbytes: int, seed: int) -> float:
-        """Attach and release ``count`` times. Returns the seconds."""
-        begin = time.perf_counter()
+    def cycles(self, count: int, nbytes: int, seed: int) -> None:
+        """Attach and release ``count`` times."""
         for _ in range(count):
             self.client.call("model", nbytes, seed).release()
-        return time.perf_counter() - begin
 
     def digest(self, **alone: Any) -> str:
         """Hash the bits of a forward pass through the attached model, or one that this process builds for itself."""

@@ -24,12 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from shared_rpc import Client
-from shared_rpc.client.starting import ServerStarter, log_path
-from shared_rpc.errors import SharedRPCError
 from shared_rpc.extras.verification.app import LAYER
 from shared_rpc.memory.devices import torch_device
 from shared_rpc.protocol.infos import DeviceInfo
-from shared_rpc.protocol.options import ServeOptions
 from shared_rpc.settings import client_environment, program
 
 #: An anonymous file of the library in a line of /proc/PID/maps.
@@ -38,13 +35,11 @@ _APP = "shared_rpc.extras.verification.app"
 #: Seed of the model used by most checks, so that it is built once.
 SEED = 1
 #: Bytes of the smallest model: a copy exceeds the noise of the measurements.
-LEAST = 8 << 20
+LEAST = 16 << 20
 #: Maximum number of models in memory at the same time, including copies.
 _MODELS = 5
-#: Seconds for a server to start, which imports torch, perhaps from a cold disk; and between two polls.
-_STARTUP, _PAUSE = 120.0, 0.002
-#: Seconds after which a server ends by itself if its verification was killed with SIGKILL.
-_ORPHANED = 60.0
+#: Seconds between two polls; and after which a server ends by itself if its verification was killed with SIGKILL.
+_PAUSE, _ORPHANED = 0.002, 60
 
 
 @dataclass(frozen=True)
@@ -58,8 +53,6 @@ class Settings:
     device: str = "auto"
     workers: int = 4
     nbytes: int | None = None
-    lifetimes: int = 4
-    cycles: int = 1000
     names: Sequence[str] = ()
     subject: str = f"{_APP}:Subject"
 
@@ -68,7 +61,7 @@ class CannotRun(Exception):
     """There is nothing to verify: the server does not start, there is no such device, or too little memory."""
 
 
-class ClientFailed(Exception):
+class ClientFailed(CannotRun):
     """Failure of a client process: its command raised an error, or the process has ended."""
 
 
@@ -104,16 +97,15 @@ def _segment_bytes(pids: Iterable[int]) -> int:
 def marked(mark: str) -> list[int]:
     """List the programs of verifications with ``mark`` in their command, and forks of them, but no zombies: these have none."""
     found = []
-    for entry in os.listdir("/proc"):
-        with suppress(OSError):  # it has ended, or is no process
-            command = Path("/proc", entry, "cmdline").read_text()
-            if entry.isdecimal() and _APP in command and mark in command:
-                found.append(int(entry))
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended
+            if _APP in (command := path.read_text()) and mark in command:
+                found.append(int(path.parent.name))
     return found
 
 
-class VerifyClient(subprocess.Popen[str]):
-    """A client process, with pipes for commands of :class:`~shared_rpc.extras.verification.app.Subject` and their answers."""
+class Process(subprocess.Popen[str]):
+    """The server, or a client with pipes for commands of :class:`~shared_rpc.extras.verification.app.Subject` and answers."""
 
     def ask(self, do: str, **options: Any) -> Any:
         """Execute a command, and return its answer.
@@ -129,12 +121,12 @@ class VerifyClient(subprocess.Popen[str]):
                 self.kill()
 
 
-def all_of(clients: list[VerifyClient], do: str, **options: Any) -> list[Any]:
+def all_of(clients: list[Process], do: str, **options: Any) -> list[Any]:
     """Execute one command in all clients at the same time, and return the answers."""
-    answers = []
     for client in clients:
         with suppress(OSError):  # an error if the process has ended
             print(json.dumps([do, options]), file=client.stdin, flush=True)
+    answers = []
     for client in clients:
         assert client.stdout is not None
         answer, error = json.loads(client.stdout.readline() or '[null, "has ended"]')
@@ -151,20 +143,21 @@ class Stage:
     device: dict[str, Any]
     nbytes = LAYER
     #: Bytes that each process may use besides the model: memory that allocators keep of a forward pass; on a GPU also kernels,
-    #: which are loaded on first use. Maximum error in bytes of a measurement of shared segments.
-    noise, blur = 2 << 20, 0
-    #: Seconds for memory to be freed after a process was killed. A GPU's driver ends the context first.
+    #: which are loaded on first use.
+    noise = 2 << 20
+    #: Seconds for all that a killed process held to be released. A GPU's driver ends the context first.
     patience = 1.0
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.folder = Path(tempfile.gettempdir(), f"shared-rpc-verify-{secrets.token_hex(4)}")
-        self._socket = str(self.folder / "s.sock")
+        self._socket, self._log = str(self.folder / "s.sock"), self.folder / "log"
         self.client = Client(socket_path=self._socket, timeout=30.0, connect_timeout=0.0)
         #: Seeds of models that are not built yet.
         self.seeds = itertools.count(SEED + 1)
-        self._crew: list[VerifyClient] = []
-        self._clients: list[VerifyClient] = []
+        #: The server, after those that were killed.
+        self.servers: list[Process] = []
+        self._clients: list[Process] = []
 
     def start(self) -> None:
         """Start the server and the clients that all checks use, and choose the size of the model.
@@ -172,19 +165,16 @@ class Stage:
         :raises CannotRun: if there is nothing to verify.
         """
         self.folder.mkdir(0o700)
-        try:
-            self.ensure_server()
-            # A build gives the worker a context, without which a GPU's free memory is unknown.
-            all_of(self.crew(), "attach", nbytes=self.nbytes, seed=0)
-            self.drop(0)
-        except ClientFailed as error:
-            raise CannotRun(f"{error}; {' | '.join(self.log(5))}") from error
+        self.ensure_server()
+        # A build gives the worker a context, without which a GPU's free memory is unknown.
+        all_of(self.crew(), "attach", nbytes=self.nbytes, seed=0)
+        self.drop(0)
         import torch
 
         info, memory = self.client.get_server_info(), self._memory()
         self.on_gpu = info["device"] != "cpu"
         if self.on_gpu:
-            self.noise, self.blur, self.patience = 64 << 20, 64 << 20, 3.0
+            self.noise, self.patience = 64 << 20, 3.0
         self.nbytes = max(self.settings.nbytes or (1 << 30 if self.on_gpu else 64 << 20), LEAST) // LAYER * LAYER
         self.device = {
             "device": str(torch_device(info["device"])),
@@ -202,6 +192,8 @@ class Stage:
         """Kill all processes, and remove the directory."""
         self.client.close()
         self.dismiss()
+        for server in self.servers:
+            server.end()
         while left := self.pids():
             for pid in left:
                 with suppress(OSError):
@@ -209,10 +201,9 @@ class Stage:
             time.sleep(_PAUSE)
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def log(self, lines: int = 20) -> list[str]:
+    def log(self) -> list[str]:
         """Return the last lines that the server and its clients wrote."""
-        text = Path(log_path(self._socket)).read_text(errors="replace")
-        return [line.rstrip() for line in text.splitlines() if line.strip()][-lines:]
+        return [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()][-20:]
 
     def within(self, seconds: float, condition: Callable[[], bool]) -> float:
         """Wait for a condition that another process makes true. Returns the seconds it took, ``inf`` after a timeout."""
@@ -226,20 +217,17 @@ class Stage:
     # The server.
 
     def ensure_server(self) -> None:
-        """Start a server unless one listens, and wait for it.
+        """Start a server unless it runs, and wait until it listens.
 
-        :raises ConnectError: if it ends, or does not listen in time.
+        :raises CannotRun: if it ends instead.
         """
-        options = ServeOptions(socket=self._socket, devices=(self.settings.device,), preload=False, idle_exit=_ORPHANED)
-
-        def answers() -> bool:
-            ServerStarter(lambda: _APP, options)(self._socket, _STARTUP, math.inf)
-            with suppress(SharedRPCError):  # one that was just killed has no command any more, and may listen for a moment
-                self.client.ping()
-                return True
-            return False
-
-        self.within(_STARTUP, answers)
+        if self.servers and self.servers[-1].poll() is None:
+            return
+        options = ["--device", self.settings.device, "--no-preload", "--idle-exit", str(_ORPHANED)]
+        self.servers.append(self._begin("shared_rpc.cli", "serve", _APP, "--socket", self._socket, *options))
+        stdout = self.servers[-1].stdout
+        if stdout is None or not stdout.readline():
+            raise CannotRun(f"the server does not start: {' | '.join(self.log())}")
 
     def server_pids(self) -> list[int]:
         """Return the ids of the server's process, and of the one that runs its endpoints."""
@@ -252,24 +240,26 @@ class Stage:
 
     # Clients.
 
-    def new_client(self) -> VerifyClient:
+    def new_client(self) -> Process:
         """Start a client process."""
-        words = program(_APP, self._socket, self.settings.subject)
-        with open(log_path(self._socket), "ab") as log:
-            # Its own session: Ctrl-C is for the verification alone.
-            options: dict[str, Any] = {"start_new_session": True, "text": True, "env": client_environment(), "stderr": log}
-            self._clients.append(VerifyClient(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **options))
+        self._clients.append(self._begin(_APP, self._socket, self.settings.subject))
         return self._clients[-1]
 
-    def crew(self) -> list[VerifyClient]:
+    def _begin(self, *words: str) -> Process:
+        with self._log.open("ab") as log:
+            # Its own session: Ctrl-C is for the verification alone.
+            options: dict[str, Any] = {"start_new_session": True, "text": True, "env": client_environment(), "stderr": log}
+            return Process(program(*words), stdin=subprocess.PIPE, stdout=subprocess.PIPE, **options)
+
+    def crew(self) -> list[Process]:
         """Return the clients that all checks use, without handles: those that share a model, and a later one."""
-        self._crew = self._crew or [self.new_client() for _ in range(max(self.settings.workers, 2) + 1)]
-        all_of(self._crew, "detach")
-        return self._crew
+        number = max(self.settings.workers, 2) + 1
+        crew = self._clients[:number] or [self.new_client() for _ in range(number)]
+        all_of(crew, "detach")
+        return crew
 
     def dismiss(self) -> None:
         """Kill all clients. After a failed check, their state is unknown."""
-        self._crew = []
         while self._clients:
             self._clients.pop().end()
 
@@ -282,26 +272,25 @@ class Stage:
     def _memory(self) -> DeviceInfo:
         return next(device for device in self.client.list_devices() if device["id"] == self.client.get_server_info()["device"])
 
-    def used(self) -> int:
-        """Measure the bytes in use: by the verification's processes on the host, by all programs on a GPU."""
+    def used(self, pids: Iterable[int] = ()) -> int:
+        """Measure the bytes of all shared segments, on a GPU the bytes in use by any program; and the processes' own memory."""
         if self.on_gpu:
             memory = self._memory()
-            return memory["total"] - (memory["free"] or 0)
+            shared = memory["total"] - (memory["free"] or 0)
+        else:
+            shared = _segment_bytes(self.pids())
         # Without the worker's allocations: its allocator keeps memory of a build.
-        return self.segments() + _private_bytes({*self.pids()} - {*self.server_pids()})
-
-    def segments(self) -> int:
-        """Measure the bytes of shared segments in use by any process: on a GPU, the bytes in use."""
-        return self.used() if self.on_gpu else _segment_bytes(self.pids())
+        return shared + _private_bytes({*pids} - {self.server_pids()[1]})
 
     def counts(self, pids: list[int]) -> dict[str, int]:
         """Count what the server lists, and what processes use together."""
         info = self.client.get_server_info()
         return {
-            **{"leases": info["leases"], "sessions": info["sessions"], "objects": info["objects"]},
+            "leases": info["leases"],
+            "sessions": info["sessions"],
+            "objects": info["objects"],
             "descriptors": sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids),
             "threads": sum(len(os.listdir(f"/proc/{pid}/task")) for pid in pids),
             "mappings": sum(Path(f"/proc/{pid}/maps").read_bytes().count(b"\n") for pid in pids),
-            "private bytes": _private_bytes(pids),
-            "shared bytes": self.segments(),
+            "bytes": self.used(pids),
         }
