@@ -45,8 +45,8 @@ autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 # Members that are public for other modules of the package, but not for users.
 autodoc_default_options = {
-    "exclude-members": "client_options,detail,ensure_live,engine,in_session,mechanism_info,move_to,registry,restore,"
-    "revision_page,run_in,run_with,serve_with,notify"
+    "exclude-members": "client_options,detail,engine,mechanism_info,registry,restore,revision_page,run_in,run_with,serve_with,"
+    "notify"
 }
 # The pages on clusters are built where Ray is not installed.
 autodoc_mock_imports = ["ray"]

@@ -219,7 +219,7 @@ class BaseClient(Context):
             raise ConnectionClosed("this client was closed, which has ended the lease")
         handle = state.lend(lambda: self._handle(step.message, step.value, session.server_id, session))
         self._leases.add(handle)
-        if session.ended and handle.in_session(session) and handle._drop():
+        if session.ended and handle._in_session(session) and handle._drop():
             what = f"the lease on object {step.message.object_id}"
             raise ConnectionClosed(
                 f"the session with the server at {self.socket_path} has ended, and {what} with it: call again"

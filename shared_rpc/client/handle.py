@@ -88,11 +88,11 @@ class Lease(Generic[T]):
         if self._released:
             raise StaleHandleError(f"the handle of object {self.object_id} was released", reason="released")
 
-    def in_session(self, session: object) -> bool:
+    def _in_session(self, session: object) -> bool:
         """Return True if the lease is in a session, and was not released."""
         return self._session is session and not self._released
 
-    def move_to(self, session: object) -> bool:
+    def _move_to(self, session: object) -> bool:
         """Move the lease to another session; return False if it was released."""
         with self._lock:
             if not self._released:

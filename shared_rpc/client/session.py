@@ -117,10 +117,10 @@ class Renewal:
         """Move the handles into the session that has the leases."""
         left = Counter(self._unwanted)
         for handle in self._handles:
-            if left[handle.object_id] and handle.move_to(session):
+            if left[handle.object_id] and handle._move_to(session):
                 left[handle.object_id] -= 1
         self._unwanted = list(left.elements())
-        self._moved = [handle for handle in self._handles if handle.in_session(session)]
+        self._moved = [handle for handle in self._handles if handle._in_session(session)]
 
     def corrections(self) -> list[m.Message]:
         """Return the messages that correct the leases of the session, except those that need memory."""

@@ -133,7 +133,7 @@ def suspend_handle(ctx: Context, handle: Lease[Any]) -> Operation[None]:
     object_id = handle.object_id
     try:
         yield from query(m.GetObjectInfo(object_id), "suspend")
-        if not handle.in_session(ctx._link):
+        if not handle._in_session(ctx._link):
             raise StaleHandleError(
                 f"the handle of object {object_id} cannot be suspended: its lease has ended, or belongs to another process, "
                 f"so its memory could not be restored",

@@ -56,7 +56,7 @@ def test_leases_of_handles_released_during_a_renewal_are_returned() -> None:
     renewal.granted(Reply(m.Held(["a", "a"]), Frame(0, 0, b"")))
     renewal.move(later)
     assert renewal.corrections() == [m.Release(["a"])]
-    assert [handle.in_session(later) for handle in handles] == [False, True, False]
-    assert handles[2].in_session(earlier)
+    assert [handle._in_session(later) for handle in handles] == [False, True, False]
+    assert handles[2]._in_session(earlier)
     assert handles[2]._drop()
     assert handles[1]._drop()
