@@ -15,7 +15,6 @@ from tests.kit.world import World
 
 #: A script as users write it: no branch on the role.
 APP = """
-import asyncio
 import json
 
 import torch
@@ -37,16 +36,6 @@ def load(size=4):
 
 
 @provider.share
-def add(x, y):
-    return x + y
-
-
-@provider.share
-async def double(x):
-    return x * 2
-
-
-@provider.share
 def fail():
     raise ZeroDivisionError("on purpose")
 
@@ -59,8 +48,6 @@ def main():
         answers["forward"] = handle.value(torch.ones(1, 4)).tolist()
         answers["info"] = sorted(handle.get_object_info())
     answers["released"] = handle.released
-    answers["add"] = add(torch.ones(2), y=2).tolist()
-    answers["double"] = asyncio.run(double(torch.ones(2))).tolist()
     try:
         fail()
     except ZeroDivisionError as error:
@@ -105,7 +92,7 @@ def end(child: Child) -> tuple[int, str]:
 
 
 def test_every_role_gives_the_same_answers(world: World, tmp_path: Path) -> None:
-    """Values, handles, errors and awaitables; a client attaches to the server's objects, without a server a process builds."""
+    """Values, handles and errors; a client attaches to the server's objects, without a server a process builds."""
     path = tmp_path / "app.py"
     path.write_text(APP)
     found = {}
@@ -122,7 +109,7 @@ def test_every_role_gives_the_same_answers(world: World, tmp_path: Path) -> None
     assert found["client"] == found["local"] == found["server"]
     assert (answers["managed"], answers["released"]) == (["Handle", "Net", 1], True)
     assert answers["forward"] == [[2.0] * 4]
-    assert (answers["add"], answers["double"], answers["error"]) == ([3.0, 3.0], [2.0, 2.0], "on purpose")
+    assert answers["error"] == "on purpose"
 
 
 def test_a_missing_server_is_reported(world: World) -> None:

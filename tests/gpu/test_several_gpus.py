@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from shared_rpc import Provider, Server
+from tests.kit.models import Spanning
 from tests.kit.processes import Child
-from tests.kit.spanning import Spanning
 from tests.kit.world import World
 
 pytestmark = pytest.mark.gpu

@@ -1,10 +1,15 @@
-"""Frames from a stream that a test cuts into pieces."""
+"""Frames from a stream that a test cuts into pieces, and descriptors that it can distinguish from all others of its process."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from shared_rpc.protocol.frames import Frame, FrameDecoder
+from tests.kit.processes import links_of
+
+_NAME = "counted"
 
 
 def feed(decoder: FrameDecoder, data: bytes | memoryview, fds: Iterable[int] = ()) -> None:
@@ -20,3 +25,20 @@ def next_frame(decoder: FrameDecoder) -> Frame | None:
     :raises ProtocolError: see :meth:`FrameDecoder.ready`.
     """
     return decoder.frames.popleft() if decoder.ready() else None
+
+
+def new_fd() -> int:
+    """Open a file that has no other descriptor."""
+    return os.memfd_create(_NAME, os.MFD_CLOEXEC)
+
+
+@contextmanager
+def nothing_leaks() -> Iterator[None]:
+    """Fail if a descriptor of :func:`new_fd` is left open; closing one twice fails by itself."""
+
+    def count() -> int:  # by name: descriptors that other tests left behind may be closed at any moment
+        return sum(link.startswith(f"/memfd:{_NAME} ") for link in links_of())
+
+    before = count()
+    yield
+    assert count() == before

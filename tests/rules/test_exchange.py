@@ -35,8 +35,7 @@ from shared_rpc.protocol.generations import Generation
 from shared_rpc.protocol.records import EMPTY_TABLE, sent_infos
 from shared_rpc.protocol.socket import FrameBuffers
 from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
-from tests.kit.descriptors import new_fd, nothing_leaks
-from tests.kit.feeding import feed, next_frame
+from tests.kit.feeding import feed, new_fd, next_frame, nothing_leaks
 from tests.kit.raw import frame_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")

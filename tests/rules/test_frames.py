@@ -25,8 +25,7 @@ from shared_rpc.protocol.frames import (
     encode_frame,
 )
 from shared_rpc.zygote import wire
-from tests.kit.descriptors import new_fd, nothing_leaks
-from tests.kit.feeding import feed, next_frame
+from tests.kit.feeding import feed, new_fd, next_frame, nothing_leaks
 
 
 @dataclass
