@@ -24,9 +24,9 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from shared_rpc.zygote.child import become, close_all_but, finish, new_main, own_path, run_program, set_title
 from shared_rpc.zygote.process import die_with_parent, fork, is_readable
@@ -149,110 +149,38 @@ def stop_zygote() -> None:
     _zygote = _process = None
 
 
-class Process:
-    """A child of this process that began as a fork, with the part of :class:`subprocess.Popen` that tests and brokers use."""
+class _Forked(subprocess.Popen[Any]):
+    """A child of this process that begins as a fork; only that differs."""
 
-    def __init__(self, pid: int, stdin: IO[Any] | None, stdout: IO[Any] | None, stderr: IO[Any] | None) -> None:
-        self.pid, self.stdin, self.stdout, self.stderr = pid, stdin, stdout, stderr
-        self.returncode: Any = None
-
-    def poll(self) -> Any:
-        """Return the exit code, None while it runs."""
-        return self._reap(os.WNOHANG)
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end; raise subprocess.TimeoutExpired after ``timeout`` seconds."""
-        if self.returncode is None and timeout is not None:
-            pidfd = os.pidfd_open(self.pid)
-            try:
-                if not is_readable(pidfd, timeout):
-                    raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
-            finally:
-                os.close(pidfd)
-        return int(self._reap(0))
-
-    def _reap(self, options: int) -> Any:
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, options)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-    def communicate(self, timeout: float | None = None) -> tuple[Any, Any]:
-        """Close the input, read both outputs to their ends, and wait for the end."""
-        found: dict[IO[Any] | None, Any] = {}
-
-        def read(stream: IO[Any]) -> None:
-            with stream:
-                found[stream] = stream.read()
-
-        streams = (self.stdout, self.stderr)
-        readers = [threading.Thread(target=read, args=(one,), daemon=True) for one in streams if one and not one.closed]
-        for reader in readers:
-            reader.start()
-        if self.stdin is not None:
-            with suppress(BrokenPipeError):
-                self.stdin.close()
-        self.wait(timeout)
-        for reader in readers:
-            reader.join(timeout)
-        return found.get(self.stdout), found.get(self.stderr)
-
-    def send_signal(self, number: int) -> None:
-        """Send a signal, unless the process was reaped: until then no other process has its id."""
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def terminate(self) -> None:
-        """Send SIGTERM."""
-        self.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        """Send SIGKILL."""
-        self.send_signal(signal.SIGKILL)
+    def _execute_child(self, args: Sequence[str], *given: Any) -> None:
+        """Begin the process, with the parameters of the method that this one overrides, which is private."""
+        _, _, _, pass_fds, cwd, env, _, _, _, stdin, _, _, stdout, _, stderr, *_, new_session, group = given
+        assert _zygote is not None
+        ends = {number: end if end >= 0 else number for number, end in enumerate((stdin, stdout, stderr))}
+        try:
+            self.pid = _zygote.fork(
+                args,
+                os.environ if env is None else env,
+                ends | {fd: fd for fd in pass_fds},
+                cwd,
+                nested=any("shared_rpc.broker" in word for word in args),  # a module to run, or in a piece of code
+                start_new_session=new_session,
+                process_group=group if group >= 0 else None,
+            )
+            self._child_created = True
+        finally:
+            self._close_pipe_fds(*given[9:15])
 
 
 def start(
-    args: Sequence[str],
-    *,
-    fresh: bool = False,
-    stdin: Any = None,
-    stdout: Any = None,
-    stderr: Any = None,
-    text: bool = False,
-    cwd: Any = None,
-    env: Mapping[str, str] | None = None,
-    pass_fds: Sequence[int] = (),
-    **group: Any,
-) -> subprocess.Popen[Any] | Process:
+    args: Sequence[str], *, fresh: bool = False, env: Mapping[str, str] | None = None, text: bool = False, **options: Any
+) -> subprocess.Popen[Any]:
     """Start a process like :class:`subprocess.Popen`, as a fork if that is equivalent.
 
     :param fresh: True for a new process, whose children are new ones too.
-    :param group: ``start_new_session`` or ``process_group``.
     """
-    variables = os.environ if env is None else env
-    if fresh or _zygote is None or not _zygote.can(args, variables):
-        options: dict[str, Any] = {"cwd": cwd, "env": env, "pass_fds": pass_fds, "text": text, **group}
-        return subprocess.Popen(args, -1 if text else 0, stdin=stdin, stdout=stdout, stderr=stderr, **options)
-    ours: list[IO[Any] | None] = [None, None, None]
-    with ExitStack() as theirs:
-
-        def end_of(number: int, stream: Any) -> int:
-            if stream == subprocess.PIPE:
-                reading, writing = os.pipe()
-                end, other = (writing, reading) if number else (reading, writing)
-                ours[number] = open(other, ("r" if number else "w") + ("" if text else "b"), -1 if text else 0)  # noqa: SIM115
-            elif stream == subprocess.DEVNULL:
-                end = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-            else:
-                return number if stream is None else stream if isinstance(stream, int) else int(stream.fileno())
-            theirs.callback(os.close, end)
-            return end
-
-        fds = {number: end_of(number, stream) for number, stream in enumerate((stdin, stdout, stderr))}
-        nested = any("shared_rpc.broker" in word for word in args)  # a module to run, or in a piece of code
-        pid = _zygote.fork(args, variables, fds | {fd: fd for fd in pass_fds}, cwd, nested=nested, **group)
-    return Process(pid, *ours)
+    can_fork = not fresh and _zygote is not None and _zygote.can(args, os.environ if env is None else env)
+    return (_Forked if can_fork else subprocess.Popen)(args, -1 if text else 0, env=env, text=text, **options)
 
 
 @contextmanager
