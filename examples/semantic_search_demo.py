@@ -1,7 +1,6 @@
-"""Demo of semantic_search.py with real processes, weights and kills.
+"""Demo of semantic_search.py with real weights: a server, two clients and an unshared process, some of which are killed.
 
-Runs it as a server, two clients and alone, checks the answers, and kills some processes; then with a broker, whose worker is
-killed while two clients search. Exits with code 1 if a check fails.
+Exits with code 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 from rich.console import Console
@@ -26,14 +24,14 @@ from shared_rpc import Client
 APP = Path(__file__).with_name("semantic_search.py")
 QUESTIONS = ("Which animal communicates by moving?", "How hot is a flash in a storm?", "What can you bake with microbes?")
 
-console = Console(width=110)
+console = Console(width=110, highlight=False)
 failures: list[str] = []
 BEGIN = time.monotonic()
 
 
 def step(what: str) -> None:
     """Print an event, and the seconds since the start."""
-    console.print(f"{time.monotonic() - BEGIN:5.1f} s  {what}", highlight=False)
+    console.print(f"{time.monotonic() - BEGIN:5.1f} s  {what}")
 
 
 def check(what: str, good: bool) -> None:
@@ -43,189 +41,96 @@ def check(what: str, good: bool) -> None:
         failures.append(what)
 
 
-class App:
-    """A process that runs the app in a role."""
+class App(subprocess.Popen[str]):
+    """A process that runs the app in a role, until its input is closed."""
 
-    def __init__(self, role: str, environ: dict[str, str]) -> None:
-        self.role = role
-        self.process = subprocess.Popen(
-            [sys.executable, str(APP)],
-            env={**environ, "SHARED_TENSOR_ROLE": role},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            bufsize=1,
-        )
-        ready = self.read()
-        match = re.search(r"after ([\d.]+) s", ready)
-        if match is None:
-            raise SystemExit(f"the {role} did not get ready: {ready!r}")
-        self.seconds = float(match[1])
-        step(f"a process is ready: {role}, pid {self.process.pid}")
+    def __init__(self, role: str) -> None:
+        environ = {**os.environ, "SHARED_TENSOR_ROLE": role}
+        super().__init__([sys.executable, str(APP)], env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self.stdout is not None
+        #: What ``load_model`` took: "ready as client after 0.274 s".
+        self.seconds = float(self.stdout.readline().split()[-2])
+        step(f"a process is ready: {role}, pid {self.pid}")
 
-    def read(self) -> str:
-        """Return the next line of output."""
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def ask(self, line: str) -> str:
-        """Send a line, and return the answer."""
-        assert self.process.stdin is not None
-        print(line, file=self.process.stdin, flush=True)
-        return self.read()
-
-    def memory(self) -> tuple[int, int]:
-        """Return ``(private, shared)`` bytes, from smaps_rollup."""
-        rollup = Path(f"/proc/{self.process.pid}/smaps_rollup").read_text()
-        sizes = {key: int(kib) * 1024 for key, kib in re.findall(r"^(\w+):\s+(\d+) kB", rollup, re.MULTILINE)}
-        return (
-            sizes["Private_Clean"] + sizes["Private_Dirty"],
-            sizes["Shared_Clean"] + sizes["Shared_Dirty"],
-        )
-
-    def kill(self) -> None:
-        """Kill the process by SIGKILL."""
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
-
-    def end(self) -> None:
-        """Close the input, which ends the main code; kill a server."""
-        if self.process.poll() is None:
-            self.process.communicate(timeout=60) if self.role != "server" else self.kill()
+    def ask(self, *lines: str) -> list[str]:
+        """Send lines, and return their answers."""
+        assert self.stdin is not None and self.stdout is not None
+        print(*lines, sep="\n", file=self.stdin, flush=True)
+        return [self.stdout.readline().strip() for _ in lines]
 
 
-def within(seconds: float, condition: Callable[[], bool]) -> float | None:
-    """Return the seconds until ``condition`` holds, None if it does not in time."""
-    begin = time.monotonic()
-    while time.monotonic() - begin < seconds:
-        if condition():
-            return time.monotonic() - begin
-        time.sleep(0.002)
-    return None
+def memory(pid: int) -> tuple[int, int]:
+    """Return the private and the shared memory of a process, in MiB."""
+    rollup = re.findall(r"^(Private|Shared)_\w+:\s+(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)
+    private, shared = (sum(int(kib) for name, kib in rollup if name == kind) for kind in ("Private", "Shared"))
+    return private >> 10, shared >> 10
 
 
-def demo(directory: str) -> None:
-    environ = _environ(directory)
+def demo(stack: ExitStack) -> None:
     console.print("Real embedding weights in four processes, some of which are killed. About a minute on two cores.")
-    console.rule("one file, three roles")
-    alone = App("local", environ)
-    server = App("server", environ)
-    first, second = App("client", environ), App("client", environ)
-    apps = {"alone": alone, "server": server, "client 1": first, "client 2": second}
-    try:
-        answers = {name: [app.ask(question) for question in QUESTIONS] for name, app in apps.items()}
-        for question, answer in zip(QUESTIONS, answers["client 1"], strict=True):
-            console.print(f"  [bold]{question}[/]\n    {answer}", highlight=False)
-        check("both clients, the server and the unshared run give the same answers", len({*map(tuple, answers.values())}) == 1)
+    console.rule("one model")
+    command = [sys.executable, "-m", "shared_rpc.cli", "serve", str(APP), "--device", "cpu"]
+    server = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True))
+    stack.callback(server.terminate)
+    assert server.stdout is not None
+    step(server.stdout.readline().strip())
+    alone, first, second = apps = [stack.enter_context(App(role)) for role in ("local", "client", "client")]
+    answers = alone.ask(*QUESTIONS)
+    for question, answer in zip(QUESTIONS, answers, strict=True):
+        console.print(f"  [bold]{question}[/]\n    {answer}")
+    same = first.ask(*QUESTIONS) == second.ask(*QUESTIONS) == answers
+    check("the clients and the unshared process give the same answers", same)
 
-        table = Table("process", "model ready after", "private memory", "shared memory", title="\ncost of a process", box=None)
-        for app in apps.values():
-            app.ask("!scale 1")  # so that every process has read all weights
-        memory = {name: app.memory() for name, app in apps.items()}
-        for name, app in apps.items():
-            private, shared = memory[name]
-            table.add_row(name, f"{app.seconds * 1000:,.0f} ms", f"{private >> 20} MiB", f"{shared >> 20} MiB")
-        console.print(table)
-        model = _model_bytes(directory)
-        ratio = server.seconds / first.seconds
-        console.print(f"  the model has {model >> 20} MiB; attaching took {ratio:.1f} times less than loading and publishing")
-        check("attaching is faster than loading", max(first.seconds, second.seconds) < server.seconds)
-        saved = memory["alone"][0] - max(memory["client 1"][0], memory["client 2"][0])
-        check(f"a client has {saved >> 20} MiB less private memory than the unshared run", saved > model * 0.5)
+    table = Table("process", "model ready after", "private memory", "shared memory", title="\ncost of a process", box=None)
+    for name, app in zip(("unshared", "client 1, for which the server loads", "client 2"), apps, strict=True):
+        app.ask("!scale 1")  # reads all weights
+        private, shared = memory(app.pid)
+        table.add_row(name, f"{app.seconds * 1000:,.0f} ms", f"{private} MiB", f"{shared} MiB")
+    console.print(table)
+    client = stack.enter_context(Client(timeout=60, device="cpu"))
+    model = client.list_objects()[0]["nbytes"] >> 20
+    saved = memory(alone.pid)[0] - max(memory(first.pid)[0], memory(second.pid)[0])
+    check("attaching is faster than loading", second.seconds < min(alone.seconds, first.seconds))
+    check(f"the model has {model} MiB; a client has {saved} MiB less private memory", saved > model / 2)
 
-        console.rule("one memory")
-        before = first.ask("!scale 1")
-        written = server.ask("!scale 2")
-        seen = {first.ask("!scale 1"), second.ask("!scale 1")}
-        change = f"{before.split()[-1]} to {written.split()[-1]}"
-        check(f"a write of the server ({change}) is seen by both clients, without a call", seen == {written} != {before})
-        server.ask("!scale 0.5")
+    console.rule("one memory")
+    (before,), (written,), (seen,) = second.ask("!scale 1"), first.ask("!scale 2"), second.ask("!scale 1")
+    change = f"{before.split()[-1]} to {written.split()[-1]}"
+    check(f"client 2 sees a write of client 1 ({change}), without a call", seen == written != before)
+    first.ask("!scale 0.5")
 
-        console.rule("kill -9")
-        with Client(f"{directory}/demo", device="cpu") as client:
+    console.rule("kill -9")
+    second.kill()
+    begin = time.monotonic()
+    while (leases := client.list_objects()[0]["leases"]) > 1 and time.monotonic() < begin + 1:
+        time.sleep(0.002)
+    check(f"client 2 was killed, and its lease is gone after {(time.monotonic() - begin) * 1000:.0f} ms", leases == 1)
 
-            def leases() -> int:
-                return client.list_objects()[0]["leases"]
+    importlib.import_module("sentence_transformers")  # the classes of the model, which every client needs
+    worker = client.get_server_info()["workers"][0]["pid"]
+    os.kill(worker, signal.SIGKILL)
+    begin = time.monotonic()
+    attached = client.call("load_model")
+    took = (time.monotonic() - begin) * 1000
+    check(f"the worker (pid {worker}) was killed, and another client attached after {took:.0f} ms", took < 10_000)
+    check("client 1 answers as before", first.ask(*QUESTIONS) == answers)
+    begin = time.monotonic()
+    another = client.call("load_model", "loaded again")
+    took = time.monotonic() - begin
+    check(f"a new worker loaded the model once more within {took:.1f} s", another.object_id != attached.object_id)
+    held = client.get_server_info()["nbytes"] >> 20
+    console.print(f"  the server that holds {held} MiB of models has {memory(server.pid)[0]} MiB of its own, and no torch")
 
-            check(f"{leases()} processes hold the model", leases() == 3)
-            second.kill()
-            took = within(1.0, lambda: leases() == 2)
-            check(f"client 2 was killed, and its lease is gone after {(took or 0) * 1000:.0f} ms", took is not None)
-        server.kill()
-        after = [first.ask(question) for question in QUESTIONS]
-        check("the server was killed, and client 1 continues to answer as before", after == answers["alone"])
-    finally:
-        for app in apps.values():
-            app.end()
-    last_act(directory, answers["alone"])
-
-
-def last_act(directory: str, answers: list[str]) -> None:
-    """Kill a worker: attached clients continue, new clients attach, and the next build succeeds."""
-    console.rule("kill -9 of what loads models")
-    environ = {**_environ(directory), "SHARED_TENSOR_BASE_PATH": f"{directory}/broker"}
-    words = [sys.executable, "-m", "shared_rpc.cli", "serve", str(APP)]
-    broker = subprocess.Popen(words, env=environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    apps: list[App] = []
-    try:
-        assert broker.stdout is not None
-        broker.stdout.readline()
-        apps += [App("client", environ), App("client", environ)]
-        with Client(f"{directory}/broker", device="cpu", timeout=60) as client, ThreadPoolExecutor() as threads:
-            worker = client.get_server_info()["workers"][0]["pid"]
-            importlib.import_module("sentence_transformers")  # the classes of the model, which every client needs
-            searches = [threads.submit(_search, app, 4) for app in apps]
-            os.kill(worker, signal.SIGKILL)
-            begin = time.perf_counter()
-            attached = client.call("load_model")
-            took = time.perf_counter() - begin
-
-            def gone() -> bool:
-                return worker not in [w["pid"] for w in client.get_server_info()["workers"] if w["state"] == "ready"]
-
-            killed = within(10.0, gone) is not None
-            check(f"the worker (pid {worker}) was killed, and a third client attached after {took * 1000:.0f} ms", killed)
-            check("two clients searched, and answered as before", all(s.result() == answers * 4 for s in searches))
-            begin = time.perf_counter()
-            another = client.call("load_model", "built again")
-            took = time.perf_counter() - begin
-            check(f"a new worker built another one within {took:.1f} s", another.object_id != attached.object_id)
-            with open(f"/proc/{broker.pid}/status", encoding="ascii") as status:
-                resident = int(next(line for line in status if line.startswith("VmRSS")).split()[1]) >> 10
-            held = client.get_server_info()["nbytes"] >> 20
-            console.print(f"  the broker that holds {held} MiB of models has {resident} MiB of its own, and no torch")
-    finally:
-        for app in apps:
-            app.end()
-        broker.terminate()
-        broker.wait()
-
-
-def _search(app: App, rounds: int) -> list[str]:
-    return [app.ask(question) for _ in range(rounds) for question in QUESTIONS]
-
-
-def _environ(directory: str) -> dict[str, str]:
-    environ = {
-        **os.environ,
-        "SHARED_TENSOR_BASE_PATH": f"{directory}/demo",
-        "HF_HUB_OFFLINE": "1",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    environ.pop("SHARED_TENSOR_ENABLED", None)
-    return environ
-
-
-def _model_bytes(directory: str) -> int:
-    with Client(f"{directory}/demo", device="cpu") as client:
-        return int(client.list_objects()[0]["nbytes"])
+    server.kill()
+    check("the server was killed, and client 1 answers as before", first.ask(*QUESTIONS) == answers)
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as scratch:
-        demo(scratch)
+    os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "SHARED_TENSOR_ENABLED": ""}
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as processes:
+        os.environ["SHARED_TENSOR_BASE_PATH"] = f"{scratch}/demo"
+        demo(processes)
     if failures:
         raise SystemExit(f"{len(failures)} checks failed: {'; '.join(failures)}")
     console.print("\n[green]all checks passed[/]")
