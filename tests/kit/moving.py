@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-from contextlib import closing
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import tiers as t
-from shared_rpc.protocol.catalogue import decode_message
 from tests.kit.brokers import BrokerApp, memory_of
 from tests.kit.processes import eventually
 from tests.kit.raw import HoldingSession
@@ -46,12 +44,9 @@ class MovedBuffer:
         self._bytes = os.urandom(nbytes)
         with self.session() as session:
             before = memory_of(self.pid)
-            made = _reply(session, m.CreateBuffer(len(self._bytes), device=device, keep=True))
-            assert isinstance(made.message, m.Result), made.message
-            self.object_id = made.message.object_id
-            [fd] = made.fds
-            assert os.pwrite(fd, self._bytes, 0) == len(self._bytes)
-            made.close()
+            with session.result(m.CreateBuffer(len(self._bytes), device=device, keep=True)) as (made, [fd]):
+                self.object_id = made.object_id
+                assert os.pwrite(fd, self._bytes, 0) == len(self._bytes)
         eventually(lambda: memory_of(self.pid) <= before + 1)  # others may have been evicted
 
     def session(self) -> HoldingSession:
@@ -82,7 +77,7 @@ class MovedBuffer:
     def moved(self, move: str) -> str:
         """Make a move; return the resulting tier."""
         with self.move(move) as session:
-            reply = session.heard()
+            reply = session.hear()
             assert isinstance(reply, m.Answer), reply
         return self.tier
 
@@ -99,38 +94,17 @@ class MovedBuffer:
     def write(self) -> None:
         """Write other bytes to it, like a process that maps it."""
         self._bytes = os.urandom(len(self._bytes))
-        with self.session() as session:
-            found = _reply(session, m.GetBuffer(self.object_id))
-            assert isinstance(found.message, m.Result), found.message
-            with closing(found):
-                assert os.pwrite(found.fds[0], self._bytes, 0) == len(self._bytes)
+        with self.session() as session, session.result(m.GetBuffer(self.object_id)) as (_, [fd]):
+            assert os.pwrite(fd, self._bytes, 0) == len(self._bytes)
 
     def has_its_bytes(self) -> bool:
         """Return whether a client that acquires it gets the written bytes."""
-        with self.session() as session:
-            found = _reply(session, m.GetBuffer(self.object_id))
-            assert isinstance(found.message, m.Result), found.message
-            with closing(found):
-                return [os.pread(fd, len(self._bytes) + 1, 0) for fd in found.fds] == [self._bytes]
+        with self.session() as session, session.result(m.GetBuffer(self.object_id)) as (_, fds):
+            return [os.pread(fd, len(self._bytes) + 1, 0) for fd in fds] == [self._bytes]
 
     def workers(self) -> list[int]:
         """Return the process ids of the workers that are ready."""
         return [worker["pid"] for worker in self.query(m.GetServerInfo())["workers"] if worker["state"] == "ready"]
-
-
-class _Reply(NamedTuple):
-    message: m.Message
-    fds: list[int]
-
-    def close(self) -> None:
-        for fd in self.fds:
-            os.close(fd)
-
-
-def _reply(session: HoldingSession, message: m.Message) -> _Reply:
-    session.say(message)
-    frame = session.hear_frame()
-    return _Reply(decode_message(frame), frame.detach_fds())
 
 
 def to_of(move: str) -> str:

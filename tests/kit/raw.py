@@ -6,8 +6,8 @@ import fcntl
 import mmap
 import os
 import socket
-from collections.abc import Sequence
-from contextlib import closing, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -125,6 +125,15 @@ class Raw:
         assert isinstance(answer, m.Answer), answer
         return message.read(answer)
 
+    @contextmanager
+    def result(self, message: Message) -> Iterator[tuple[m.Result, list[int]]]:
+        """Send a request; yield its result with the descriptors, which are closed after the block."""
+        self.say(message)
+        with closing(self.hear_frame()) as frame:
+            reply = decode_message(frame)
+            assert isinstance(reply, m.Result), reply
+            yield reply, frame.fds
+
     def hear_end(self) -> None:
         """Read until the other side disconnects."""
         with suppress(ConnectionError):
@@ -148,7 +157,6 @@ class HoldingSession(Raw):
     def __init__(self, socket_path: str, seconds: float = 60.0) -> None:
         super().__init__(socket_path)
         self.sock.settimeout(seconds)
-        self._number = 100
 
     def hold(self, object_id: str) -> None:
         """Acquire a lease, by a request that restores nothing."""
@@ -158,19 +166,9 @@ class HoldingSession(Raw):
         """Suspend the lease on an object."""
         assert self.ask(t.Suspend([object_id])) == m.Answer.of(1)
 
-    def begin_resume(self, object_id: str) -> None:
-        """Request an object."""
-        self._number += 1
-        self.say(t.Resume(object_id), self._number)
-
-    def heard(self) -> m.Message:
-        """Return the next answer."""
-        with closing(self.hear_frame()) as frame:
-            return decode_message(frame)
-
     def resume(self, object_id: str) -> set[int]:
         """Resume an object, which is in host memory; return its distinct bytes."""
-        self.begin_resume(object_id)
+        self.say(t.Resume(object_id))
         with closing(self.hear_frame()) as frame:
             reply = decode_message(frame)
             assert isinstance(reply, t.Resumed), reply

@@ -232,7 +232,7 @@ def test_killed_workers_are_replaced_in_a_move(
     killing.arm(step)
     with subject.move(move) as session:
         assert died(killing, step) == worker
-        assert isinstance(session.heard(), m.Answer)
+        assert isinstance(session.hear(), m.Answer)
     eventually(lambda: subject.workers() not in ([], [worker]), 60.0, "another worker")
     check_subject(subject, move)
 
