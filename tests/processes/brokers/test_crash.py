@@ -266,15 +266,15 @@ def test_waiting_clients_see_no_gap(app: BrokerApp, threads: concurrent.futures.
     client = app.connect(connect_timeout=20)
     client.ping()
     broker.kill()
-    waiting = [threads.submit(client.call, "model", 9), threads.submit(anyio.run, _call_async, app.base_path)]
+    waiting = [threads.submit(client.call, "model", 9), threads.submit(anyio.run, _call_async, app.base_path, "model", 9)]
     app.start()
     for call in waiting:
         assert call.result(20).weight[0, 0] == 9
 
 
-async def _call_async(base_path: str) -> Any:
+async def _call_async(base_path: str, *call: Any) -> Any:
     async with AsyncClient(base_path, device="cpu", connect_timeout=20) as client:
-        return await client.call("model", 9)
+        return await client.call(*call)
 
 
 def test_unsent_requests_go_to_the_next_broker(app: BrokerApp) -> None:
@@ -296,7 +296,7 @@ def test_sent_calls_are_not_repeated(app: BrokerApp, threads: concurrent.futures
     client = app.connect(connect_timeout=20)
     calls = [
         threads.submit(client.call, "slow", str(tmp_path / "go")),
-        threads.submit(anyio.run, _slow_async, app.base_path, str(tmp_path / "go")),
+        threads.submit(anyio.run, _call_async, app.base_path, "slow", str(tmp_path / "go")),
     ]
     eventually(begun(tmp_path / "go"))
     eventually(lambda: client.get_server_info()["joined"] == 1)
@@ -306,11 +306,6 @@ def test_sent_calls_are_not_repeated(app: BrokerApp, threads: concurrent.futures
         with pytest.raises(errors.ConnectionClosed):
             call.result(20)
     assert client.get_server_info()["calls"] == 0
-
-
-async def _slow_async(base_path: str, path: str) -> Any:
-    async with AsyncClient(base_path, device="cpu", connect_timeout=20) as client:
-        return await client.call("slow", path)
 
 
 def test_sent_queries_are_repeated(app: BrokerApp, threads: concurrent.futures.ThreadPoolExecutor) -> None:
