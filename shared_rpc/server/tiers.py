@@ -464,8 +464,8 @@ class Tiers:
         group, infos = move.group, infos_of(move.group)
         if move.to == "host":
             await self._spare_host(group)
-            if not all(map(self._keeps, group)):
-                return 0
+        if not all(map(self._keeps, group)):
+            return 0
         cold = group[0].cold
         revision = self._revision(group)
         if revision is None and not cold:
@@ -514,7 +514,7 @@ class Tiers:
     async def _restore(self, move: Move, stored: StoredObject) -> list[MoveInfo]:
         """Restore a cold group, whose memory is reserved."""
         before = stored.tier
-        group = move.group
+        group = [member for member in move.group if self._keeps(member)]
         infos = infos_of(group)
         # The object may be dropped during the move, together with its copies.
         kept = [self._objects.copies.highest(segment_id) for segment_id in infos]

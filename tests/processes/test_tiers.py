@@ -22,7 +22,9 @@ from shared_rpc.execution.device_memory import DeviceMemory
 from shared_rpc.protocol import generations as g
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import tiers as t
+from shared_rpc.server.capacity import Move
 from shared_rpc.server.core import Core
+from shared_rpc.server.tiers import Tiers
 from tests.kit.closings import late_closings
 from tests.kit.processes import eventually
 from tests.kit.raw import Raw
@@ -288,6 +290,23 @@ def test_objects_dropped_during_an_eviction_are_not_moved(
     assert [request.result() for request in (first, *others)] == [[], [], []]
     info = client.get_server_info()
     assert (info["copies"], gate.calls) == ({}, 1)
+
+
+@pytest.mark.parametrize(("way", "step"), [("evict", "_lower"), ("restore", "_restore")])
+def test_objects_dropped_before_their_move_begins_are_not_moved(
+    client: Client, monkeypatch: pytest.MonkeyPatch, way: str, step: str
+) -> None:
+    """A move begins in the next turn of the loop."""
+    object_id, move = cold(client), getattr(Tiers, step)
+    if way == "evict":
+        client.restore(object_id)
+
+    async def dropped(tiers: Tiers, begun: Move, more: Any) -> Any:
+        tiers._objects.unlist(begun.group[0])
+        return await move(tiers, begun, more)
+
+    monkeypatch.setattr(Tiers, step, dropped)
+    assert getattr(client, way)(object_id) == []
 
 
 def test_objects_dropped_during_a_restore_are_built_again(
