@@ -436,7 +436,7 @@ class Tiers:
         """Return the sum of a group's revisions, None while one of them is being written."""
         total = 0
         for stored in group:
-            number = settled_revision(stored.page) if stored.page is not None else 0
+            number = settled_revision(stored.page) if stored.page is not None and self._keeps(stored) else 0
             if number is None:
                 return None
             total += number

@@ -277,7 +277,8 @@ def test_objects_dropped_during_an_eviction_are_not_moved(
     client: Client, world: World, gate: Gate, threads: ThreadPoolExecutor
 ) -> None:
     """Nothing is left of the copy. Others that wait for the move get the same error."""
-    client.call("model", 4).release()
+    with client.call("model", 4) as handle:
+        assert handle.revision == 0  # now it has a page
     first = threads.submit(client.evict, "model")
     assert gate.begun.wait(30)
     others = [
