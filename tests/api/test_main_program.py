@@ -16,7 +16,7 @@ import pytest
 from shared_rpc import Client
 from tests.kit.brokers import ROLE, broker_words, is_running
 from tests.kit.deep import deep
-from tests.kit.processes import Child, eventually
+from tests.kit.processes import Child, eventually, skip_without_late_threads
 from tests.kit.world import World
 
 #: Several processes that import torch at once may share one core.
@@ -148,6 +148,8 @@ class Served:
     """The app, a process that serves it, and a client."""
 
     def __init__(self, folder: Path, host: str, more: str = "", fresh: bool = False) -> None:
+        if host == "script":
+            skip_without_late_threads()
         self.host = host
         file = folder / "app.py"
         file.write_text(APP + more)
@@ -304,6 +306,7 @@ threading.Thread(target=work).start()
 
 def test_commands_serve_like_scripts(tmp_path: Path, base_path: str, world: World) -> None:
     """``python -c`` behaves like ``python app.py``."""
+    skip_without_late_threads()
     child = world.start("-c", APP, environ={"SHARED_TENSOR_ROLE": "server"}, cwd=tmp_path)
     child.expect_error("serving at")
     with Client(base_path, device="cpu", timeout=150.0) as client:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shared_rpc import Client
-from tests.kit.processes import Child
+from tests.kit.processes import Child, skip_without_late_threads
 from tests.kit.world import World
 
 #: A script as users write it: no branch on the role.
@@ -80,6 +80,8 @@ def ones(size):
 
 def start(world: World, main: str = "", role: str = "server", **environ: str) -> Child:
     """Run :data:`SCRIPT` with that main code, in a role."""
+    if role == "server":
+        skip_without_late_threads()
     path = Path(world.base_path).with_name("app.py")
     path.write_text(SCRIPT + textwrap.dedent(main))
     return world.start(str(path), environ={"SHARED_TENSOR_ROLE": role, **environ})

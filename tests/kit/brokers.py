@@ -14,7 +14,7 @@ import pytest
 from shared_rpc import Client
 from shared_rpc.protocol.options import ServeOptions
 from shared_rpc.settings import program
-from tests.kit.processes import Child, eventually, links_of
+from tests.kit.processes import Child, eventually, links_of, skip_without_late_threads
 from tests.kit.world import World
 
 #: The beginning of every app, with the endpoints that the tests of crashes need.
@@ -123,6 +123,7 @@ class BrokerApp:
 
     def start_script(self) -> Child:
         """Run the app in the server role, in which one process is the server and runs the endpoints; wait until it serves."""
+        skip_without_late_threads()
         child = self.world.start(str(self.file), environ={"SHARED_TENSOR_ROLE": "server"}, cwd=self.file.parent)
         child.expect_error("serving")
         return child

@@ -13,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+import pytest
+
 from tests.kit.forks import NO_FORK_WARNING, PYTHONPATH, ROOT, start
 
 __all__ = ["PYTHONPATH", "ROOT", "Child", "eventually", "links_of", "open_fds", "python", "rights"]
@@ -92,6 +94,12 @@ class Child:
         """Wait for the end; return the exit code and the text on standard error."""
         _, errors = self.process.communicate(timeout=50)
         return self.process.returncode, errors
+
+
+def skip_without_late_threads() -> None:
+    """Skip a test of a script that serves after its main code, on Pythons that start no threads then."""
+    if (3, 12) <= sys.version_info[:3] < (3, 12, 3):
+        pytest.skip("Python 3.12.0 to 3.12.2 start no threads once the main program has ended (python/cpython#113964)")
 
 
 def python(code: str, *arguments: str, **options: Any) -> Child:
