@@ -24,7 +24,7 @@ SCHEMA = "shared-rpc-verify/4"
 _CYCLES, _WARM_UP = 1000, 100
 #: Growth of server, worker and client together that is no leak: mappings that allocators make and remove at any time, and
 #: bytes that they keep, less than a model.
-_GROWTH = {"mappings": 24, "bytes": 12 << 20}
+_MAPPINGS, _BYTES = 24, 12 << 20
 #: Seconds for a worker to end with its server; and for an attach while there is no worker: less than one needs to import torch.
 _ORPHAN, _NO_GAP = 2.0, 1.0
 
@@ -110,7 +110,7 @@ def sharing(stage: Stage, outcome: Outcome) -> None:
 @_check("nothing is left of those that end", "look for handles that are kept, and their holders with 'shared-rpc objects'")
 def lifetimes(stage: Stage, outcome: Outcome) -> None:
     """Check for leaks after many attaches and releases, the end of a process, and the kill of one that alone holds a model."""
-    model, seed, patience = {"nbytes": LEAST, "seed": SEED}, next(stage.seeds), stage.patience
+    model, seed, patience = {"nbytes": stage.nbytes, "seed": SEED}, next(stage.seeds), stage.patience
     # Another process holds the model, as in practice; each release is the last one of its process.
     first, client = stage.crew()[:2]
     _, right = first.ask("attach", **model)
@@ -123,14 +123,16 @@ def lifetimes(stage: Stage, outcome: Outcome) -> None:
     each = (time.monotonic() - begin) / _CYCLES
     ended, killed = stage.new_client(), stage.new_client()
     same = ended.ask("attach", **model)[1] == first.ask("digest") == right
-    killed.ask("attach", nbytes=LEAST, seed=seed)
-    stage.client.invalidate_call_cache("model", LEAST, seed)
+    killed.ask("attach", nbytes=stage.nbytes, seed=seed)
+    stage.drop(seed)
     ended.end(kill=False)
     killed.end()
 
+    allowed = {"mappings": _MAPPINGS, "bytes": max(_BYTES, stage.noise)}
+
     def grown() -> str:
         more = {name: count - before[name] for name, count in stage.counts(pids).items()}
-        return ", ".join(f"{count} more {name}" for name, count in more.items() if count > _GROWTH.get(name, 0))
+        return ", ".join(f"{count} more {name}" for name, count in more.items() if count > allowed.get(name, 0))
 
     took = stage.within(patience, lambda: not grown())
     outcome.found.append(f"{_CYCLES} attaches and releases, {each * 1e3:.2f} ms each")
