@@ -24,7 +24,6 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
-from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -77,8 +76,6 @@ def materialize(
     """
     if _block.get() is not None:
         raise ConfigurationError("materialize(): blocks do not nest: attach an inner model after the outer block")
-    if rename is not None and not callable(rename):
-        raise ConfigurationError(f"rename={rename!r}: use a function of a name, as lambda name: names.get(name, name)")
     if isinstance(own, str):
         raise ConfigurationError(f"own={own!r}: use a list of names and globs, as own=[{own!r}]")
     tensors = _tensors_of(source, rename or str)
@@ -174,11 +171,6 @@ class _Block:
 
     def stand_in(self, parameter: nn.Parameter, label: str) -> nn.Parameter | None:
         """Return the replacement for a parameter at registration: the same one on the meta device."""
-        if is_lazy(parameter):
-            raise CapabilityError(
-                f"materialize(): {label} has no shape before the first forward pass: build the model with layers that know "
-                f"their sizes, as nn.Linear in place of nn.LazyLinear"
-            )
         if parameter.is_meta or type(parameter.data) is not torch.Tensor or parameter.layout is not torch.strided:
             return None
         meta: nn.Parameter | None = self._stand_ins.get(parameter)

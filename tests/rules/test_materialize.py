@@ -181,14 +181,6 @@ def test_reading_values_in_the_constructor_is_refused(ask: Callable[[Any], objec
     assert not nn.Linear(1, 1).weight.is_meta
 
 
-def test_lazy_layers_are_refused() -> None:
-    """They have no shape to compare: the error gives the alternative."""
-    with pytest.raises(CapabilityError, match=r"weight of LazyLinear has no shape .* nn\.Linear"):
-        with materialize(nn.Linear(4, 3)):
-            model = nn.LazyLinear(3)
-        del model
-
-
 def test_tied_weights_stay_tied() -> None:
     """One parameter under two names; a source with only one of them, like safetensors files, is enough."""
     source = Tied()
@@ -257,9 +249,8 @@ LINEAR = nn.Linear(2, 2)
         (3, {}, "the source is a int"),
         ({"a": {"b": torch.ones(1)}}, {}, "use a module, a flat dict"),
         ({"a": torch.ones(1, device="meta")}, {}, "'a' is on the meta device"),
-        (LINEAR, {"rename": {"weight": "bias"}}, "use a function of a name"),
     ],
-    ids=["twice", "own", "number", "nested", "meta", "dict"],
+    ids=["twice", "own", "number", "nested", "meta"],
 )
 def test_impossible_sources_and_options_are_refused(source: Any, options: dict[str, Any], message: str) -> None:
     """Before anything is built: sources are modules, and flat dicts of tensors that have memory."""
