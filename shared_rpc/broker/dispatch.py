@@ -225,8 +225,6 @@ class WorkerExecutor:
 
     def _release(self, run: Run[Any]) -> None:
         self._sent.discard(run)
-        if run.place.timer is not None:
-            run.place.timer.cancel()
         if not run.running:
             # The worker returns the client's chunks itself.
             run.place.arguments.pooled = {}
@@ -240,17 +238,18 @@ class WorkerExecutor:
         if isinstance(message, (w.RunFinished, w.RunFailed, w.RunWithdrawn)):
             assert place.worker is not None, "it has sent the message"
             place.worker.runs.discard(run)
+            if place.timer is not None:
+                place.timer.cancel()
             freed, transfer = message.freed, self.transfers.find(place.session)
             if freed and transfer is not None:
                 transfer.came_back(place.worker, freed)
             if not isinstance(message, w.RunWithdrawn):
                 self._ended(run, message, frame)
             return True
-        if not place.forgotten:
-            if isinstance(message, w.RunStarted):
-                self._began(run)
-            elif isinstance(message, w.RunProgress):
-                place.owner.progressed(run, message.progress)
+        if isinstance(message, w.RunStarted):
+            self._began(run)
+        elif isinstance(message, w.RunProgress) and not place.forgotten:
+            place.owner.progressed(run, message.progress)
         return False
 
     def _began(self, run: Run[Any]) -> None:
@@ -260,7 +259,8 @@ class WorkerExecutor:
         place.arguments.close()
         if self._build_timeout is not None:
             place.timer = asyncio.get_running_loop().call_later(self._build_timeout, self._overdue, run)
-        place.owner.began(run)
+        if not place.forgotten:
+            place.owner.began(run)
 
     def _overdue(self, run: Run[Any]) -> None:
         run.place.worker.kill(f"{run.spec.name}() took longer than the build timeout of {self._build_timeout:g} s")

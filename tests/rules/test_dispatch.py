@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -36,6 +37,7 @@ class Peer:
     state = "ready"
     congested = False
     pid = 1
+    kill: Callable[[str], None]
 
     def __init__(self) -> None:
         self.sent: list[tuple[Message, int]] = []
@@ -138,6 +140,18 @@ def test_a_result_that_crosses_its_withdrawal_is_released(
     assert setting.transfer.returned() == [7, 8]
     assert (setting.outcomes, setting.begun, setting.peers[0].runs) == ([], 0, set())
     setting.transfer.close()
+
+
+@pytest.mark.asyncio
+async def test_a_run_that_crosses_its_withdrawal_has_a_build_timeout(setting: Setting) -> None:
+    """Otherwise a run that hangs would occupy its worker."""
+    setting.executor._build_timeout = 0.001
+    killed = asyncio.Event()
+    setting.peers[0].kill = lambda why: killed.set()
+    assert setting.executor.withdraw(setting.start())
+    setting.said(w.RunStarted(), setting.peers[0].sent[-1][1])
+    await asyncio.wait_for(killed.wait(), 5)
+    assert setting.begun == 0
 
 
 def test_an_arena_is_sent_once(setting: Setting, ran: Callable[..., tuple[w.RunFinished, list[int]]], no_leaks: None) -> None:
