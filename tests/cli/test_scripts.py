@@ -21,7 +21,7 @@ from shared_rpc.scripts.command import Script, parse
 from shared_rpc.scripts.key import interpreter_options, key_of
 from tests.kit.brokers import is_running
 from tests.kit.deep import deep
-from tests.kit.processes import eventually, python
+from tests.kit.processes import eventually, python, skip_without_late_threads
 from tests.kit.scripts import WAITS, Place
 from tests.kit.world import World
 
@@ -296,6 +296,7 @@ APP = """
 
 def test_the_server_role_serves_until_it_is_interrupted(place: Place, world: World) -> None:
     """The main code's end is not the end of the process, and Ctrl-C is."""
+    skip_without_late_threads()
     child = place.start(place.write(APP), SHARED_TENSOR_ROLE="server")
     world.children.append(child)
     assert child.expect("sum") == "sum 45 server"

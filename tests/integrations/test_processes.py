@@ -19,7 +19,7 @@ from shared_rpc.integrations.transformers import shared
 from tests.integrations.checkpoints import inputs
 from tests.integrations.comparing import shared_parameters
 from tests.kit.brokers import is_running
-from tests.kit.processes import Child, eventually
+from tests.kit.processes import Child, eventually, skip_without_late_threads
 from tests.kit.world import World
 
 #: A user's script, which also answers the test's requests.
@@ -105,6 +105,7 @@ def test_a_script_starts_its_server(run: Run, checkpoint: str, base_path: str) -
 
 def test_the_app_is_a_command(base_path: str, checkpoint: str, world: World) -> None:
     """``python -m shared_rpc.integrations.transformers`` serves until it is stopped."""
+    skip_without_late_threads()
     environ = {"SHARED_TENSOR_ROLE": "server", "CUDA_VISIBLE_DEVICES": ""}
     child = world.start("-m", "shared_rpc.integrations.transformers", environ=environ)
     child.expect_error(f"serving at {base_path}-cpu.sock")
