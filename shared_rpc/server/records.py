@@ -105,8 +105,6 @@ class Records:
         if stored.kind == "buffer":
             self._state.buffers.get(session, stored.object_id)  # on its terms, with a lease
         else:
-            if stored.listed and stored.cache_key is not None:
-                self._state.objects.lookup(stored.cache_key)  # this counts as an access
             self._state.leases.grant(session, stored.object_id)
         return header, parts
 
