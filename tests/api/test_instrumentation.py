@@ -64,31 +64,27 @@ def listener() -> Listener:
 def world(world: World, go: threading.Event, tmp_path: Path) -> World:
     """A server with a few endpoints, which accepts two tasks."""
 
-    world.share("held", managed=True)(lambda size: torch.zeros((size,)))
+    world.share("model", managed=True)(lambda size: torch.zeros((size,)))
 
     @world.share(cache=False)
     def fails(value: int) -> torch.Tensor:
         raise ValueError(f"not {value}")
 
-    @world.share(concurrency="serialized", cache=False)
-    def wait() -> torch.Tensor:
-        go.wait()
-        return torch.zeros(1)
-
+    world.share_held(go, concurrency="serialized", cache=False)
     world.serve(max_tasks=2, spill_dir=tmp_path)
     return world
 
 
 def test_calls_emit_start_and_finish_events(client: Client, listener: Listener) -> None:
     """The first call builds and the second one is a cache hit; each has its own request id."""
-    first, second = client.call("held", 3), client.call("held", 3)
+    first, second = client.call("model", 3), client.call("model", 3)
     started, finished = listener.of(i.CallStarted), listener.of(i.CallFinished)
     assert [event.outcome for event in finished] == ["built", "hit"]
     assert [event.request_id for event in started] == [event.request_id for event in finished]
     assert len({event.request_id for event in started}) == 2
-    assert all(event.endpoint == "held" and event.seconds > 0 and event.error == "" for event in finished)
+    assert all(event.endpoint == "model" and event.seconds > 0 and event.error == "" for event in finished)
     (built,) = listener.of(i.BuildFinished)
-    assert (built.endpoint, built.request_id, built.cached) == ("held", finished[0].request_id, True)
+    assert (built.endpoint, built.request_id, built.cached) == ("model", finished[0].request_id, True)
     assert 0 < built.seconds <= finished[0].seconds
     assert [event.request_id for event in listener.of(i.BuildStarted)] == [built.request_id]
     assert first.server_id == second.server_id == finished[0].server_id
@@ -97,7 +93,7 @@ def test_calls_emit_start_and_finish_events(client: Client, listener: Listener) 
 def test_abandoned_calls_finish_once(world: World, client: Client, listener: Listener, go: threading.Event) -> None:
     """With outcome ``left``, although the run continues."""
     with pytest.raises(errors.DeadlineExceeded):
-        world.client(timeout=0.05).call("wait")
+        world.client(timeout=0.05).call("held")
     assert [event.outcome for event in listener.next(i.CallFinished)] == ["left"]
     go.set()
     listener.next(i.BuildFinished)
@@ -122,20 +118,20 @@ def test_errors_carry_the_id_of_their_request(client: Client, listener: Listener
 
 def test_objects_and_leases_emit_events(client: Client, listener: Listener) -> None:
     """Published, leased, released and freed."""
-    handle = client.call("held", 5)
+    handle = client.call("model", 5)
     (published,), (given,) = listener.of(i.ObjectPublished), listener.of(i.LeaseGiven)
     assert (published.object_id, published.nbytes, published.device) == (handle.object_id, 20, "cpu")
     assert given.object_id == handle.object_id
     handle.release()
-    client.invalidate_endpoint_cache("held")
+    client.invalidate_endpoint_cache("model")
     (ended,), (freed,) = listener.of(i.LeaseEnded), listener.of(i.ObjectFreed)
     assert (ended.object_id, ended.session, ended.reclaimed) == (handle.object_id, given.session, False)
-    assert (freed.object_id, freed.endpoint) == (handle.object_id, "held")
+    assert (freed.object_id, freed.endpoint) == (handle.object_id, "model")
 
 
 def test_killed_clients_are_reported(world: World, listener: Listener) -> None:
     """Its leases as reclaimed, and its session as not closed by the client."""
-    child = world.peer("handle = client.call('held', 7)")
+    child = world.peer("handle = client.call('model', 7)")
     child.kill()
     (closed,) = listener.next(i.SessionClosed)
     assert (closed.pid, closed.clean, closed.leases) == (child.pid, False, 1)
@@ -145,7 +141,7 @@ def test_killed_clients_are_reported(world: World, listener: Listener) -> None:
 
 def test_tasks_emit_every_status(client: Client, listener: Listener) -> None:
     """With the id of the submitting request; the call ends with the task."""
-    client.wait_for_task(client.submit("held", 8))
+    client.wait_for_task(client.submit("model", 8))
     changes = listener.of(i.TaskChanged)
     assert [event.status for event in changes] == ["pending", "running", "completed"]
     (finished,) = listener.of(i.CallFinished)
@@ -155,8 +151,8 @@ def test_tasks_emit_every_status(client: Client, listener: Listener) -> None:
 
 def test_cancelled_tasks_finish_their_calls(client: Client, listener: Listener) -> None:
     """Even before the task begins."""
-    client.submit("wait")
-    assert client.cancel_task(client.submit("wait"))
+    client.submit("held")
+    assert client.cancel_task(client.submit("held"))
     (finished,) = listener.next(i.CallFinished)
     assert (finished.outcome, finished.error) == ("failed", "task-cancelled")
 

@@ -32,19 +32,14 @@ pytest.importorskip("prometheus_client")
 def world(world: World, go: threading.Event) -> World:
     """A server with a few endpoints, and metrics on a free port."""
 
-    world.share("held", managed=True)(lambda size: torch.zeros((size,)))
+    world.share("model", managed=True)(lambda size: torch.zeros((size,)))
 
     @world.share(cache=False)
     def fails(value: int) -> torch.Tensor:
         raise ValueError(f"not {value}")
 
     world.share("short", cache=False)(lambda size: torch.zeros((size,)))
-
-    @world.share
-    def wait(key: int = 0) -> torch.Tensor:
-        go.wait()
-        return torch.zeros(1)
-
+    world.share_held(go)
     return world
 
 
@@ -73,21 +68,21 @@ def fresh(url: str, condition: Callable[[Any], bool]) -> Any:
 
 def test_calls_are_counted_by_endpoint_and_outcome(url: str, client: Client) -> None:
     """With durations; builds and cached calls are counted separately."""
-    client.call("held", 3), client.call("held", 3), client.call("held", 4)
+    client.call("model", 3), client.call("model", 3), client.call("model", 4)
     with pytest.raises(ValueError, match="not 5"):
         client.call("fails", 5)
     with pytest.raises(errors.EndpointNotFound):
         client.call("nowhere")
     now = scrape(url)
-    assert now("calls_total", endpoint="held", outcome="built") == 2
-    assert now("calls_total", endpoint="held", outcome="hit") == 1
+    assert now("calls_total", endpoint="model", outcome="built") == 2
+    assert now("calls_total", endpoint="model", outcome="hit") == 1
     assert now("calls_total", endpoint="fails", outcome="failed") == 1
-    assert now("call_duration_seconds_count", endpoint="held", outcome="built") == 2
-    assert 0 < now("call_duration_seconds_sum", endpoint="held", outcome="built") < 10
-    assert now("cache_hits_total", endpoint="held") == 1
-    assert now("cache_misses_total", endpoint="held") == 2
+    assert now("call_duration_seconds_count", endpoint="model", outcome="built") == 2
+    assert 0 < now("call_duration_seconds_sum", endpoint="model", outcome="built") < 10
+    assert now("cache_hits_total", endpoint="model") == 1
+    assert now("cache_misses_total", endpoint="model") == 2
     assert now("cache_misses_total", endpoint="fails") == 0  # it is not cached
-    assert now("builds_total", endpoint="held") == 2
+    assert now("builds_total", endpoint="model") == 2
     assert now("build_failures_total", endpoint="fails") == 1
     assert now("errors_total", code="remote") == 1
     assert now("errors_total", code="endpoint-not-found") == 1
@@ -95,21 +90,21 @@ def test_calls_are_counted_by_endpoint_and_outcome(url: str, client: Client) -> 
 
 def test_active_runs_are_gauges(url: str, client: Client, go: threading.Event, threads: Any) -> None:
     """Begun runs count; joined calls and ended runs do not."""
-    waiting = [threads.submit(client.call, "wait") for _ in range(3)]
-    now = fresh(url, lambda now: now("joined_calls_total", endpoint="wait") == 2)
-    assert now("builds_running", endpoint="wait") == 1
-    assert now("builds_queued", endpoint="wait") == 0
+    waiting = [threads.submit(client.call, "held") for _ in range(3)]
+    now = fresh(url, lambda now: now("joined_calls_total", endpoint="held") == 2)
+    assert now("builds_running", endpoint="held") == 1
+    assert now("builds_queued", endpoint="held") == 0
     go.set()
     for call in waiting:
         call.result()
-    now = fresh(url, lambda now: now("builds_running", endpoint="wait") == 0)
-    assert now("calls_total", endpoint="wait", outcome="joined") == 2
+    now = fresh(url, lambda now: now("builds_running", endpoint="held") == 0)
+    assert now("calls_total", endpoint="held", outcome="joined") == 2
 
 
 def test_memory_leases_sessions_and_tasks_are_gauges(url: str, client: Client) -> None:
     """They show the server's current state; ends are counted."""
-    handle, buffer = client.call("held", 1000), client.create_buffer(8192)
-    client.wait_for_task(client.submit("held", 1001)).release()
+    handle, buffer = client.call("model", 1000), client.create_buffer(8192)
+    client.wait_for_task(client.submit("model", 1001)).release()
     now = fresh(url, lambda now: now("leases") == 2)
     assert now("objects", kind="result") == 2
     assert now("objects", kind="buffer") == 1
@@ -130,13 +125,13 @@ def test_memory_leases_sessions_and_tasks_are_gauges(url: str, client: Client) -
 def test_tiers_and_moves_are_measured(world: World, tmp_path: Path) -> None:
     """Bytes by tier, use, and the number and size of moves."""
 
-    world.share("held", managed=True, access="read")(lambda number: torch.zeros(1 << 18))
+    world.share("model", managed=True, access="read")(lambda number: torch.zeros(1 << 18))
 
     server, client = world.serve(metrics_port=0, spill_dir=tmp_path), world.client()
     for number in range(3):
-        client.call("held", number).release()
-    client.evict("held")
-    with client.call("held", 0):
+        client.call("model", number).release()
+    client.evict("model")
+    with client.call("model", 0):
         now = fresh(str(server.metrics_url), lambda now: now("restores_total", tier="file", reason="use") == 1)
     assert [now("tier_objects", tier=tier) for tier in ("device", "host", "file")] == [1, 0, 2]
     assert (now("active_objects"), now("object_bytes", device="cpu")) == (1, 1 << 20)
@@ -316,7 +311,7 @@ def answer(url: str, request: bytes) -> bytes:
 @pytest.mark.deep  # for the seconds after which silent connections are closed
 def test_slow_scrapers_delay_neither_calls_nor_others(url: str, client: Client) -> None:
     """Silent connections, and those with half a request, are closed; the server answers other requests all the time."""
-    client.call("held", 3)
+    client.call("model", 3)
     with ExitStack() as stack:
         slow = [stack.enter_context(connection(url)) for _ in range(40)]
         for number, sock in enumerate(slow):
@@ -376,17 +371,17 @@ def test_the_source_of_records_is_measured(url: str, client: Client) -> None:
     assert (scrape(url)("sources"), scrape(url)("cluster_nodes")) == (0, 0)
     with client.source() as source, ThreadPoolExecutor(1) as pool:
         source.report({"nodes": 3, "objects": 2, "bytes_received": 10, "bytes_sent": 20})
-        call = pool.submit(client.call, "held", 4)
+        call = pool.submit(client.call, "model", 4)
         miss = next(source)
-        now = fresh(url, lambda now: now("builds_asked", endpoint="held") == 1)
-        assert (now("builds_queued", endpoint="held"), now("sources"), now("cluster_nodes")) == (0, 1, 3)
+        now = fresh(url, lambda now: now("builds_asked", endpoint="model") == 1)
+        assert (now("builds_queued", endpoint="model"), now("sources"), now("cluster_nodes")) == (0, 1, 3)
         assert (now("cluster_objects"), now("cluster_received_bytes_total"), now("cluster_sent_bytes_total")) == (2, 10, 20)
         with client.export(source.build(miss)) as record:
             call.result(10).release()
-            client.invalidate_endpoint_cache("held")
-            call = pool.submit(client.call, "held", 4)
+            client.invalidate_endpoint_cache("model")
+            call = pool.submit(client.call, "model", 4)
             source.adopt(next(source), record).release()
             call.result(10).release()
-        now = fresh(url, lambda now: now("calls_total", endpoint="held", outcome="adopted") == 1)
-        assert (now("adopted_total", endpoint="held"), now("builds_total", endpoint="held")) == (1, 1)
+        now = fresh(url, lambda now: now("calls_total", endpoint="model", outcome="adopted") == 1)
+        assert (now("adopted_total", endpoint="model"), now("builds_total", endpoint="model")) == (1, 1)
     assert fresh(url, lambda now: now("sources") == 0)("cluster_nodes") == 0

@@ -169,13 +169,8 @@ def test_builds_continue_after_their_source_is_lost(
     source: Source, source_client: Client, world: World, client: Client, threads: ThreadPoolExecutor, go: threading.Event
 ) -> None:
     """Callers get the object; the lost source holds nothing."""
-
-    @world.share(managed=True)
-    def waits() -> torch.Tensor:
-        go.wait(20)
-        return torch.ones(1)
-
-    call = threads.submit(client.call, "waits")
+    world.share_held(go, managed=True)
+    call = threads.submit(client.call, "held")
     build = threads.submit(source.build, next(source))
     eventually(lambda: [run["status"] for run in client.list_runs()] == ["running"])
     disconnect(source_client)
@@ -219,25 +214,18 @@ def test_misses_of_a_serialized_endpoint_are_offered_at_once(
     world: World, go: threading.Event, threads: ThreadPoolExecutor
 ) -> None:
     """Those built here are run in turn, in the order of the answers; an unanswered one delays no other."""
-    began = []
-
-    @world.share(managed=True, concurrency="serialized")
-    def turn(key: int) -> torch.Tensor:
-        began.append(key)
-        go.wait(20)
-        return torch.zeros(1)
-
+    began = world.share_held(go, managed=True, concurrency="serialized")
     world.serve(source_grace=LONG)
     client = world.client()
     with world.client().source() as source:
-        calls = [threads.submit(client.call, "turn", key) for key in range(3)]
+        calls = [threads.submit(client.call, "held", key) for key in range(3)]
         misses = {miss.cache_key: miss for miss in (next(source), next(source), next(source))}
         builds = []
         for key in (2, 1):
-            builds.append(threads.submit(source.build, misses[f"turn(key={key})"]))
+            builds.append(threads.submit(source.build, misses[f"held(number={key})"]))
             eventually(lambda: asked(client) == 3 - len(builds))
         eventually(lambda: began == [2])
-        source.fail(misses["turn(key=0)"], "not now")
+        source.fail(misses["held(number=0)"], "not now")
         go.set()
         for build in builds:
             build.result(10).release()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -98,6 +99,20 @@ class World:
             return self.provider.share(name, **options)(function) if self.role == "client" else inside
 
         return decorate
+
+    def share_held(self, go: threading.Event, begun: threading.Event | None = None, **options: Any) -> list[int]:
+        """Share ``held(number)``, which sets ``begun`` and waits for ``go``; return the numbers of its runs."""
+        ran: list[int] = []
+
+        def held(number: int = 1) -> torch.Tensor:
+            ran.append(number)
+            if begun is not None:
+                begun.set()
+            go.wait(30)
+            return torch.full((2,), float(number))
+
+        self.share("held", **options)(held)
+        return ran
 
     def serve(self, **options: Any) -> Server:
         """Start the server, with other options than one that runs; they are those of :class:`Server`."""

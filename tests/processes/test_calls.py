@@ -149,22 +149,14 @@ def test_an_abandoned_inner_call_continues(world: World) -> None:
 
 def test_queued_work_without_waiters_never_runs(world: World, go: threading.Event, begun: threading.Event) -> None:
     """It is dropped when its last waiter leaves, by cancellation or disconnection, and not before."""
-    ran = []
-
-    @world.share
-    def job(number: int) -> torch.Tensor:
-        ran.append(number)
-        begun.set()
-        go.wait(30)
-        return torch.tensor(number)
-
+    ran = world.share_held(go, begun)
     server = world.serve(max_workers=1)
     with Raw(server.socket_path) as stays, Raw(server.socket_path) as leaves:
-        stays.say(m.Call("job", [1]), 1)
+        stays.say(m.Call("held", [1]), 1)
         begun.wait(10)
         for number in (2, 3, 4):
-            leaves.say(m.Call("job", [number]), number)
-        stays.say(m.Call("job", [3]), 3)
+            leaves.say(m.Call("held", [number]), number)
+        stays.say(m.Call("held", [3]), 3)
         eventually(lambda: server.info()["calls"] == 5)
         assert isinstance(leaves.ask(m.Cancel(), 4), m.Error)
         assert server.info()["running"] == 3
@@ -174,7 +166,7 @@ def test_queued_work_without_waiters_never_runs(world: World, go: threading.Even
         assert isinstance(stays.hear(1), m.Result)
         assert isinstance(stays.hear(3), m.Result)
     assert ran == [1, 3]
-    assert world.client().call("job", 2) == 2
+    assert world.client().call("held", 2).tolist() == [2, 2]
 
 
 def test_fingerprints_are_equal_in_all_processes() -> None:

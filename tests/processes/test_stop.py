@@ -8,7 +8,6 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -30,19 +29,6 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 STOPPED = r"the server \(pid \d+\) was stopped before the call ended"
 
 
-@pytest.fixture
-def hold(world: World, go: threading.Event, begun: threading.Event) -> Callable[[int], torch.Tensor]:
-    """An endpoint that does not end before the test."""
-
-    @world.share(cache=False)
-    def hold(number: int) -> torch.Tensor:
-        begun.set()
-        go.wait(30)
-        return torch.ones(number)
-
-    return hold
-
-
 def stop(server: Server, seconds: float = 10.0) -> None:
     """Stop it, and check that this takes less than the given time."""
     begin = time.monotonic()
@@ -53,12 +39,13 @@ def stop(server: Server, seconds: float = 10.0) -> None:
 # Those who wait.
 
 
-def test_all_waiters_get_an_error(world: World, hold: Callable[[int], torch.Tensor]) -> None:
+def test_all_waiters_get_an_error(world: World, go: threading.Event) -> None:
     """Of runs, followers and queued calls: all end at once, with the reason."""
     server, client = world.serve(max_workers=2), world.client()
-    world.share("model")(hold._endpoint.function)
+    world.share_held(go, cache=False)
+    world.share("model")(lambda number: go.wait(30))
     with ThreadPoolExecutor(50) as pool:
-        calls = [pool.submit(client.call, "hold", number) for number in range(25)]
+        calls = [pool.submit(client.call, "held", number) for number in range(25)]
         calls += [pool.submit(client.call, "model", 1) for _ in range(25)]
         eventually(lambda: server.info()["calls"] == 50)
         stop(server)

@@ -9,7 +9,6 @@ import time
 import weakref
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -50,20 +49,6 @@ def status(world: World, task_id: str) -> tuple[str, bool]:
     return changes([world.provider.get_task_status(task_id)])[0]
 
 
-def share_held(world: World, go: threading.Event, begun: threading.Event, **options: Any) -> list[int]:
-    """Share ``held(number)``, which sets ``begun`` and waits for ``go``; return the numbers of its runs."""
-    ran: list[int] = []
-
-    @world.share(**options)
-    def held(number: int = 1) -> torch.Tensor:
-        ran.append(number)
-        begun.set()
-        go.wait(20)
-        return torch.full((2,), float(number))
-
-    return ran
-
-
 def changes(reports: list[TaskInfo]) -> list[tuple[str, bool]]:
     """Return the status and the requested cancellation of each report."""
     return [(info.status.value, info.cancel_requested) for info in reports]
@@ -83,7 +68,7 @@ def test_submitted_tasks_can_be_waited_for(world: World, role: str) -> None:
 
 def test_tasks_and_calls_join_each_other(world: World, go: threading.Event, begun: threading.Event, role: str) -> None:
     """The task is running from the start; the call gets the same result, which stays available."""
-    ran = share_held(world, go, begun)
+    ran = world.share_held(go, begun)
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(world.provider.call, "held", 5)
         assert begun.wait(10)
@@ -142,7 +127,7 @@ def test_a_failing_callback_ends_the_wait(
     world: World, go: threading.Event, begun: threading.Event, error: BaseException, role: str
 ) -> None:
     """With its exception, also one that the library uses itself; the task is unaffected."""
-    share_held(world, go, begun, cache=False)
+    world.share_held(go, begun, cache=False)
     task_id = world.provider.submit("held", 5)
     assert begun.wait(10)
 
@@ -160,7 +145,7 @@ def test_a_failing_callback_ends_the_wait(
 
 def test_a_wait_can_end_before_its_task(world: World, go: threading.Event, begun: threading.Event, role: str) -> None:
     """The error has the task's status, like that of a fetch; it continues, and a later wait gets the result."""
-    share_held(world, go, begun, concurrency="serialized", cache=False)
+    world.share_held(go, begun, concurrency="serialized", cache=False)
     first, second = world.provider.submit("held", 1), world.provider.submit("held", 2)
     assert begun.wait(10)
     for task_id, where, timeout in ((first, "running", 0.02), (second, "pending", 0)):
@@ -252,7 +237,7 @@ def test_failing_endpoints_fail_their_task(world: World, role: str) -> None:
 
 def test_cancelled_pending_tasks_never_run(world: World, go: threading.Event, begun: threading.Event, role: str) -> None:
     """Present and later waiters get an error; other tasks are unaffected."""
-    ran = share_held(world, go, begun, concurrency="serialized")
+    ran = world.share_held(go, begun, concurrency="serialized")
     first, second, third = (world.provider.submit("held", number) for number in (1, 2, 3))
     assert begun.wait(10)
     with ThreadPoolExecutor(1) as pool:
@@ -298,7 +283,7 @@ def test_cancelled_running_tasks_stop(world: World, begun: threading.Event, role
 
 def test_endpoints_that_do_not_poll_run_on(world: World, go: threading.Event, begun: threading.Event, role: str) -> None:
     """Their waiters get the result, which may be partial: it is not cached, and later calls have their own run."""
-    ran = share_held(world, go, begun)
+    ran = world.share_held(go, begun)
     task_id = world.provider.submit("held", 5)
     assert begun.wait(10)
     reports: list[TaskInfo] = []
@@ -319,7 +304,7 @@ def test_cancelling_one_of_two_tasks_keeps_the_run(
     world: World, go: threading.Event, begun: threading.Event, role: str
 ) -> None:
     """It begins for the other task, and its result is cached."""
-    ran = share_held(world, go, begun, concurrency="serialized")
+    ran = world.share_held(go, begun, concurrency="serialized")
     world.provider.submit("held", 1)
     assert begun.wait(10)
     one, other = world.provider.submit("held", 5), world.provider.submit("held", 5)
@@ -380,13 +365,7 @@ def test_failures_keep_no_objects_of_their_endpoint(world: World, carried: bool,
 @pytest.fixture
 def server(world: World, go: threading.Event, begun: threading.Event) -> Server:
     """A server with one thread and one task at a time, of an endpoint that is always a task, and of another one."""
-
-    @world.share(cache=False, managed=True, execution="task")
-    def held(number: int) -> torch.Tensor:
-        begun.set()
-        go.wait(30)
-        return torch.full((4,), number)
-
+    world.share_held(go, begun, cache=False, managed=True, execution="task")
     world.share("other")(lambda: torch.ones(1))
     return world.serve(max_tasks=2, max_workers=1)
 
@@ -403,7 +382,7 @@ def test_submits_beyond_max_tasks_are_refused(
     go.set()
     for task_id in tasks:
         client.wait_for_task(task_id, 10).release()
-    assert client.call("held", 3).value.tolist() == [3] * 4
+    assert client.call("held", 3).value.tolist() == [3] * 2
 
 
 def test_slow_readers_miss_progress_only(world: World, begun: threading.Event) -> None:
@@ -454,6 +433,6 @@ def test_killed_submitters_do_not_stop_their_task(
     eventually(lambda: client.get_task_status(task_id).status.finished)
     assert kept(client) == (1, 1)
     with client.get_task_result(task_id) as handle:
-        assert handle.value.tolist() == [7] * 4
+        assert handle.value.tolist() == [7] * 2
         assert handle.get_object_info()["leases"] == 1
     eventually(lambda: kept(client) == (0, 0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from unittest.mock import Mock
 
@@ -13,13 +12,12 @@ from hypothesis import strategies as st
 
 from shared_rpc.errors import BufferNotFound, CapabilityError, ConfigurationError, ServerBusy
 from shared_rpc.memory.records import Record
-from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.buffers import ITEM_SIZES, Extent
 from shared_rpc.protocol.records import EMPTY_TABLE, SegmentInfo
 from shared_rpc.server.capacity import Capacity
 from shared_rpc.server.state.buffers import BufferTable
 from shared_rpc.server.state.objects import StoredObject
-from tests.rules.test_store import Shelf, record_of
+from tests.rules.test_store import Shelf, record_of, segment_of
 
 #: The capacity of these tests' device, in bytes.
 TOTAL = 10_000
@@ -202,7 +200,7 @@ def test_results_and_buffers_share_a_quota() -> None:
     limited.add("f(2)", "shared", holders="b")
     limited.make(name="buffer")
     gpu = SegmentInfo("elsewhere", 5000, "GPU-1")
-    with Segment.owning(gpu, os.open(os.devnull, os.O_RDONLY)) as segment:
+    with segment_of(gpu) as segment:
         limited.table.add("a", Record(b"", EMPTY_TABLE, [segment], 5000), None)
         assert (limited.capacity.used("cpu"), limited.capacity.used("GPU-1")) == (200, 5000)
     limited.capacity.take({"cpu": 100}, totals={"cpu": TOTAL})

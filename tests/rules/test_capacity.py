@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -18,22 +17,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from shared_rpc.errors import CapabilityError, ServerBusy, SharedRPCError
 from shared_rpc.memory.copies import LowerCopy
 from shared_rpc.memory.records import Record
-from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.records import EMPTY_TABLE, SegmentInfo, Tier
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.server import capacity
 from shared_rpc.server.capacity import HOST, Capacity, Reservation
 from shared_rpc.server.state.objects import StoredObject
 from shared_rpc.server.state.tiers import STALE
-from tests.rules.test_store import Shelf, record_of
+from tests.rules.test_store import Shelf, record_of, segment_of
 
 GPU, CPU = "GPU-1", "cpu"
 PLACES: tuple[Tier, ...] = ("device", "host", "file")
-
-
-def segment(info: SegmentInfo) -> Segment:
-    """Return a segment with its own descriptor."""
-    return Segment.owning(info, os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC))
 
 
 class Move(capacity.Move):
@@ -150,7 +143,7 @@ class World(Shelf):
                     raise CapabilityError(move.failure)
                 for info in self.infos(move.group):
                     if self.store.copies.get(info.id, move.to) is None:
-                        self.store.copies.add(info, LowerCopy(segment(info), move.to))
+                        self.store.copies.add(info, LowerCopy(segment_of(info), move.to))
                 self.store.evict(move.group, move.to)
             self.finish(move)
         except SharedRPCError as error:
@@ -164,7 +157,7 @@ class World(Shelf):
         with reservation:
             await move.ends.wait()
             if not move.failure and self.store.get(move.group[0].object_id):
-                self.store.warm(move.group, [segment(info) for info in self.infos(move.group)])
+                self.store.warm(move.group, [segment_of(info) for info in self.infos(move.group)])
         self.finish(move)
         move.over.set()
         self.capacity.changed()
@@ -199,7 +192,7 @@ class World(Shelf):
     ) -> StoredObject:
         """Add an object in a given tier."""
         self.clock.time += 1.0
-        segments = [segment(SegmentInfo(f"{name}-{device}", nbytes, device)) for device, nbytes in sizes.items()]
+        segments = [segment_of(SegmentInfo(f"{name}-{device}", nbytes, device)) for device, nbytes in sizes.items()]
         record = Record(b"", EMPTY_TABLE, segments, sum(sizes.values()))
         stored = self.store.add(EndpointSpec("f", pinned=pinned), name, record)
         self.tiers[stored.object_id] = below
@@ -219,7 +212,7 @@ class World(Shelf):
     def copy(self, stored: StoredObject, tier: Tier = "host") -> None:
         """Give an object copies."""
         for one in stored.record.segments:
-            self.store.copies.add(one.info, LowerCopy(segment(one.info), tier))
+            self.store.copies.add(one.info, LowerCopy(segment_of(one.info), tier))
 
     def spoil(self, stored: StoredObject) -> None:
         """Make an object's copy stale."""

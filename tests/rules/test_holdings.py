@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,7 +11,6 @@ import pytest
 
 from shared_rpc.errors import ServerBusy, StaleHandleError
 from shared_rpc.memory.records import Record
-from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import generations as g
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.records import EMPTY_TABLE, Access, SegmentInfo
@@ -24,6 +22,7 @@ from shared_rpc.server.state.buffers import BufferTable
 from shared_rpc.server.state.leases import LeaseTable, TaskHolder
 from shared_rpc.server.state.objects import ObjectStore, StoredObject
 from tests.kit.clock import Clock
+from tests.rules.test_store import segment_of
 
 
 class Shelf:
@@ -47,11 +46,8 @@ class Shelf:
 
     def add(self, *accesses: Access, key: str | None = None, managed: bool = True, **options: Any) -> StoredObject:
         """An object of one segment for each access, that a task holds."""
-        null = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) for _ in accesses]
-        segments = [
-            Segment.owning(SegmentInfo(f"{len(self.objects)}-{number}", 4096, "cpu", access), fd)
-            for number, (access, fd) in enumerate(zip(accesses, null, strict=True))
-        ]
+        number = len(self.objects)
+        segments = [segment_of(SegmentInfo(f"{number}-{index}", 4096, "cpu", one)) for index, one in enumerate(accesses)]
         spec = EndpointSpec("f", managed=managed)
         stored = self.objects.add(spec, key, Record(b"", EMPTY_TABLE, segments, 4096), **options)
         self.leases.grant(TaskHolder("task"), stored.object_id)

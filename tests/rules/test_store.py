@@ -25,12 +25,15 @@ from shared_rpc.server.state.runs import RunTable
 from tests.kit.clock import Clock
 
 
+def segment_of(info: SegmentInfo) -> Segment:
+    """Return a segment with a descriptor of its own."""
+    return Segment.owning(info, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+
+
 def record_of(*segments: str) -> Record:
     """Return a record of segments by id, each with a real descriptor and a hundred bytes."""
-    opened = [
-        Segment.owning(SegmentInfo(name, 100, "cpu"), os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)) for name in segments
-    ]
-    return Record(b"", EMPTY_TABLE, opened, 100 * len(opened))
+    found = [segment_of(SegmentInfo(name, 100, "cpu")) for name in segments]
+    return Record(b"", EMPTY_TABLE, found, 100 * len(found))
 
 
 class Shelf:

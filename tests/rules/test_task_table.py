@@ -11,6 +11,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from msgspec.structs import replace
 
 from shared_rpc.errors import ServerBusy, TaskError
 from shared_rpc.execution.endpoints import Registry
@@ -181,18 +182,8 @@ class TableModel(RuleBasedStateMachine):
             return
         self.desk.table.advance(task, status, object_id=object_id)
         now = self.desk.clock.time
-        self.infos[info.task_id] = TaskInfo(
-            info.task_id,
-            info.endpoint,
-            status,
-            info.created_at,
-            now if status is RUNNING else info.started_at,
-            now if status in ENDS else None,
-            info.progress,
-            info.cancel_requested,
-            cache_key=info.cache_key,
-            object_id=object_id,
-        )
+        dates = {"started_at": now if status is RUNNING else info.started_at, "finished_at": now if status in ENDS else None}
+        self.infos[info.task_id] = replace(info, status=status, object_id=object_id, **dates)
         if status in ENDS:
             self.ended.append(info.task_id)
             self.forget(len(self.ended) - self.remembered if len(self.ended) > self.remembered else 0)
@@ -203,11 +194,9 @@ class TableModel(RuleBasedStateMachine):
         """Report progress, or request cancellation."""
         info = list(self.infos.values())[number % len(self.infos)]
         progress = Progress(float(done)) if done is not None else None
-        previous = {"progress": progress, "cancel_requested": asked}
-        self.desk.table.update(self.tasks[info.task_id], **{name: value for name, value in previous.items() if value})
-        fields = {name: getattr(info, name) for name in info.__struct_fields__}
-        fields |= {"progress": progress or info.progress, "cancel_requested": asked or info.cancel_requested}
-        self.infos[info.task_id] = TaskInfo(**fields)
+        news = {name: value for name, value in {"progress": progress, "cancel_requested": asked}.items() if value}
+        self.desk.table.update(self.tasks[info.task_id], **news)
+        self.infos[info.task_id] = replace(info, **news)
 
     @rule(seconds=st.sampled_from([0.5, 5.0, 20.0]))
     def tick(self, seconds: float) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,17 +9,16 @@ import pytest
 
 from shared_rpc.errors import CapabilityError
 from shared_rpc.memory.copies import LowerCopy
-from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.records import Access, HostCopy, SegmentInfo, Tier
 from shared_rpc.server.state.tiers import Copies, is_good, next_tier, outlives_use
+from tests.rules.test_store import segment_of
 
 GPU = "GPU-1"
 
 
 def copy_of(tier: Tier, nbytes: int = 100, **facts: Any) -> LowerCopy:
     """Return a copy with its own descriptor."""
-    segment = Segment.owning(SegmentInfo("copy", nbytes, "cpu"), os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
-    return LowerCopy(segment, tier, **facts)
+    return LowerCopy(segment_of(SegmentInfo("copy", nbytes, "cpu")), tier, **facts)
 
 
 @pytest.fixture
