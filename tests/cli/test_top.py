@@ -280,11 +280,14 @@ def test_polls(watcher: ServerWatcher) -> None:
 
 
 def test_actions(watcher: ServerWatcher) -> None:
-    """Neither a refused one nor a missing server ends the view."""
-    assert watcher.execute(lambda client: 1) == "not done: no server answers"
-    watcher.poll()
-    assert "has no object" in watcher.execute(lambda client: client.invalidate_object("0" * 24))
-    assert watcher.execute(lambda client: client.invalidate_endpoint_cache("load")) == "1 object dropped"
+    """Neither a refused one nor a missing server ends the view, and none reaches another server than the one shown."""
+    assert watcher.execute(lambda client: 1, "") == "not done: the server has ended"
+    shown = watcher.poll().server["server_id"]
+    assert "has no object" in watcher.execute(lambda client: client.invalidate_object("0" * 24), shown)
+    assert (
+        watcher.execute(lambda client: client.invalidate_endpoint_cache("load"), "earlier") == "not done: the server has ended"
+    )
+    assert watcher.execute(lambda client: client.invalidate_endpoint_cache("load"), shown) == "1 object dropped"
 
 
 # The application. It shows the snapshots of a test at once.
@@ -296,8 +299,8 @@ class Fake(ServerWatcher):
     def __init__(self, latest: Snapshot) -> None:
         super().__init__(Mock())
         self.latest: Snapshot | str = latest
-        results = {"invalidate_object": 1, "free_buffer": 1, "invalidate_endpoint_cache": 3}
-        self._client = Mock(spec=Client, **{f"{name}.return_value": count for name, count in results.items()})
+        results = {"invalidate_object": 1, "free_buffer": 1, "invalidate_endpoint_cache": 3, "get_server_info": latest.server}
+        self._client = Mock(spec=Client, **{f"{name}.return_value": result for name, result in results.items()})
 
     def poll(self) -> Snapshot:
         """See :class:`ServerWatcher`."""
@@ -308,7 +311,7 @@ class Fake(ServerWatcher):
     @property
     def actions(self) -> list[tuple[str, str]]:
         """The requests of all actions, with their arguments."""
-        return [(request[0], request.args[0]) for request in self._client.method_calls]
+        return [(request[0], request.args[0]) for request in self._client.method_calls if request.args]
 
 
 async def until(pilot: Pilot[None], condition: Callable[[], object]) -> None:

@@ -174,9 +174,9 @@ class TopApp(App[None]):
         self.set_timer(max(self._interval, _SHARE * (time.monotonic() - begin)), self.poll)
 
     @work
-    async def execute(self, action: Action) -> None:
+    async def execute(self, action: Action, server_id: str) -> None:
         """Execute an action in a thread, and show its result."""
-        self.notify(await asyncio.to_thread(self._watcher.execute, action), markup=False)
+        self.notify(await asyncio.to_thread(self._watcher.execute, action, server_id), markup=False)
 
     def on_resize(self) -> None:
         """Fit the tables to the terminal."""
@@ -262,7 +262,7 @@ class TopApp(App[None]):
         item = self._selected()
         if item is None or self._shot is None:
             return
-        object_id, endpoint = item["object_id"], item["endpoint"]
+        object_id, endpoint, server_id = item["object_id"], item["endpoint"], self._shot.server["server_id"]
         actions: dict[str | None, Action] = {
             "y": lambda client: client.invalidate_object(object_id),
             "e": lambda client: client.invalidate_endpoint_cache(endpoint),
@@ -275,6 +275,6 @@ class TopApp(App[None]):
 
         def answered(key: str | None) -> None:
             if key in actions:
-                self.execute(actions[key])
+                self.execute(actions[key], server_id)
 
         self.push_screen(Question(question), answered)

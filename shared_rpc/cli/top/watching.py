@@ -88,10 +88,13 @@ class ServerWatcher:
             raise SharedRPCError(f"server lost; reconnecting: {error}" if self._path else str(error)) from error
         return self._latest
 
-    def execute(self, action: Action) -> str:
-        """Execute an action; return the result as a text for the user."""
+    def execute(self, action: Action, server_id: str) -> str:
+        """Execute an action, in no server but the one that the user saw; return the result as a text for the user."""
+        client = self._client
         try:
-            return f"{several(action(self._client), 'object')} dropped" if self._client else "not done: no server answers"
+            if client is None or client.get_server_info()["server_id"] != server_id:
+                return "not done: the server has ended"
+            return f"{several(action(client), 'object')} dropped"
         except (SharedRPCError, OSError) as error:
             return str(error)
 
