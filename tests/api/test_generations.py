@@ -128,15 +128,7 @@ def test_a_failed_refresh_changes_nothing(world: World, load: Any, builds: Build
 def test_simultaneous_refreshes_join_one_build(world: World, load: Any, builds: Builds, role: str) -> None:
     """With nothing in the cache a call joins it too."""
     builds.go.clear()
-
-    def join() -> Handle[Any]:
-        eventually(lambda: world.waiting() == 3)
-        return load()
-
-    def let_go() -> None:
-        eventually(lambda: world.waiting() == 4)
-        builds.go.set()
-
+    join, let_go = world.once_waiting(3, load), world.once_waiting(4, builds.go.set)
     *made, handle, _ = at_once(load.refresh, load.refresh, load.refresh, join, let_go)
     assert [one.object_id for one in made] == [handle.object_id] * 3
     assert (builds.count, handle.generation, handle.get_object_info()["leases"]) == (1, 1, 1)
@@ -173,16 +165,7 @@ def test_later_runs_are_newer(world: World, role: str) -> None:
 def test_an_invalidation_discards_active_builds(world: World, load: Any, builds: Builds, role: str) -> None:
     """Their results are not made current; the refresh fails, and joined calls get theirs as stale."""
     builds.go.clear()
-
-    def join() -> Handle[Any]:
-        eventually(lambda: world.waiting() == 1)
-        return load()
-
-    def invalidate() -> None:
-        eventually(lambda: world.waiting() == 2)
-        load.invalidate()
-        builds.go.set()
-
+    join, invalidate = world.once_waiting(1, load), world.once_waiting(2, load.invalidate, builds.go.set)
     error, handle, _ = at_once(load.refresh, join, invalidate)
     assert isinstance(error, RefreshError) and "load() was invalidated while" in str(error)
     assert (number(handle.value), handle.is_current()) == (1, False)
@@ -400,12 +383,7 @@ def test_invalidations_discard_candidates(world: World, load: Any, builds: Build
     assert world.provider.promote(another).generation == 1
     assert world.provider.promote(world.provider.prepare("load")).previous_id == ""
     builds.go.clear()
-
-    def invalidate() -> None:
-        eventually(lambda: world.waiting() == 1)
-        load.invalidate()
-        builds.go.set()
-
+    invalidate = world.once_waiting(1, load.invalidate, builds.go.set)
     error, _ = at_once(lambda: world.provider.prepare("load"), invalidate)
     assert isinstance(error, RefreshError) and "therefore is no candidate" in str(error)
 

@@ -110,11 +110,7 @@ def test_identical_calls_in_flight_join_one_run(world: World, role: str) -> None
         go.wait(10)
         return torch.ones(4)
 
-    def release() -> None:
-        eventually(lambda: world.waiting() == 4)
-        go.set()
-
-    *results, _ = at_once(load, load, load, load, release)
+    *results, _ = at_once(load, load, load, load, world.once_waiting(4, go.set))
     assert len(built) == 1
     assert all(shares_memory(results[0], result) for result in results)
     load()
@@ -149,11 +145,7 @@ def test_followers_get_the_leader_s_exception(world: World, role: str) -> None:
         go.wait(10)
         raise FileNotFoundError("weights.safetensors")
 
-    def release() -> None:
-        eventually(lambda: world.waiting() == 3)
-        go.set()
-
-    *errors, _ = at_once(load, load, load, release)
+    *errors, _ = at_once(load, load, load, world.once_waiting(3, go.set))
     assert [(type(error), str(error)) for error in errors] == [(FileNotFoundError, "weights.safetensors")] * 3
     if world.role == "client":
         causes = [error.__cause__ for error in errors]

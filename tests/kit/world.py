@@ -18,7 +18,7 @@ from shared_rpc.provider.runtime import ServerRuntime
 from shared_rpc.server.core import Core
 from tests.kit.deep import deep
 from tests.kit.interpreter import Interpreter
-from tests.kit.processes import Child
+from tests.kit.processes import Child, eventually
 
 T = TypeVar("T")
 
@@ -168,6 +168,15 @@ class World:
     def waiting(self) -> int:
         """Return the number of calls that wait for a run, including those that started one."""
         return self.ask(lambda core: sum(len(flight.waiters) for flight in core.runs.calls))
+
+    def once_waiting(self, calls: int, *actions: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a function that acts once this many calls wait for a run, and returns what the last action does."""
+
+        def act() -> Any:
+            eventually(lambda: self.waiting() == calls)
+            return [action() for action in actions][-1]
+
+        return act
 
     def close(self) -> None:
         """End the processes, the clients and the server."""
