@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -339,8 +340,7 @@ def logged(broker_app: BrokerApp) -> Callable[..., list[str]]:
             broker_app.connect().call("says", "word")
         own: Any = raised.value
         run.request_id = own.request_id
-        child.process.terminate()
-        _, text = child.close()
+        _, text = child.close(signal.SIGTERM)
         return text.splitlines()
 
     return run
@@ -363,8 +363,7 @@ def test_crashed_workers_are_logged_as_errors(broker_app: BrokerApp) -> None:
     child = broker_app.start(log_format="json", log_level="error")
     with pytest.raises(errors.WorkerCrashed):
         broker_app.connect().call("end", "kill")
-    child.process.terminate()
-    _, text = child.close()
+    _, text = child.close(signal.SIGTERM)
     found = [json.loads(line) for line in text.splitlines() if line != "its last words"]
     assert {line["level"] for line in found} == {"ERROR"}, found
     assert [(line["event"], line["signal"]) for line in found if "event" in line] == [("WorkerEnded", "SIGKILL")]

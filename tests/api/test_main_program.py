@@ -311,8 +311,7 @@ def test_commands_serve_like_scripts(tmp_path: Path, base_path: str, world: Worl
     child.expect_error("serving at")
     with Client(base_path, device="cpu", timeout=150.0) as client:
         assert not client.call("ending").any()
-    child.process.terminate()
-    assert child.close() == (0, "")
+    assert child.close(signal.SIGTERM) == (0, "")
 
 
 def test_a_script_that_exits_with_a_code_serves(script: Callable[..., Served]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import textwrap
 from pathlib import Path
 
@@ -89,8 +90,7 @@ def start(world: World, main: str = "", role: str = "server", **environ: str) ->
 
 def end(child: Child) -> tuple[int, str]:
     """End a process; return its exit code, and its standard error."""
-    child.process.terminate()
-    return child.close()
+    return child.close(signal.SIGTERM)
 
 
 def test_every_role_gives_the_same_answers(world: World, tmp_path: Path) -> None:

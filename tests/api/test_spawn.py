@@ -359,8 +359,7 @@ def test_a_server_started_by_hand_is_found(scripts: Scripts) -> None:
     assert scripts.attached(role=None) == serving.pid
     assert [line.split()[1] for line in scripts.loads] == ["server"]
     assert not Path(f"{scripts.socket}.spawn").exists()
-    serving.process.terminate()
-    assert serving.close() == (0, "")
+    assert serving.close(signal.SIGTERM) == (0, "")
 
 
 #: The code of a child of multiprocessing.

@@ -303,8 +303,7 @@ def test_the_server_role_serves_until_it_is_interrupted(place: Place, world: Wor
     child.expect_error("serving")
     with Client(place.base_path, device="cpu") as client:
         assert client.call("numbers", 3).tolist() == [0, 1, 2]
-    child.process.send_signal(signal.SIGINT)
-    assert child.close() == (0, "")
+    assert child.close(signal.SIGINT) == (0, "")
 
 
 @pytest.mark.parametrize(

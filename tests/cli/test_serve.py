@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -161,8 +162,7 @@ def test_serving_with_closed_standard_streams(app: Write, world: World, tmp_path
     child = world.start("-c", code, *MODULE, "serve", "app.py", cwd=tmp_path, fresh=True)
     pid = world.client(connect_timeout=40.0).get_server_info()["pid"]
     assert [os.readlink(f"/proc/{pid}/fd/{number}") for number in range(3)] == [os.devnull] * 3
-    child.process.terminate()
-    assert child.close()[0] == 0
+    assert child.close(signal.SIGTERM)[0] == 0
 
 
 def test_options_reach_the_server(app: Write, start: Start, world: World, tmp_path: Path) -> None:

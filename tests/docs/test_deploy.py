@@ -48,8 +48,7 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scrape]:
             assert client.close() == (0, "")
         eventually(lambda: scrape(url)("sessions_closed_total") >= 2)
         yield scrape(url)
-        server.process.send_signal(signal.SIGTERM)
-        assert server.close() == (0, "")
+        assert server.close(signal.SIGTERM) == (0, "")
     finally:
         for child in (server, *clients):
             child.process.kill()

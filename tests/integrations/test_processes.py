@@ -114,5 +114,4 @@ def test_the_app_is_a_command(base_path: str, checkpoint: str, world: World) -> 
         model = AutoModelForCausalLM.from_pretrained(checkpoint)
     assert shared_parameters(model).keys() == dict(model.named_parameters()).keys()
     provider.close()
-    child.process.send_signal(signal.SIGTERM)
-    assert child.close()[0] == 0
+    assert child.close(signal.SIGTERM)[0] == 0

@@ -51,10 +51,10 @@ class Peer(Child):
         self.ask(f"create {device} {mechanism} {nbytes}")
         return segment_peer.receive(self.sock)
 
-    def close(self) -> tuple[int, str]:
+    def close(self, number: int = 0) -> tuple[int, str]:
         """See :meth:`Child.close`; closes our end of the socket too."""
         self.sock.close()
-        return super().close()
+        return super().close(number)
 
 
 def _await_makers() -> None:

@@ -87,11 +87,12 @@ class Child:
 
     def kill(self) -> None:
         """Send SIGKILL, and wait for the end."""
-        self.process.send_signal(signal.SIGKILL)
-        self.close()
+        self.close(signal.SIGKILL)
 
-    def close(self) -> tuple[int, str]:
-        """Wait for the end; return the exit code and the text on standard error."""
+    def close(self, number: int = 0) -> tuple[int, str]:
+        """Send a signal, if one is given, and wait for the end; return the exit code and the text on standard error."""
+        if number:
+            self.process.send_signal(number)
         _, errors = self.process.communicate(timeout=50)
         return self.process.returncode, errors
 

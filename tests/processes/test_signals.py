@@ -142,8 +142,7 @@ def test_a_blocked_exit_is_forced(kind: str, app: BrokerApp) -> None:
     else:
         app.write(code)
     server = begin(kind, app, **options)
-    server.process.send_signal(signal.SIGTERM)
-    status, said = server.close()
+    status, said = server.close(signal.SIGTERM)
     assert status == 0 and named in said.splitlines()[-1] and "Traceback" not in said
 
 

@@ -121,8 +121,7 @@ def in_use() -> int:
 
 def kill(client: Child) -> None:
     """Send SIGKILL to a client that has detected no error until then."""
-    client.process.send_signal(signal.SIGKILL)
-    assert client.close() == (-signal.SIGKILL, "")
+    assert client.close(signal.SIGKILL) == (-signal.SIGKILL, "")
 
 
 @pytest.mark.timeout(300)

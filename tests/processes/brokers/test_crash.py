@@ -250,8 +250,7 @@ def test_stopping_a_broker_ends_everything(
     running = threads.submit(client.call, "slow", str(tmp_path / "never"))
     eventually(begun(tmp_path / "never"))
     began = time.monotonic()
-    broker.process.send_signal(number)
-    code, stderr = broker.close()
+    code, stderr = broker.close(number)
     assert (code, stderr) == (0, "")
     assert time.monotonic() - began < 10
     with pytest.raises(errors.ConnectionClosed):

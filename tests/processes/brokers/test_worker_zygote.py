@@ -180,8 +180,7 @@ def test_the_end_of_the_zygote_with_its_broker_is_no_error(app: BrokerApp, start
     """Nothing is said about it."""
     broker = start()
     zygote = zygote_ready(app.connect())
-    broker.process.terminate()
-    code, errors = broker.close()
+    code, errors = broker.close(signal.SIGTERM)
     assert code in (0, -signal.SIGTERM) and not is_running(zygote) and "zygote" not in errors
 
 
