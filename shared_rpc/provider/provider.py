@@ -307,8 +307,13 @@ class Provider(BlockingOperations):
         return cast("SharedFunction[P, R]", self._add(Endpoint(describe(function, name, **options), function)))
 
     def _add(self, endpoint: Endpoint) -> SharedFunction[..., Any]:
-        self.endpoints[endpoint.spec.name] = endpoint
+        name, working = endpoint.spec.name, self._working
+        replaced = self.endpoints.get(name)
+        self.endpoints[name] = endpoint
         self.registry.add(endpoint.spec)
+        if replaced is not None and replaced.spec != endpoint.spec and isinstance(working, LocalRuntime | ServerRuntime):
+            # Its results are of other code, as after a reload. A function defined again without a change keeps them.
+            working.invalidate_endpoint_cache(name)
         return SharedFunction(self, endpoint)
 
     def get_endpoint(self, name: str) -> EndpointSpec:

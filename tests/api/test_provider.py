@@ -35,6 +35,18 @@ def test_a_replaced_endpoint_has_keys_of_its_own(world: World, role: str) -> Non
     assert results == [[1] * 3, [2] * 3]
 
 
+def test_other_code_of_an_endpoint_drops_its_results(world: World, role: str) -> None:
+    """As after a reload: a notebook's cell is edited, and run again. The same code keeps the results."""
+
+    def twos() -> torch.Tensor:
+        return torch.full((2,), 2)
+
+    first = world.share("make")(lambda: torch.full((2,), 1))()
+    second = world.share("make")(twos)()
+    assert [first.tolist(), second.tolist()] == [[1, 1], [2, 2]]
+    assert shares_memory(world.share("make")(twos)(), second)
+
+
 def test_none_is_a_result(world: World, role: str) -> None:
     """Also for managed and cached endpoints, and for tasks."""
     ran = []
