@@ -514,6 +514,7 @@ class BlockingLink(Link):
     def _read_for_all(self, exchange: Exchange, deadline: float) -> None:
         """Deliver frames until there is news for one exchange, or the connection has ended."""
         while True:
+            nothing = False
             try:
                 exchange.waits = True
                 self._read()
@@ -524,10 +525,12 @@ class BlockingLink(Link):
                         self._leave(exchange)
                         return
             except BlockingIOError:
-                self._poll(deadline)
-                exchange.waits = False
+                nothing = True
             except (ConnectionClosed, ProtocolError) as error:
                 self._break(error)
+            if nothing:  # outside the handler: a Ctrl-C in the wait is not shown with that error
+                self._poll(deadline)
+                exchange.waits = False
             if exchange.updates or self._exchanges.broken is not None or self._reader is not exchange:
                 self._leave(exchange)
                 return

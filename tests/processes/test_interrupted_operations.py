@@ -267,13 +267,14 @@ def test_handlers_may_close_the_client(server: Child, base_path: str) -> None:
 
 @contextmanager
 def alarm(kind: type[BaseException]) -> Iterator[None]:
-    """Expect the exception of a handler that raises soon."""
-    with raising_handler(kind, signal.SIGALRM), pytest.raises(kind, match="from the handler"):
+    """Expect the exception of a handler that raises soon, without another error in its traceback."""
+    with raising_handler(kind, signal.SIGALRM), pytest.raises(kind, match="from the handler") as raised:
         signal.setitimer(signal.ITIMER_REAL, 0.05)
         try:
             yield
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
+    assert raised.value.__context__ is None
 
 
 @pytest.mark.parametrize("kind", [DeadlineExceeded, KeyboardInterrupt, Stopped])
