@@ -396,6 +396,8 @@ class Provider(BlockingOperations):
             return cast("Runtime", worker.adopt(self))  # which may override the device
         if self.mechanism != "auto":
             choose_mechanism(self.mechanism, self.device_id)
+        if role != "server":
+            unregister(self)  # it never serves, and ends with its last reference: a reloaded module makes another one
         if role == "client":
             return ClientRuntime(Client(**self.client_options))
         if role == "spawn":

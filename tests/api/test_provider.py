@@ -364,6 +364,20 @@ def test_handles_cannot_be_pickled(world: World, role: str) -> None:
     assert not handle.is_stale()
 
 
+def test_an_unused_client_disconnects(world: World) -> None:
+    """As after the reload of a module with a provider. Its handles keep the connection."""
+    world.owner.share("kept", managed=True)(lambda: torch.ones(1))
+    sessions = world.client().list_sessions
+    before = len(sessions())
+    handle = Provider(world.base_path, execution_mode="client", device=world.device).call("kept")
+    gc.collect()
+    assert not handle.is_stale()
+    assert len(sessions()) == before + 1
+    del handle
+    gc.collect()
+    eventually(lambda: len(sessions()) == before)
+
+
 def test_clients_cannot_be_pickled(base_path: str) -> None:
     """A session belongs to its process: the error gives the remedy."""
     with Client(base_path, device="cpu") as client, pytest.raises(CapabilityError, match="cannot pickle or copy a client"):
