@@ -188,7 +188,7 @@ class Lease(Generic[T]):
     def __reduce__(self) -> NoReturn:
         raise CapabilityError(
             f"cannot pickle or copy the handle of object {self.object_id}, because its lease belongs to this process: "
-            f"call the endpoint in the process that needs the object"
+            "send its value (to copy it: copy.deepcopy(handle.value)), or call the endpoint where the object is needed"
         )
 
     def __del__(self) -> None:
