@@ -17,6 +17,7 @@ from shared_rpc.client.link import ForeignServer, Link, no_listener
 from shared_rpc.client.steps import Ask, Open, Operation, Pause, Reply, Request, message_of
 from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded
 from shared_rpc.forks import fork_safe_lock
+from shared_rpc.lifecycle.ending import is_child
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import tiers as t
@@ -180,6 +181,8 @@ def connect(
                     ". Start a server with: shared-rpc serve app.py, or SHARED_TENSOR_ROLE=server python app.py, with the same "
                     "SHARED_TENSOR_BASE_PATH and device"
                 )
+                if is_child():
+                    advice += ". If the parent of this process has the role server: call a shared function in the parent first"
                 waited = f"{text} (waited {time.monotonic() - begin:.1f} s)"
                 raise ConnectError(waited + advice if none_listens else waited) from error
         except BaseException:

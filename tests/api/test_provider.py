@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from shared_rpc import Client, Provider
-from shared_rpc.errors import CapabilityError, ConfigurationError, RemoteTraceback, StaleHandleError
+from shared_rpc.errors import CapabilityError, ConfigurationError, ConnectError, RemoteTraceback, StaleHandleError
 from tests.kit.processes import eventually
 from tests.kit.world import World, at_once, shares_memory
 
@@ -376,6 +376,13 @@ def test_an_unused_client_disconnects(world: World) -> None:
     del handle
     gc.collect()
     eventually(lambda: len(sessions()) == before)
+
+
+def test_children_without_a_server_learn_what_their_parent_lacks(base_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server's process serves its children from its first call on."""
+    monkeypatch.setattr("shared_rpc.client.session.is_child", lambda: True)
+    with Client(base_path, device="cpu", connect_timeout=0) as client, pytest.raises(ConnectError, match="in the parent first"):
+        client.list_objects()
 
 
 def test_clients_cannot_be_pickled(base_path: str) -> None:
