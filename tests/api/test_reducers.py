@@ -198,7 +198,7 @@ def test_holders_of_a_freed_buffer_send_its_tensors(device: str, world: World, c
 
 def test_missing_objects_are_reported(device: str, world: World) -> None:
     """The error says that the object must be held; without a server, that the socket must be at the same path."""
-    world.share("get", managed=True)(lambda: torch.zeros(4))
+    world.share("get", managed=True)(lambda: torch.zeros(4, device=device))
     code = """
 errors = []
 for text in texts:
